@@ -7,8 +7,8 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -24,6 +24,7 @@ from offramp.bundle.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
+from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.files import (
     FileContent,
     check_file,
@@ -32,18 +33,27 @@ from offramp.bundle.files import (
     parse_json,
     parse_versioned,
     read_checked,
+    read_pieces,
     read_regular,
     write_described,
 )
+from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
-from offramp.bundle.manifest import SCHEMA_VERSION, Manifest
+from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMA_VERSION, SCHEMAS_READ, Manifest
 from offramp.bundle.measured import MEASURED, Measured
 from offramp.bundle.npz import ArrayForm, read_npz
 from offramp.bundle.parts import folder_of
-from offramp.bundle.placing import moved_aside, put_in_place
+from offramp.bundle.placing import check_writable, moved_aside, put_in_place
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
 from offramp.bundle.serde import from_plain
+from offramp.bundle.stored_graphs import (
+    FileIdentity,
+    check_graph,
+    describe_filled,
+    fill,
+    identity_of_file,
+)
 
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
@@ -86,15 +96,18 @@ class Bundle:
     """Of the variant that it shows; 0 is the full model."""
     _records: bytes | None = None
     """Of the evidence."""
+    _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
+    """Of the file of weights as it was when it was opened, and hashed."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
         """Open a bundle and check every file in it; raises the errors of :mod:`.errors`."""
         root = Path(path)
         manifest = _read_manifest(root)
+        weights = identity_of_file(root / WEIGHTS)  # before the hash: what is written later differs
         _check_files(root, manifest)
         policy = _parse_policy(_read(root, POLICY), POLICY, manifest)
-        bundle = cls(path=root, manifest=manifest, policy=policy)
+        bundle = cls(path=root, manifest=manifest, policy=policy, _weights=weights)
         bundle.variants()  # which reads their policies
         return bundle
 
@@ -116,11 +129,51 @@ class Bundle:
         return tuple(self.variant(number) for number in range(len(self.manifest.variants) + 1))
 
     def read(self, name: str) -> bytes:
-        """Read a file of the bundle; ``BundleIntegrityError`` if it changed since the opening."""
-        entries = {entry.path: entry for entry in self.manifest.files}
-        if name not in entries:
+        """Read a file of the bundle; a graph comes with all of its weights in it.
+
+        BundleIntegrityError if file or weights changed since the opening; BundleSchemaError if a
+        graph names weights elsewhere than in the bundle's ``weights.bin``.
+        """
+        entry = self._entry(name)
+        content = _read_checked(self.path, entry)
+        if name not in self.manifest.graphs:
+            return content
+        return fill(content, entry, self.path, self._weight_bytes, mend=_MEND)
+
+    def graph(self, name: str) -> bytes:
+        """Read a graph as it is stored: it may name weights in :meth:`weight_folder`.
+
+        Each of them was checked to be there. Errors as of :meth:`read`.
+        """
+        content = _read_checked(self.path, self._entry(name))
+        check_graph(content, self.path / name, self._weight_bytes, mend=_MEND)
+        return content
+
+    def weight_folder(self) -> Path | None:
+        """Give the folder where runtimes find the weights that graphs name; ``None`` if none do.
+
+        The file may be mapped from there: it is what was hashed at the opening, or is hashed again.
+        BundleIntegrityError if it changed.
+        """
+        if not self._weight_bytes:
+            return None
+        if self._weights is None or identity_of_file(self.path / WEIGHTS) != self._weights:
+            check_file(self.path, self._entry(WEIGHTS), listing="manifest", mend=_MEND)
+        return self.path.resolve()
+
+    def stored(self, name: str) -> Iterator[bytes]:
+        """Give a file as it is on the disk, piece by piece; raises as :meth:`read`, in the end."""
+        return read_pieces(self.path, self._entry(name), listing="manifest", mend=_MEND)
+
+    def _entry(self, name: str) -> FileEntry:
+        found = next((entry for entry in self.manifest.files if entry.path == name), None)
+        if found is None:
             raise BundleIntegrityError(f"{self.path}: {name} is not part of this bundle")
-        return _read_checked(self.path, entries[name])
+        return found
+
+    @property
+    def _weight_bytes(self) -> int:
+        return next((e.size_bytes for e in self.manifest.files if e.path == WEIGHTS), 0)
 
     def profile(self, device: str = "cpu") -> Profile:
         """Read the latencies measured on a device."""
@@ -213,10 +266,11 @@ def write_bundle(
 ) -> Bundle:
     """Write a bundle to a temporary folder beside ``path``, then put it in place in one step.
 
-    The manifest's ``files`` are filled in here; ``files`` has the content of every other file, by
-    relative path, and is asked for each once: of a content that is made then, in pieces, no more
-    than a piece need be in memory. ``overwrite`` replaces
-    a bundle that is already there, and never anything else: that is a ``BundleExistsError``.
+    The manifest's ``files`` and version are filled in here; ``files`` has the content of every
+    other file, by relative path, and is asked for each once: of a content that is made then, in
+    pieces, no more than a piece need be in memory. Where there is a ``weights.bin``, graphs may
+    name their weights in it. ``overwrite`` replaces a bundle that is already there, and never
+    anything else: that is a ``BundleExistsError``.
     ``engines_of`` is a bundle of the same graphs, whose engines the new one gets too; without it,
     engines of the bundle that is replaced go with it. If the file system refuses
     (``BundleWriteError``), what was at ``path`` is still there. When this returns, the bundle is on
@@ -235,7 +289,9 @@ def write_bundle(
                 place.parent.mkdir(parents=True, exist_ok=True)
                 content = said if name == POLICY else files[name]
                 entries.append(write_described(place, name, content))
-            document = dump(replace(manifest, files=tuple(entries)))
+            described = tuple(describe_filled(scratch, entries, manifest.graphs, mend=_MEND))
+            schema = SCHEMA_OF_WEIGHTS if WEIGHTS in files else SCHEMA_VERSION
+            document = dump(replace(manifest, files=described, schema_version=schema))
             (scratch / MANIFEST).write_bytes(document)
             (scratch / MANIFEST_HASH).write_bytes(_hash_line(document))
             scratch.chmod(0o755)
@@ -272,34 +328,6 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     check_writable(target)
 
 
-def check_writable(target: Path) -> None:
-    """Check, by trying, that something can be put at ``target``; BundleWriteError if not."""
-    folder = _nearest_folder(target)
-    try:
-        Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder)).rmdir()
-    except OSError as error:
-        raise BundleWriteError(
-            f"{target} cannot be written: {error}; make {folder} writable for you, or choose "
-            "another --output"
-        ) from error
-
-
-def check_space(target: Path, size_bytes: int) -> None:
-    """Check that a bundle of that size has room at ``target``; BundleWriteError if not."""
-    folder = _nearest_folder(target)
-    free = shutil.disk_usage(folder).free
-    if free < size_bytes:
-        raise BundleWriteError(
-            f"{target} needs {size_bytes / 2**20:,.0f} MiB at least, but {folder} has "
-            f"{free / 2**20:,.0f} MiB left; free the space or choose another --output"
-        )
-
-
-def _nearest_folder(target: Path) -> Path:
-    """Find the folder that a target is in, or the first one above it that is there already."""
-    return next(folder for folder in target.absolute().parents if folder.exists())
-
-
 def _read_manifest(root: Path) -> Manifest:
     if not root.exists() and (kept := moved_aside(root)) is not None:
         raise BundleNotFoundError(
@@ -316,8 +344,15 @@ def _read_manifest(root: Path) -> Manifest:
             f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {_MEND}"
         )
     remedy = "compile the model again, or install the Offramp that wrote it"
-    plain = parse_versioned(document, MANIFEST, SCHEMA_VERSION, remedy)
-    return from_plain(Manifest, plain, MANIFEST)
+    plain = parse_versioned(document, MANIFEST, SCHEMAS_READ, remedy)
+    manifest = from_plain(Manifest, plain, MANIFEST)
+    has_weights = WEIGHTS in {entry.path for entry in manifest.files}
+    if has_weights and manifest.schema_version != SCHEMA_OF_WEIGHTS:
+        raise BundleSchemaError(
+            f"{MANIFEST}: schema version {manifest.schema_version} with {WEIGHTS}, expected "
+            f"{SCHEMA_OF_WEIGHTS}; {_MEND}"
+        )
+    return manifest
 
 
 def _hash_line(document: bytes) -> bytes:
@@ -333,11 +368,7 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         raise BundleIntegrityError(
             f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
         )
-    referred = {manifest.source.file, POLICY}
-    for number in range(len(manifest.variants) + 1):
-        whole = manifest.of_variant(number)
-        referred |= {s.file for s in whole.segments} | {e.file for e in whole.exits}
-        referred.add(folder_of(number) + POLICY)
+    referred = {POLICY, *manifest.graphs, *(v.folder + POLICY for v in manifest.variants)}
     absent = sorted(referred - listed)
     if absent:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
+from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.files import entry_of
-from offramp.bundle.manifest import FileEntry, Manifest
+from offramp.bundle.manifest import Manifest
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.serde import check_numbers
 from offramp.certify.binomial import upper_bound
@@ -292,7 +293,8 @@ def addressed(stem: str, content: bytes, suffix: str) -> FileEntry:
 
 
 def _digest_of(manifest: Manifest, names: Iterable[str]) -> str:
-    hashes = {entry.path: entry.sha256 for entry in manifest.files}
+    # A graph is what it is wherever its weights are: its own hash says nothing of those it names.
+    hashes = {entry.path: entry.filled_sha256 or entry.sha256 for entry in manifest.files}
     return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()
 
 

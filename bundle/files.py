@@ -8,12 +8,12 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeAlias
 
 from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
-from offramp.bundle.manifest import FileEntry
+from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.placing import sync
 from offramp.bundle.serde import to_plain
 
@@ -33,6 +33,19 @@ def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> by
     content = read_regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
     _compare(root, entry_of(entry.path, content), entry, listing=listing, mend=mend)
     return content
+
+
+def read_pieces(root: Path, entry: FileEntry, *, listing: str, mend: str) -> Iterator[bytes]:
+    """Read a file piece by piece; once all was given, raises as :func:`read_checked` does."""
+    place = _regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
+    digest, size = hashlib.sha256(), 0
+    with _reading(place, mend=mend), place.open("rb") as file:
+        for piece in iter(lambda: file.read(_PIECE_BYTES), b""):
+            digest.update(piece)
+            size += len(piece)
+            yield piece
+    found = FileEntry(path=entry.path, size_bytes=size, sha256=digest.hexdigest())
+    _compare(root, found, entry, listing=listing, mend=mend)
 
 
 def check_file(root: Path, entry: FileEntry, *, listing: str, mend: str) -> None:
@@ -168,12 +181,13 @@ def parse_json(document: bytes, name: str) -> Any:
         raise BundleSchemaError(f"{name}: not JSON ({error})") from error
 
 
-def parse_versioned(document: bytes, name: str, version: int, remedy: str) -> Any:
-    """Read JSON whose ``schema_version`` has to be ``version``; the rest is for messages."""
+def parse_versioned(document: bytes, name: str, versions: Sequence[int], remedy: str) -> Any:
+    """Read JSON whose ``schema_version`` has to be one of some; the rest is for messages."""
     plain = parse_json(document, name)
     found = plain.get("schema_version") if isinstance(plain, dict) else None
-    if found != version:
+    if isinstance(found, bool) or not isinstance(found, int) or found not in versions:
+        known = " and ".join(map(str, versions))
         raise BundleSchemaError(
-            f"{name}: schema version {found!r}, but this Offramp reads {version}; {remedy}"
+            f"{name}: schema version {found!r}, but this Offramp reads {known}; {remedy}"
         )
     return plain

@@ -17,6 +17,7 @@ from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.criteria import PROBABILITY, Criterion
 from offramp.bundle.custom_ops import OperatorLibrary
+from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.joint_training import JointTraining
 from offramp.bundle.manifest_checks import (
     MOST_SAMPLE_BYTES,
@@ -29,11 +30,15 @@ from offramp.bundle.manifest_checks import (
 )
 from offramp.bundle.padding import Padding, check_paddings
 from offramp.bundle.parts import Exit, Segment, Variant, last_beginning
-from offramp.bundle.serde import LEFT_OUT, check_hash, check_numbers
+from offramp.bundle.serde import LEFT_OUT, check_numbers
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
+SCHEMA_OF_WEIGHTS = 2
+"""Of bundles whose graphs name weights in ``weights.bin``: an older reader would hand such graphs
+to runtimes as they are, which would look for that file in the folder they were started in."""
+SCHEMAS_READ = (SCHEMA_VERSION, SCHEMA_OF_WEIGHTS)
 
 AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", "classes", "values"]
 """How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
@@ -166,20 +171,6 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    """A file of the bundle."""
-
-    path: str
-    """Relative to the bundle, with forward slashes."""
-    size_bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "size_bytes", least=0)
-        check_hash(self.sha256)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """``manifest.json``."""
 
@@ -244,6 +235,16 @@ class Manifest:
         check_precision(self)
         check_chain(self)
         check_variants(self)
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """The files that are graphs, each once, with those of all variants."""
+        segments, exits = [*self.segments], [*self.exits]
+        for variant in self.variants:
+            segments += variant.segments
+            exits += variant.exits
+        files = (self.source.file, *(s.file for s in segments), *(e.file for e in exits))
+        return tuple(dict.fromkeys(files))
 
     @property
     def is_cascade(self) -> bool:

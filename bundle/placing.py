@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 import re
+import shutil
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -75,6 +77,34 @@ def moved_aside(target: Path) -> Path | None:
             if ours.fullmatch(place.name) and place.is_dir():
                 return place
     return None
+
+
+def check_writable(target: Path) -> None:
+    """Check, by trying, that something can be put at ``target``; BundleWriteError if not."""
+    folder = _nearest_folder(target)
+    try:
+        Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder)).rmdir()
+    except OSError as error:
+        raise BundleWriteError(
+            f"{target} cannot be written: {error}; make {folder} writable for you, or choose "
+            "another --output"
+        ) from error
+
+
+def check_space(target: Path, size_bytes: int) -> None:
+    """Check that a bundle of that size has room at ``target``; BundleWriteError if not."""
+    folder = _nearest_folder(target)
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes:
+        raise BundleWriteError(
+            f"{target} needs {size_bytes / 2**20:,.0f} MiB at least, but {folder} has "
+            f"{free / 2**20:,.0f} MiB left; free the space or choose another --output"
+        )
+
+
+def _nearest_folder(target: Path) -> Path:
+    """Find the folder that a target is in, or the first one above it that is there already."""
+    return next(folder for folder in target.absolute().parents if folder.exists())
 
 
 def _move(scratch: Path, target: Path) -> None:

@@ -10,7 +10,8 @@ from itertools import chain
 from pathlib import Path
 
 from offramp.bundle import Bundle, InputRanges, Padding, write_bundle
-from offramp.bundle.bundle import check_space, check_target
+from offramp.bundle.bundle import check_target
+from offramp.bundle.placing import check_space
 from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.estimates import BackboneTimes
@@ -49,9 +50,6 @@ from offramp.engine.plan import Mode, Plan, plan_stages
 
 _log = logging.getLogger(__name__)
 
-_COPIES = 2
-"""Of the model that a bundle holds at least: the source, and its segments."""
-
 
 def compile_model(
     options: CompileOptions,
@@ -89,7 +87,7 @@ def compile_model(
             max_cut_tensors=options.max_cut_tensors,
         )
     warn_of_overflow(model.proto, cpu_features())
-    check_space(options.output, _COPIES * weight_bytes(model.proto))
+    check_space(options.output, weight_bytes(model.proto))
     with progress.step("Read the data", 1):
         dataset = read_dataset(options.data, model.inputs, answer=model.answer, scratch=scratch)
         if options.answer_tokens:

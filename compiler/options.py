@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from offramp.bundle.bundle import check_target, check_writable
+from offramp.bundle.bundle import check_target
 from offramp.bundle.joint_training import Teacher
+from offramp.bundle.placing import check_writable
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind, AskedTask
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from offramp.bundle import (
 )
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT
 from offramp.bundle.files import FileContent, dump
+from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.joint_training import JointTraining
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
@@ -39,6 +40,7 @@ from offramp.compiler.report import render_report
 from offramp.compiler.report.pictures import EarlyMap
 from offramp.compiler.rounding import fits_16_bits
 from offramp.compiler.slicing import SOURCE, Sliced
+from offramp.compiler.weights import pack_weights
 from offramp.engine.environment import cpu_features, package_version
 
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
@@ -114,10 +116,20 @@ def pack(
 ) -> Mapping[str, FileContent]:
     """Give the content of every file but manifest and policy, by path.
 
-    Graphs are given in pieces, and get their weights piece by piece.
+    Graphs name their large weights in one file, which is given piece by piece.
     """
+    graphs = {**built.files, manifest.source.file: sliced.model.proto.SerializeToString()}
+    packed = pack_weights(graphs, sliced.weights)
     report = render_report(
-        manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured, maps=maps
+        manifest,
+        policy,
+        profile,
+        certify,
+        rehearsed,
+        limit=limit,
+        measured=measured,
+        maps=maps,
+        weights=packed.sizes,
     )
     small = {
         "profiles/cpu.json": dump(profile),
@@ -127,26 +139,8 @@ def pack(
         **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),
         **({} if measured is None else {MEASURED: dump(measured)}),
     }
-    graphs = {**built.files, manifest.source.file: sliced.model.proto.SerializeToString()}
-    return _Contents(small=small, graphs=graphs, sliced=sliced)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Contents(Mapping[str, FileContent]):
-    """The contents of files, of which graphs get their weights as they are written."""
-
-    small: Mapping[str, bytes]
-    graphs: Mapping[str, bytes]
-    sliced: Sliced
-
-    def __getitem__(self, name: str) -> FileContent:
-        return self.sliced.pieces(self.graphs[name]) if name in self.graphs else self.small[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self.graphs, *self.small))
-
-    def __len__(self) -> int:
-        return len(self.graphs) + len(self.small)
+    weights = {WEIGHTS: packed.pieces()} if packed.sizes.file_bytes else {}
+    return {**packed.graphs, **small, **weights}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +217,7 @@ def rewrite(
     """
     stale = (POLICY, MEASURED, *changed)
     names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
-    kept = {name: map(bundle.read, [name]) for name in names}  # read when it is written
+    kept = {name: bundle.stored(name) for name in names}  # read when it is written
     return write_bundle(
         target,
         manifest,

@@ -29,6 +29,7 @@ from offramp.compiler.options import ProfileOptions
 from offramp.compiler.packing import bundle_name, rewrite
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
+from offramp.compiler.weights import WeightSizes
 from offramp.engine.assembly import assemble
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.deployment import zeros
@@ -191,7 +192,8 @@ def _write(bundle: Bundle, options: ProfileOptions, target: Path, profile: Profi
     policy = predicted_anew(bundle, profile)
     manifest = replace(bundle.manifest, name=bundle_name(target))
     certify = ExitRecords.kept_by(bundle, CERTIFY)
-    report = render_report(manifest, policy, profile, certify, rehearsed)
+    sizes = WeightSizes.of(bundle)
+    report = render_report(manifest, policy, profile, certify, rehearsed, weights=sizes)
     changed = {PROFILE: dump(profile), REPORT: report.encode()}
     rewrite(bundle, target, manifest, policy, changed, overwrite=options.replaces)
 

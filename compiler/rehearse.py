@@ -36,6 +36,7 @@ from offramp.compiler.packing import bundle_name, judged, rewrite
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
+from offramp.compiler.weights import WeightSizes
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.environment import cpu_features
 
@@ -109,7 +110,14 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
     )
     if target is not None:
         manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
-        report = render_report(manifest, policy, bundle.profile(), certify, done.rehearsed)
+        report = render_report(
+            manifest,
+            policy,
+            bundle.profile(),
+            certify,
+            done.rehearsed,
+            weights=WeightSizes.of(bundle),
+        )
         changed = {RECORDS: dump_records(tune, certify), REPORT: report.encode()}
         changed[REHEARSAL] = done.rehearsed.dump()
         rewrite(bundle, target, manifest, policy, changed, overwrite=options.replaces)

@@ -12,7 +12,6 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from offramp.bundle import Segment, TensorSpec
-from offramp.bundle.files import FileContent
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.compiler.cut_points import CutAnalysis, CutPoint
 from offramp.compiler.cuts import find_cuts
@@ -60,10 +59,6 @@ class Sliced:
         segments = tuple(replace(s, proto=weights.light(s.proto)) for s in self.segments)
         graphs = tuple(s.proto.SerializeToString() for s in segments)
         return replace(self, model=model, segments=segments, graphs=graphs, weights=weights)
-
-    def pieces(self, graph: bytes) -> FileContent:
-        """Give one of the graphs, or what was assembled of them, with its weights, in pieces."""
-        return graph if self.weights is None else self.weights.pieces(graph)
 
     def whole_model(self) -> SourceModel:
         """Give the source model with its weights."""

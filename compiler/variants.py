@@ -44,8 +44,10 @@ class BuiltVariant:
 
     variant: Variant
     policy: ExitPolicy
+    graphs: Mapping[str, bytes]
+    """Segments and exits, by path in the bundle."""
     files: Mapping[str, FileContent]
-    """By path in the bundle."""
+    """All others."""
 
 
 def draw_variant(
@@ -91,17 +93,17 @@ def build_variant(index: int, drawn: DrawnVariant, run: CompileRun) -> BuiltVari
     certify = record_exits(draft, draft.read, run.parts.certify, title, run.progress)
     policy = blueprint.choice.certify(blueprint.path, certify)
     *own, source = draft.segments
-    files: dict[str, FileContent] = {
-        folder + part.file: blueprint.sliced.pieces(draft.files[part.file])
-        for part in (*own, *draft.exits)
+    names = [segment.file for segment in own] + [exit_.file for exit_ in draft.exits]
+    files = {
+        folder + RECORDS: dump_records(blueprint.tune, certify),
+        folder + PROFILE: dump(blueprint.choice.profile),
+        folder + POLICY: dump(policy),
     }
-    files[folder + RECORDS] = dump_records(blueprint.tune, certify)
-    files[folder + PROFILE] = dump(blueprint.choice.profile)
-    files[folder + POLICY] = dump(policy)
     variant = Variant(
         index=index,
         name=drawn.name,
         segments=(*(replace(s, file=folder + s.file) for s in own), source),
         exits=tuple(replace(judged(e, certify), file=folder + e.file) for e in draft.exits),
     )
-    return BuiltVariant(variant=variant, policy=policy, files=files)
+    graphs = {folder + name: draft.files[name] for name in names}
+    return BuiltVariant(variant=variant, policy=policy, graphs=graphs, files=files)

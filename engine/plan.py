@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -35,6 +36,9 @@ from offramp.certify.agreement import float32_at_least
 from offramp.engine.assembly import assemble
 from offramp.engine.quantised_borders import carries_steps, give_steps, take_steps
 
+ReadPart: TypeAlias = Callable[[str], bytes]
+"""Gives the graph of a part by its file: whole, or naming its weights."""
+
 
 class Mode(StrEnum):
     """The serving modes: what happens to a sample that is sure enough at an exit."""
@@ -55,6 +59,26 @@ class Mode(StrEnum):
         return self in (Mode.AUDIT, Mode.RELEASE)
 
 
+class LightGraph(NamedTuple):
+    """A graph that may name weights in a file instead of holding them."""
+
+    model: bytes
+    weights: Path | None
+    """The folder of that file; ``None`` where it names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """How a stage's graph is made of the files of a bundle; called, it gives the graph."""
+
+    make: Callable[[ReadPart], bytes]
+    read: ReadPart
+
+    def __call__(self) -> bytes:
+        """Make it of files as they are read."""
+        return self.make(self.read)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
     """One stage, ready to be prepared by a backend."""
@@ -66,7 +90,8 @@ class StageSpec:
     """Index into ``Manifest.exits`` of the exit that the stage ends with; ``MODEL_END`` where it
     ends with the model's own answer, ``None`` where it gives no answer at all."""
     load: Callable[[], bytes]
-    """Gives the stage's ONNX graph; called by the backend when it prepares the stage."""
+    """Gives the stage's ONNX graph; called by the backend when it prepares the stage. A
+    :class:`StageGraph`, if it is made of a bundle's files and of nothing else."""
     inputs: tuple[str, ...]
     """Tensors that the graph reads."""
     carried: tuple[str, ...]
@@ -88,6 +113,19 @@ class StageSpec:
     bundle: Bundle | None = field(default=None, compare=False, repr=False)
     """The stage's bundle, for backends that have more in one than graphs; ``None`` while there is
     none yet."""
+
+    def load_light(self) -> LightGraph:
+        """Give the stage's graph without the weights that the bundle has in a file.
+
+        A runtime that maps them from there holds them once for all graphs. Errors as of
+        ``load``, which gives the same graph with all of its weights.
+        """
+        bundle, graph = self.bundle, self.load
+        if bundle is not None and isinstance(graph, StageGraph):
+            folder = bundle.weight_folder()
+            if folder is not None and _is_text(folder):
+                return LightGraph(graph.make(bundle.graph), folder)
+        return LightGraph(graph(), None)
 
     @property
     def final(self) -> bool:
@@ -164,7 +202,7 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
 
 
 def plan_stages(
-    structure: ModelStructure, read: Callable[[str], bytes], active: Sequence[ActiveExit]
+    structure: ModelStructure, read: ReadPart, active: Sequence[ActiveExit]
 ) -> tuple[StageSpec, ...]:
     """Plan the stages between exits, in depth order; ``read`` gives a part's file.
 
@@ -194,7 +232,7 @@ def make_chained_plan(bundle: Bundle) -> Plan:
     return Plan(stages=stages, policy_version=0, mode=Mode.OFF)
 
 
-def chain_stages(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[StageSpec, ...]:
+def chain_stages(structure: ModelStructure, read: ReadPart) -> tuple[StageSpec, ...]:
     """Plan the source model's segments as stages, without exits; see :func:`make_chained_plan`."""
     last = structure.segments[-1]
     inner = structure.segments[last_beginning(structure.segments) : -1]
@@ -202,7 +240,7 @@ def chain_stages(structure: ModelStructure, read: Callable[[str], bytes]) -> tup
     return tuple(_stages(structure, read, [*ends, (last.index, MODEL_END, 0.0)]))
 
 
-def answering_graphs(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[bytes, ...]:
+def answering_graphs(structure: ModelStructure, read: ReadPart) -> tuple[bytes, ...]:
     """Join all segments and exits, used or not: what answers a sample at every exit and the end.
 
     It is one graph, in a cascade two: that of all exits, and the source model, which may be of
@@ -225,7 +263,7 @@ def _source_stage(bundle: Bundle) -> StageSpec:
         first_segment=manifest.source_begins,
         last_segment=len(manifest.segments) - 1,
         exit=MODEL_END,
-        load=lambda: bundle.read(manifest.source.file),
+        load=StageGraph(lambda read: read(manifest.source.file), bundle.read),
         inputs=tuple(tensor.name for tensor in manifest.inputs),
         carried=(),
         answer=manifest.answer.output,
@@ -242,7 +280,7 @@ def _of(bundle: Bundle, stages: Sequence[StageSpec]) -> tuple[StageSpec, ...]:
 
 def _stages(
     structure: ModelStructure,
-    read: Callable[[str], bytes],
+    read: ReadPart,
     ends: Sequence[tuple[int, int | None, float]],
 ) -> Iterator[StageSpec]:
     after = [last + 1 for last, _, _ in ends]
@@ -270,13 +308,15 @@ def _stages(
             first_segment=firsts[index],
             last_segment=last,
             exit=exit_index,
-            load=partial(
-                _assembled,
-                (*before, *segments, *behind),
-                exit_,
-                (answer,) if answer else given,
+            load=StageGraph(
+                partial(
+                    _assembled,
+                    (*before, *segments, *behind),
+                    exit_,
+                    (answer,) if answer else given,
+                    inner,
+                ),
                 read,
-                inner,
             ),
             inputs=_stage_inputs(segments, exit_),
             carried=carried,
@@ -305,6 +345,15 @@ def carried_over(structure: ModelStructure, segment: int, then: int) -> tuple[st
     return (*cuts, *(name for name in read if name in graph_inputs))
 
 
+def _is_text(folder: Path) -> bool:
+    """Whether ONNX Runtime's settings can hold the name of a folder: names may be no UTF-8."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str, ...]:
     inside = {name for segment in segments for name in segment.outputs}
     read = [name for segment in segments for name in segment.inputs]
@@ -316,8 +365,8 @@ def _assembled(
     around: Sequence[Segment],
     exit_: Exit | None,
     given: Sequence[str],
-    read: Callable[[str], bytes],
     inner: slice,
+    read: ReadPart,
 ) -> bytes:
     """Join the inner ones of some segments with an exit, and carry integers where it can be done.
 

@@ -11,9 +11,11 @@ import numpy as np
 import onnx
 import pytest
 
-from offramp.bundle import Bundle
+from offramp.bundle import Bundle, write_bundle
+from offramp.bundle.graph_weights import WEIGHTS
 from offramp.calibration.measuring import Budget
 from offramp.calibration.training_options import TrainingOptions
+from offramp.compiler import weights
 from offramp.compiler.compile import compile_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.precision import Quantise
@@ -30,6 +32,19 @@ def brief_measurements() -> Iterator[None]:
         for effort in (Effort, Budget):
             patched.setitem(effort.__init__.__kwdefaults__, "seconds", 0.1)
         yield
+
+
+def sharing_weights(bundle: Bundle, path: Path) -> Bundle:
+    """Write a bundle again, whose graphs name all weights but the very smallest."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(weights, "LEAST_BYTES", 64)
+        graphs = {name: bundle.read(name) for name in bundle.manifest.graphs}
+        packed = weights.pack_weights(graphs, None)
+        left = {*packed.graphs, WEIGHTS, "policy.json"}
+        names = [entry.path for entry in bundle.manifest.files if entry.path not in left]
+        files = {**{name: bundle.read(name) for name in names}, **packed.graphs}
+        files[WEIGHTS] = b"".join(packed.pieces())
+    return write_bundle(path, bundle.manifest, bundle.policy, files)
 
 
 @brief_measurements()

@@ -14,8 +14,9 @@ import onnx
 
 from offramp import __version__
 from offramp.bundle import Bundle
-from offramp.bundle.bundle import REPORT, check_writable
+from offramp.bundle.bundle import REPORT
 from offramp.bundle.files import write_whole
+from offramp.bundle.placing import check_writable
 from offramp.calibration.dataset import read_samples
 from offramp.compiler.errors import ExportError
 from offramp.compiler.export.nesting import Names, nest

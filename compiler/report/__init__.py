@@ -18,6 +18,7 @@ from offramp.compiler.report.pictures import EarlyMap, views
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
 from offramp.compiler.report.training import training_view
+from offramp.compiler.weights import WeightSizes
 
 __all__ = ["render_report"]
 
@@ -32,12 +33,14 @@ def render_report(
     limit: BindingLimit | None = None,
     measured: Measured | None = None,
     maps: Sequence[EarlyMap] = (),
+    weights: WeightSizes | None = None,
 ) -> str:
     """Render the bundle's ``report.html``: one page that needs nothing beside it.
 
     ``profile`` is of the device that the savings were predicted for; ``rehearsed`` says how the
     exits in use were chosen, if by a rehearsal, and ``limit`` what kept all out of use. ValueError
-    if the parts do not belong together. ``maps`` are a few answers to look at.
+    if the parts do not belong together. ``maps`` are a few answers to look at, ``weights`` how much
+    room the large ones take.
     """
     found = PolicyFigures.of(manifest, policy, profile, certify)
     judged = None if measured is None else words.SavingsCheck.of(found, measured)
@@ -56,7 +59,7 @@ def render_report(
         latency=latency_chart(found),
         latency_rows=latency_rows(found),
         rehearsal=rehearsal_view(rehearsed),
-        facts=words.facts(found, rehearsed),
+        facts=words.facts(found, rehearsed, weights),
         judged=judged,
         maps=views(maps),
         training=training_view(manifest),

@@ -55,3 +55,8 @@ def count(value: int) -> str:
 def plural(value: int, noun: str, many: str | None = None) -> str:
     """``1 exit``, ``2 exits``; ``many`` is the plural where it is not the noun and an s."""
     return f"{count(value)} {noun if value == 1 else many or f'{noun}s'}"
+
+
+def mebibytes(size_bytes: int) -> str:
+    """``12.3 MiB``."""
+    return f"{size_bytes / 2**20:,.1f}{_SPACE}MiB"

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from offramp.bundle import Manifest, Measured, MeasuredSize, Profile, Ratio
+from offramp.bundle.graph_weights import WEIGHTS
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
+from offramp.compiler.weights import WeightSizes
 from offramp.engine.whole_promise import whole_policy
 
 Fact: TypeAlias = tuple[str, str]
@@ -122,7 +124,9 @@ def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[
     return shown
 
 
-def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fact]]]:
+def facts(
+    found: PolicyFigures, rehearsed: Rehearsed | None, weights: WeightSizes | None = None
+) -> list[tuple[str, list[Fact]]]:
     """Give what the figures rest on, in groups."""
     manifest, data = found.manifest, found.manifest.calibration
     samples = [
@@ -151,6 +155,7 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
         ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),
         *([("Other batches", effect.describe())] if (effect := manifest.batch_effect) else []),
         *(("Other lengths", padding.describe()) for padding in manifest.paddings),
+        *([("Large weights", kept_once(weights))] if weights and weights.file_bytes else []),
     ]
     machine = [
         ("Profiled on", found.profile.device),
@@ -162,6 +167,14 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
     ]
     tools = sorted(manifest.tools.items())
     return [("Model", model), ("Data", samples), ("Profile", machine), ("Tools", tools)]
+
+
+def kept_once(weights: WeightSizes) -> str:
+    """Say how much room large weights take, with one file for all graphs and without."""
+    return (
+        f"{numbers.mebibytes(weights.file_bytes)} in {WEIGHTS}, each once; in every graph that has "
+        f"them they would be {numbers.mebibytes(weights.graph_bytes)} (counted)"
+    )
 
 
 def precision(manifest: Manifest) -> str:

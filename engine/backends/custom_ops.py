@@ -66,15 +66,17 @@ def using_libraries(paths: Sequence[Path]) -> Iterator[None]:
         _libraries = before
 
 
-def session_options(only: Sequence[LoadedLibrary] | None = None) -> ort.SessionOptions:
+def session_options(
+    only: Sequence[LoadedLibrary] | None = None, *, weights: Path | None = None
+) -> ort.SessionOptions:
     """Make the options of a session, with the process's libraries, or ``only`` some of them.
 
-    Weights that a graph names in a file are found too.
+    Weights that a graph names in a file are found too, in the folder ``weights`` if it is given.
     """
     options = ort.SessionOptions()
     for library in _libraries if only is None else only:
         options.register_custom_ops_library(str(library.path.resolve()))
-    name_weights(options)
+    name_weights(options, weights)
     return options
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,7 +26,7 @@ from offramp.engine.criteria import (
 )
 from offramp.engine.errors import BackendError
 from offramp.engine.exit_check import confidence_of
-from offramp.engine.plan import StageSpec
+from offramp.engine.plan import LightGraph, StageSpec
 
 _EMPTY = np.empty(0, np.float32)
 _ZERO = np.float32(0)
@@ -75,20 +76,27 @@ class HostStage:
     """What says how sure the answer is, where the graph does not."""
 
 
-def load_stage(spec: StageSpec, runtime: str, load: Callable[[bytes], LoadedGraph]) -> HostStage:
+def load_stage(
+    spec: StageSpec,
+    runtime: str,
+    load: Callable[[bytes, Path | None], LoadedGraph],
+    *,
+    maps_weights: bool = False,
+) -> HostStage:
     """Load a stage's graph, which gives a confidence too where that can be added.
 
-    ``runtime`` is a name for messages. BackendError if the graph cannot be loaded, or does not read
+    ``runtime`` is a name for messages; if it ``maps_weights``, ``load`` gets graphs that name them,
+    and the folder where they are. BackendError if the graph cannot be loaded, or does not read
     and give what the manifest says.
     """
     added = False
     try:
-        model = spec.load()
+        model, weights = spec.load_light() if maps_weights else LightGraph(spec.load(), None)
         of_logits = spec.task.kind == "classification" and spec.form != "probabilities"
         if spec.answer and not spec.confidence and of_logits:
             with_it = with_confidence(model, spec.answer)
             model, added = with_it or model, with_it is not None
-        read, given, execute = load(model)
+        read, given, execute = load(model, weights)
     except Exception as error:  # runtimes' own classes derive from Exception or RuntimeError only
         reason = " ".join(str(error).split())
         raise BackendError(f"{runtime} cannot load stage {spec.index}: {reason}") from error
@@ -118,6 +126,8 @@ class HostBackend:
     on_cpu = True
     runtime_name: ClassVar[str]
     """For messages."""
+    maps_weights: ClassVar[bool] = False
+    """Whether :meth:`load` takes graphs that name their weights in a file."""
 
     def __init__(self, *, version: str, threads: int) -> None:
         """Take the runtime's version, and how many threads each stage has."""
@@ -128,8 +138,11 @@ class HostBackend:
         """Describe what executes: times measured with it hold for nothing else."""
         return f"{self.runtime_name} {self._version}, {self._threads} threads"
 
-    def load(self, model: bytes) -> LoadedGraph:
-        """Load a serialised graph; raises whatever the runtime does."""
+    def load(self, model: bytes, weights: Path | None = None) -> LoadedGraph:
+        """Load a serialised graph; raises whatever the runtime does.
+
+        ``weights`` is the folder of those that it names, which it may if :attr:`maps_weights`.
+        """
         raise NotImplementedError
 
     def as_computed(self, bundle: Bundle) -> Bundle:
@@ -145,7 +158,7 @@ class HostBackend:
 
     def prepare(self, spec: StageSpec) -> HostStage:
         """Load a stage, which gives a confidence too where that can be added."""
-        return load_stage(spec, self.runtime_name, self.load)
+        return load_stage(spec, self.runtime_name, self.load, maps_weights=self.maps_weights)
 
     def open_slot(self) -> HostSlot:
         """Open a slot; those of a CPU hold nothing."""

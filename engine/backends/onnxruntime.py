@@ -8,6 +8,7 @@ convolution layouts: extended only is 1.6 to 2 times slower on CNNs).
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -29,9 +30,9 @@ _USES_IT: Final = ("session.use_env_allocators", "1")
 """Configures a session to use the process's arena."""
 
 
-def make_session(model: bytes, threads: int) -> ort.InferenceSession:
-    """Load a graph as Offramp runs it on the CPU."""
-    options = session_options()
+def make_session(model: bytes, threads: int, weights: Path | None = None) -> ort.InferenceSession:
+    """Load a graph as Offramp runs it on the CPU; weights that it names are in a folder."""
+    options = session_options(weights=weights)
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
@@ -94,13 +95,14 @@ class OnnxRuntimeBackend(HostBackend):
 
     name = "onnxruntime-cpu"
     runtime_name = "ONNX Runtime"
+    maps_weights = True
 
     def __init__(self, *, threads: int = 1) -> None:
         super().__init__(version=ort.__version__, threads=threads)
 
-    def load(self, model: bytes) -> LoadedGraph:
+    def load(self, model: bytes, weights: Path | None = None) -> LoadedGraph:
         """Load a serialised graph as a session; raises ONNX Runtime's own exceptions."""
-        session = make_session(model, self._threads)
+        session = make_session(model, self._threads, weights)
         return LoadedGraph(
             read={tensor.name for tensor in session.get_inputs()},
             given={output.name for output in session.get_outputs()},  # names may be no UTF-8

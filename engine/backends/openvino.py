@@ -8,6 +8,7 @@ otherwise: left to itself, OpenVINO takes bfloat16 where the CPU has it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -62,7 +63,7 @@ class OpenVinoBackend(HostBackend):
             "ENABLE_CPU_PINNING": False,  # threads are ours, and other work has its turn on them
         }
 
-    def load(self, model: bytes) -> LoadedGraph:
+    def load(self, model: bytes, weights: Path | None = None) -> LoadedGraph:  # noqa: ARG002
         """Load a serialised graph; raises whatever OpenVINO does."""
         compiled = self._core.compile_model(self._core.read_model(model), "CPU", self._settings)
         graph = _Graph(compiled, ModelProto.FromString(model).graph)

@@ -40,6 +40,7 @@ from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, plan_stages
 from offramp.engine.timing import Effort
+from tests.bundles import sharing_weights
 from tests.engines import ActiveExit, engine_bundle
 from tests.fuzz.bundles import Mutation, mutations
 from tests.sliced import inputs_of, sliced
@@ -98,7 +99,8 @@ class _Subject:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         active = (ActiveExit(exit=0, threshold=0.4), ActiveExit(exit=1, threshold=0.5))
-        self.bundle = engine_bundle("mlp", folder / "m.ee", active=active)
+        held = engine_bundle("mlp", folder / "held.ee", active=active)
+        self.bundle = sharing_weights(held, folder / "m.ee")
         self.inputs = inputs_of(sliced("mlp"), ROWS)
         self.log = _TracebackLog()
         logging.getLogger().addHandler(self.log)

@@ -397,7 +397,12 @@ def _weights(model: Any, content: bytes, rng: random.Random) -> tuple[str, bytes
         tensor.raw_data = tensor.raw_data[: len(tensor.raw_data) // 2]
     elif told == "elsewhere":
         tensor.data_location = onnx.TensorProto.EXTERNAL
-        tensor.external_data.add(key="location", value=rng.choice(["../x", "/etc/passwd", "w.bin"]))
+        entries = tensor.external_data
+        places = ["../x", "/etc/passwd", "w.bin", "weights.bin"]
+        if entries and rng.random() < 0.5:
+            rng.choice(entries).value = rng.choice([*places, "0", "4096", "8191", str(2**63), "-1"])
+        else:
+            entries.add(key="location", value=rng.choice(places))
         tensor.ClearField("raw_data")
     elif tensor.raw_data:
         tensor.raw_data = rng.randbytes(len(tensor.raw_data))

@@ -35,6 +35,7 @@ CAMPAIGNS: Final[Mapping[str, str]] = {
     "config": "tests.fuzz.files:Config",
     "npz": "tests.fuzz.files:Npz",
     "onnx": "tests.fuzz.files:Onnx",
+    "weights": "tests.fuzz.weights:Weights",
     "state": "tests.fuzz.state:State",
     "messages": "tests.fuzz.messages:Messages",
 }

@@ -14,7 +14,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from tests import models
-from tests.bundles import compile_tiny
+from tests.bundles import compile_tiny, sharing_weights
 from tests.integration.test_compile_tiny import Arrays, answers, images, run, sentences, vectors
 from tests.quantised import Rounded, quantised
 from tests.unit.engine.serving import until
@@ -214,6 +214,22 @@ def test_mode_off_is_the_source_model(compiled: Compiled) -> None:
     (stage,) = plan.stages
     assert stage.load() == compiled.bundle.read("source.onnx")
     np.testing.assert_array_equal(answers(plan, compiled.unseen), of_source(compiled))
+
+
+def test_weights_of_integers_are_mapped_too(compiled: Compiled, tmp_path: Path) -> None:
+    """Borders that carry steps, and the int8 segments beside the model, answer to the bit alike."""
+    bundle = sharing_weights(compiled.bundle, tmp_path / "named.ee")
+    medians = np.median(compiled.bundle.records()["confidence"], axis=1)
+    active = policy(*((e, float(medians[e])) for e in sorted({0, own_exit(bundle)})))
+    plan, wanted = make_plan(bundle, active), make_plan(compiled.bundle, active)
+    for stage in plan.stages:
+        graph, folder = stage.load_light()
+        assert folder == bundle.path.resolve()
+        assert len(graph) < len(stage.load())
+    found, expected = run(plan, compiled.unseen), run(wanted, compiled.unseen)
+    for (stage_a, row_a, a), (stage_b, row_b, b) in zip(found, expected, strict=True):
+        assert (stage_a, row_a) == (stage_b, row_b)
+        np.testing.assert_array_equal(a, b)
 
 
 def test_what_is_released_is_followed_by_the_float32_models_answer(compiled: Compiled) -> None:

@@ -37,7 +37,8 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.bundle import RECORDS
-from offramp.bundle.files import dump
+from offramp.bundle.files import FileContent, dump
+from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.calibration.cut_tensors import CutTensor
@@ -45,6 +46,7 @@ from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.placement import choose_candidates
 from offramp.compiler.slicing import SegmentModel, split
+from offramp.compiler.weights import pack_weights
 
 REPLAY = "replay"
 """Input [batch, exits] of float32 that exits take for their confidence, where it is replayed."""
@@ -203,9 +205,13 @@ def _write(
     ranges: InputRanges | None,
 ) -> Bundle:
     segments = tuple(segment.described() for segment in pieces.segments)
-    files = {s.file: g for s, g in zip(segments, pieces.graphs, strict=True)}
-    files |= {e.file: graph for e, graph in exits.items()}
-    files["source.onnx"] = source.SerializeToString()
+    graphs = {s.file: g for s, g in zip(segments, pieces.graphs, strict=True)}
+    graphs |= {e.file: graph for e, graph in exits.items()}
+    graphs["source.onnx"] = source.SerializeToString()
+    packed = pack_weights(graphs, None)
+    files: dict[str, FileContent] = dict(packed.graphs)
+    if packed.sizes.file_bytes:
+        files[WEIGHTS] = packed.pieces()
     files["profiles/cpu.json"] = dump(_made_up_profile(segments, len(exits)))
     if ranges is not None:
         files[INPUT_RANGES] = dump(ranges)

@@ -6,7 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.unit.bundle.examples import FILES, NAMES, PROFILE, replace_file, rewrite_manifest, write
+from tests.unit.bundle.examples import (
+    FILES,
+    NAMES,
+    PROFILE,
+    graph,
+    replace_file,
+    rewrite_manifest,
+    write,
+)
 
 from offramp.bundle import Bundle, BundleIntegrityError, BundleNotFoundError, BundleSchemaError
 
@@ -130,7 +138,7 @@ def test_a_foreign_link_is_refused(tmp_path: Path, target: str) -> None:
     ],
 )
 def test_a_path_that_leaves_the_bundle_is_refused(tmp_path: Path, path: str) -> None:
-    (tmp_path / "secret").write_bytes(b"an exit")  # of the content that the manifest tells
+    (tmp_path / "secret").write_bytes(graph("an exit"))  # of the content that the manifest tells
     root = write(tmp_path).path
 
     def point_elsewhere(plain: dict) -> None:
@@ -170,7 +178,7 @@ def test_a_part_without_a_hash_is_refused(tmp_path: Path, change, named: str) ->
 
 def test_a_file_that_changes_after_opening_is_noticed_when_it_is_read(tmp_path: Path) -> None:
     bundle = write(tmp_path)
-    (bundle.path / "exits/00.onnx").write_bytes(b"an EXIT")
+    (bundle.path / "exits/00.onnx").write_bytes(graph("an EXIT"))
     with pytest.raises(BundleIntegrityError, match=r"exits/00.onnx was altered"):
         bundle.read("exits/00.onnx")
 

@@ -18,7 +18,7 @@ from offramp.bundle.serde import to_plain
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema_version=2), "schema version 2, but this Offramp reads 1"),
+        (lambda m: m.update(schema_version=3), "schema version 3, but this Offramp reads 1 and 2"),
         (lambda m: m.pop("schema_version"), "schema version None"),
         (lambda m: m.update(surprise=1), r"unknown fields \['surprise'\]"),
         (lambda m: m.pop("answer"), r"missing fields \['answer'\]"),

@@ -10,12 +10,13 @@ import onnx
 import pytest
 from tests.sliced import Sliced, sliced
 
-from offramp.bundle.files import FileContent
+from offramp.bundle.graph_weights import filled_parts, named_weights
+from offramp.bundle.onnx_wire import Place
 from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.compiler import weights
 from offramp.compiler.graph import weight_bytes
 from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.weights import weight_file
+from offramp.compiler.weights import PackedWeights, WeightSizes, pack_weights, weight_file
 from offramp.engine.assembly import assemble
 from offramp.engine.backends.onnxruntime import make_session
 
@@ -29,10 +30,6 @@ def held(graph: bytes) -> int:
     """Bytes of the weights that a graph holds itself."""
     proto = onnx.ModelProto.FromString(graph)
     return sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
-
-
-def joined(pieces: FileContent) -> bytes:
-    return pieces if isinstance(pieces, bytes) else b"".join(pieces)
 
 
 def rich_model() -> onnx.ModelProto:
@@ -69,8 +66,23 @@ UNKNOWN = b"\xc2\x3e\x05later"
 """Field 1000, which no message of ONNX has yet."""
 
 
+def weights_of(packed: PackedWeights) -> bytes:
+    return b"".join(packed.pieces())
+
+
+def filled(graph: bytes, content: bytes) -> bytes:
+    """A graph with its weights, as bundles read it."""
+    parts = filled_parts(graph, len(content))
+    if parts is None:
+        return graph
+    return b"".join(
+        content[part.offset : part.offset + part.length] if isinstance(part, Place) else part
+        for part in parts
+    )
+
+
 @pytest.mark.parametrize("piece_bytes", [1000, 2**20])
-def test_pieces_are_what_the_library_writes(
+def test_what_is_packed_is_what_the_library_writes(
     piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "_PIECE_BYTES", piece_bytes)
@@ -78,23 +90,100 @@ def test_pieces_are_what_the_library_writes(
     whole = model.SerializeToString()
     with weight_file(model, ScratchSpace(tmp_path)) as file:
         light = file.light(model)
-        for message in (light, light.graph, light.graph.initializer[2]):
-            message.MergeFromString(UNKNOWN)
-        filled = onnx.ModelProto()
-        filled.CopyFrom(light)
-        file.fill(filled)
-        assert filled.SerializeToString() == joined(file.pieces(light.SerializeToString()))
-        pieces = list(file.pieces(file.light(model).SerializeToString()))
-    assert joined(pieces) == whole
-    assert max(map(len, pieces)) <= max(piece_bytes, 1500)
-    assert onnx.load_from_string(joined(pieces)) == model
+        again = onnx.ModelProto()
+        again.CopyFrom(light)
+        file.fill(again)
+        assert again == model
+        packed = pack_weights({"a": light.SerializeToString(), "b": whole}, file)
+        pieces = list(packed.pieces())
+    assert packed.graphs["a"] == packed.graphs["b"]
+    assert held(packed.graphs["a"]) == 12
+    assert filled(packed.graphs["a"], b"".join(pieces)) == whole
+    assert packed.sizes == WeightSizes(
+        file_bytes=len(b"".join(pieces)), graph_bytes=2 * 4 * (64 + 300_000)
+    )
+    assert max(map(len, pieces)) <= max(piece_bytes, 4096)
 
 
-def test_a_graph_that_names_no_weights_is_left_as_it_is(tmp_path: Path) -> None:
+def test_fields_that_nobody_knows_stay_where_they_are() -> None:
     model = rich_model()
-    graph = model.SerializeToString() + UNKNOWN
+    for message in (model, model.graph, model.graph.initializer[2]):
+        message.MergeFromString(UNKNOWN)
+    packed = pack_weights({"a": model.SerializeToString()}, None)
+    assert filled(packed.graphs["a"], weights_of(packed)) == model.SerializeToString()
+
+
+def test_a_graph_without_large_weights_is_left_as_it_is() -> None:
+    graph = onnx.ModelProto(producer_name="test").SerializeToString() + UNKNOWN
+    packed = pack_weights({"a": graph}, None)
+    assert (packed.graphs, weights_of(packed)) == ({"a": graph}, b"")
+    assert packed.sizes == WeightSizes(file_bytes=0, graph_bytes=0)
+
+
+def with_weights(*arrays: np.ndarray) -> onnx.ModelProto:
+    named = [onnx.numpy_helper.from_array(a, f"w{i}") for i, a in enumerate(arrays)]
+    return onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], named))
+
+
+FULL = np.random.default_rng(0).standard_normal((100, 64)).astype(np.float32)
+OTHER = FULL + (np.arange(100)[:, None] > 50)
+"""The same in its first rows."""
+
+
+def places(graph: bytes) -> list[Place]:
+    return list(named_weights(graph, 2**30))
+
+
+def test_the_first_rows_of_a_kept_weight_are_a_view_of_it(tmp_path: Path) -> None:
+    with weight_file(with_weights(FULL), ScratchSpace(tmp_path)) as file:
+        first = file.keep(FULL.tobytes())
+        size = file.size_bytes
+        for rows in (1, 30, 99, 100):
+            assert file.keep(FULL[:rows].tobytes()) == first
+        assert file.size_bytes == size
+        subnet = file.light(with_weights(FULL[:30], FULL[:, :30].copy(), OTHER[:60], OTHER[:51]))
+        view, columns, other, beginning = places(subnet.SerializeToString())
+        assert view == (first, FULL[:30].nbytes)
+        assert beginning == (first, OTHER[:51].nbytes)
+        assert 0 < columns.offset < other.offset
+        file.fill(subnet)
+        assert subnet == with_weights(FULL[:30], FULL[:, :30].copy(), OTHER[:60], OTHER[:51])
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_longer_weight_that_comes_later_is_found_too(tmp_path: Path, in_a_file: bool) -> None:
+    models = [
+        with_weights(FULL[:10], OTHER[:99], FULL),
+        with_weights(OTHER, FULL[:51], FULL[:, 1:]),
+    ]
+    whole = [model.SerializeToString() for model in models]
+    with weight_file(models[0], ScratchSpace(tmp_path)) as file:
+        graphs = [file.light(m).SerializeToString() for m in models] if in_a_file else whole
+        packed = pack_weights(dict(zip("ab", graphs, strict=True)), file if in_a_file else None)
+        content = weights_of(packed)
+    assert [filled(graph, content) for graph in packed.graphs.values()] == whole
+    first, second, third = places(packed.graphs["a"])
+    longest, again, columns = places(packed.graphs["b"])
+    assert first.offset == third.offset == again.offset == 0 < longest.offset == second.offset
+    assert len(content) == columns.offset + columns.length
+    assert len(content) < 3 * (FULL.nbytes + 4096)
+
+
+def test_weights_of_half_bytes_and_of_typed_fields_stay_in_the_graph(tmp_path: Path) -> None:
+    model = with_weights(FULL)
+    model.graph.initializer.add(
+        name="halves", data_type=onnx.TensorProto.INT4, dims=[200], raw_data=bytes(100)
+    )
+    model.graph.initializer.add(
+        name="typed", data_type=onnx.TensorProto.FLOAT, dims=[99], float_data=[1.0] * 99
+    )
+    whole = model.SerializeToString()
     with weight_file(model, ScratchSpace(tmp_path)) as file:
-        assert list(file.pieces(graph)) == [graph]
+        light = file.light(model).SerializeToString()
+    packed = pack_weights({"a": whole}, None)
+    assert held(light) == held(packed.graphs["a"]) == 100
+    assert len(places(packed.graphs["a"])) == 1
+    assert filled(packed.graphs["a"], weights_of(packed)) == whole
 
 
 @pytest.mark.parametrize("name", ["residual", "bert", "mlp"])
@@ -106,13 +195,16 @@ def test_every_weight_is_kept_once_and_comes_back(name: str, tmp_path: Path) -> 
         stored = pieces.stored(file)
         assert held(source) > 10 * held(stored.model.proto.SerializeToString())
         assert all(held(graph) < 512 for graph in stored.graphs)
-        (place,) = tmp_path.rglob("weights")
+        (place,) = tmp_path.rglob("weights.bin")
         assert place.stat().st_size == scratch.taken_bytes
         # Each weight begins at a page of its own, and none is there for the segments again.
         count = sum(len(t.raw_data) >= 64 for t in pieces.model.proto.graph.initializer)
         assert place.stat().st_size <= weight_bytes(pieces.model.proto) + 4096 * count
-        assert joined(file.pieces(stored.model.proto.SerializeToString())) == source
-        assert [joined(stored.pieces(graph)) for graph in stored.graphs] == list(pieces.graphs)
+        graphs = (stored.model.proto.SerializeToString(), *stored.graphs)
+        packed = pack_weights({str(i): g for i, g in enumerate(graphs)}, file)
+        content = weights_of(packed)
+        assert len(content) == packed.sizes.file_bytes == place.stat().st_size
+        assert [filled(g, content) for g in packed.graphs.values()] == [source, *pieces.graphs]
         assert stored.whole_model().proto == pieces.model.proto
     assert scratch.taken_bytes == 0
     assert list(tmp_path.iterdir()) == []

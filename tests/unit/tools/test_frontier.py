@@ -92,9 +92,9 @@ def test_a_bundle_without_exits_says_so(tmp_path: Path, pair: BundlePair) -> Non
         manifest=replace(examples.MANIFEST, name="bare", exits=()),
         policy=ExitPolicy(version=1, active=()),
         files={
-            "source.onnx": b"the source",
-            "segments/00.onnx": b"first half",
-            "segments/01.onnx": b"second half",
+            "source.onnx": examples.graph("the source"),
+            "segments/00.onnx": examples.graph("first half"),
+            "segments/01.onnx": examples.graph("second half"),
             "profiles/cpu.json": dump(replace(examples.PROFILE, exits_ms=(), stages_ms=())),
             "records.npz": records(()),
         },

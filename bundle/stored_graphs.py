@@ -1,0 +1,119 @@
+"""Graph files of a bundle as they are on the disk, and with the weights that they name."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
+from offramp.bundle.file_entry import FileEntry
+from offramp.bundle.graph_weights import WEIGHTS, filled_parts, named_weights
+from offramp.bundle.onnx_wire import Place, WireError
+
+_PIECE_BYTES: Final = 2**20
+
+FileIdentity: TypeAlias = tuple[int, ...]
+"""Device, inode, size, and times of the last changes of a file: it was not written if all are the
+same."""
+
+
+def identity_of_file(place: Path) -> FileIdentity | None:
+    """Look up what tells that a file was written or replaced; ``None`` if it is not there."""
+    try:
+        found = place.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def check_graph(graph: bytes, place: Path, size_bytes: int, *, mend: str) -> None:
+    """Refuse a graph that names weights where there are none: BundleSchemaError.
+
+    ``place`` is the graph's, for messages; ``size_bytes`` are those of the weights.
+    """
+    try:
+        named_weights(graph, size_bytes)
+    except WireError as error:
+        raise BundleSchemaError(f"{place}: {error}; {mend}") from error
+
+
+def fill(graph: bytes, entry: FileEntry, root: Path, size_bytes: int, *, mend: str) -> bytes:
+    """Give a graph of a bundle with the weights that it names.
+
+    BundleSchemaError if it names some where there are none; BundleIntegrityError if graph and
+    weights are not together what ``entry`` says.
+    """
+    pieces = _filled(graph, root, entry.path, size_bytes, mend=mend)
+    if pieces is None:
+        return graph
+    whole, digest = io.BytesIO(), hashlib.sha256()
+    for piece in pieces:
+        whole.write(piece)
+        digest.update(piece)
+    if digest.hexdigest() != entry.filled_sha256:
+        raise BundleIntegrityError(
+            f"{root / entry.path} has other weights in {WEIGHTS} than the manifest says (SHA-256 "
+            f"of both differs); {mend}"
+        )
+    return whole.getvalue()
+
+
+def describe_filled(
+    root: Path, entries: Sequence[FileEntry], graphs: Sequence[str], *, mend: str
+) -> Iterator[FileEntry]:
+    """Add to the entries of graphs what these are with the weights that they name."""
+    sizes = {entry.path: entry.size_bytes for entry in entries}
+    size_bytes = sizes.get(WEIGHTS, 0)
+    for entry in entries:
+        pieces = None
+        if size_bytes and entry.path in graphs:
+            graph = (root / entry.path).read_bytes()
+            pieces = _filled(graph, root, entry.path, size_bytes, mend=mend)
+        if pieces is None:
+            yield entry
+            continue
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece)
+        yield replace(entry, filled_sha256=digest.hexdigest())
+
+
+def _filled(
+    graph: bytes, root: Path, name: str, size_bytes: int, *, mend: str
+) -> Iterator[bytes | memoryview] | None:
+    """Give a graph with its weights, piece by piece; ``None`` if it names none."""
+    try:
+        parts = filled_parts(graph, size_bytes)
+    except WireError as error:
+        raise BundleSchemaError(f"{root / name}: {error}; {mend}") from error
+    return None if parts is None else _read(parts, root / WEIGHTS, mend)
+
+
+def _read(
+    parts: Sequence[memoryview | Place], weights: Path, mend: str
+) -> Iterator[bytes | memoryview]:
+    # Not mapped: a file that somebody makes shorter meanwhile gives an error, and no signal.
+    try:
+        with weights.open("rb", buffering=0) as file:
+            for part in parts:
+                if isinstance(part, Place):
+                    yield from _pieces(file.fileno(), part, weights, mend)
+                else:
+                    yield part
+    except OSError as error:
+        raise BundleIntegrityError(f"{weights}: {error.strerror}; {mend}") from error
+
+
+def _pieces(descriptor: int, place: Place, weights: Path, mend: str) -> Iterator[bytes]:
+    at, end = place.offset, place.offset + place.length
+    while at < end:
+        piece = os.pread(descriptor, min(_PIECE_BYTES, end - at), at)
+        if not piece:
+            raise BundleIntegrityError(f"{weights} ends at byte {at}, expected {end}; {mend}")
+        at += len(piece)
+        yield piece
