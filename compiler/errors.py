@@ -35,3 +35,11 @@ class EnginesUnavailableError(CompileError):
 
 class EngineBuildError(CompileError):
     """An engine cannot be built or run, or does not compute what its graph does."""
+
+
+class ElasticSpecError(CompileError):
+    """The file that says what of a supernet is elastic is malformed, or names what is not there."""
+
+
+class NotElasticError(CompileError):
+    """The graph cannot be made smaller where it was asked to be; the message names the operator."""

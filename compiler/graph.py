@@ -176,6 +176,15 @@ def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
     return tensor
 
 
+def hoisted(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Copy a model with initializers in the place of ``Constant`` nodes."""
+    copy = copied(proto)
+    found = [(node, constant_tensor(node)) for node in copy.graph.node]
+    copy.graph.initializer.extend(tensor for _, tensor in found if tensor is not None)
+    refill(copy.graph.node, [node for node, tensor in found if tensor is None])
+    return copy
+
+
 def serialised(proto: onnx.ModelProto) -> bytes:
     """Serialise a model; the same model gives the same bytes."""
     return bytes(proto.SerializeToString(deterministic=True))

@@ -21,7 +21,7 @@ from offramp.calibration.joint_training import JointModel, JointOptions, train_j
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.cascade import PREFIX, slice_twin, verify_front
 from offramp.compiler.exits import BuiltExit, FoundExits, exit_prefix
-from offramp.compiler.graph import constant_tensor, refill, rename_graph, serialised
+from offramp.compiler.graph import hoisted, rename_graph, serialised
 from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.own_answer import own_exit
 from offramp.compiler.precision import LEAST_GAIN
@@ -54,7 +54,7 @@ def choose_training(
     if not exits:
         return _without(plain, "there is no place for an exit")
     model, options = plain.sliced.whole_model(), run.options
-    source, answer = serialised(_hoisted(model.proto)), model.answer
+    source, answer = serialised(hoisted(model.proto)), model.answer
     del model
     scores = [exit_prefix(e.candidate) + answer.output for e in exits]
     every = [*scores, answer.output]
@@ -134,16 +134,6 @@ def _moved(sliced: Sliced, exit_: BuiltExit) -> BuiltExit:
         graph=proto.SerializeToString(),
         reads=tuple(map(renamed, exit_.reads)),
     )
-
-
-def _hoisted(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Make initialisers of ``Constant`` nodes: only those are trained."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    found = [(node, constant_tensor(node)) for node in copy.graph.node]
-    copy.graph.initializer.extend(tensor for _, tensor in found if tensor is not None)
-    refill(copy.graph.node, [node for node, tensor in found if tensor is None])
-    return copy
 
 
 def _with_weights(graph: bytes, weights: dict[str, onnx.TensorProto]) -> bytes:

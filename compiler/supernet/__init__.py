@@ -1,0 +1,31 @@
+"""Supernets: one ONNX graph that holds many subnets in one set of weights (SuperServe, section 3).
+
+A subnet is what is left of the graph when some blocks are skipped (:mod:`.depth`, LayerSelect) and
+some weights are sliced to their first channels (:mod:`.width`, WeightSlice), with statistics of its
+own where layers normalise (:mod:`.norm`, SubnetNorm). The paper's operators choose at run time,
+inside one dynamic graph; here each subnet is a static graph of its own, which runtimes optimise,
+and weights are shared as views of one file: :mod:`.extract` says which of a subnet's weights are
+the first bytes of the supernet's, and :mod:`.layout` stores the supernet so that most are.
+
+:class:`~offramp.compiler.supernet.supernet.Supernet` is where to begin: a model as it was read, and
+what is elastic of it, as :mod:`.spec` reads it.
+"""
+
+from offramp.compiler.supernet.extract import Subnet, extract
+from offramp.compiler.supernet.layout import laid_out
+from offramp.compiler.supernet.search import RatedChoice, prune, search
+from offramp.compiler.supernet.spec import ElasticSpec, SubnetChoice, read_spec
+from offramp.compiler.supernet.supernet import Supernet
+
+__all__ = [
+    "ElasticSpec",
+    "RatedChoice",
+    "Subnet",
+    "SubnetChoice",
+    "Supernet",
+    "extract",
+    "laid_out",
+    "prune",
+    "read_spec",
+    "search",
+]

@@ -1,0 +1,229 @@
+"""Tiny supernets in torch, and their subnets made there by hand: the reference that slices meet.
+
+Each module takes its sizes as arguments; a subnet is a module of smaller sizes whose parameters are
+the first parts of the supernet's (:func:`sliced_from`), with blocks left out.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from offramp.compiler.model import SourceModel, read_model
+
+CLASSES = 5
+
+
+class Bottleneck(nn.Module):
+    """OFA's block: 1x1 to the inner channels, 3x3 among them, 1x1 back, and the input added."""
+
+    def __init__(self, width: int, inner: int, *, grouped: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        groups = inner if grouped else 1
+        self.conv2 = nn.Conv2d(inner, inner, 3, padding=1, bias=False, groups=groups)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        y = torch.relu(self.bn2(self.conv2(y)))
+        return torch.relu(x + self.bn3(self.conv3(y)))
+
+
+class ElasticCnn(nn.Module):
+    """A stem, three bottlenecks at 8 x 8, a pool and a classifier."""
+
+    def __init__(
+        self, inner: Sequence[int] = (8, 8, 8), *, width: int = 6, grouped: bool = False
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.blocks = nn.ModuleList(Bottleneck(width, i, grouped=grouped) for i in inner)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.stem(image)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class MixerBlock(nn.Module):
+    """Of an MLP-Mixer: over tokens, then over channels."""
+
+    def __init__(self, tokens: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.over_tokens = nn.Sequential(
+            nn.Linear(tokens, inner), nn.GELU(), nn.Linear(inner, tokens)
+        )
+        self.over_channels = nn.Sequential(
+            nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.over_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.over_channels(self.norm2(x))
+
+
+class ElasticMixer(nn.Module):
+    """Two mixer blocks over 6 tokens of width 8."""
+
+    def __init__(self, inner: Sequence[int] = (12, 12)) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(MixerBlock(6, 8, i) for i in inner)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        x = self.embed(patches)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class EncoderLayer(nn.Module):
+    """Of BERT: attention over heads of fixed size, then two linear layers, post-norm."""
+
+    def __init__(self, width: int, heads: int, size: int, inner: int, *, merged: bool) -> None:
+        super().__init__()
+        self.heads, self.size, self.merged = heads, size, merged
+        self.query = nn.Linear(width, heads * size)
+        self.key = nn.Linear(width, heads * size)
+        self.value = nn.Linear(width, heads * size)
+        self.out = nn.Linear(heads * size, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inner, self.outer = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def _split(self, x: Tensor) -> Tensor:
+        if self.merged:
+            return x.unflatten(-1, (self.heads, self.size)).transpose(1, 2)
+        b, n = x.shape[:2]
+        return x.view(b, n, self.heads, self.size).permute(0, 2, 1, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
+        scores = q @ k.transpose(-1, -2) / self.size**0.5 + mask
+        context = (torch.softmax(scores, -1) @ v).transpose(1, 2)
+        if self.merged:
+            context = context.flatten(2)
+        else:
+            context = context.reshape(x.shape[0], x.shape[1], self.heads * self.size)
+        x = self.norm1(x + self.out(context))
+        y = torch.nn.functional.gelu(self.inner(x))
+        return self.norm2(x + self.outer(y))
+
+
+class ElasticBert(nn.Module):
+    """DynaBERT's (Hou et al. 2020): heads and inner widths elastic, and the number of layers."""
+
+    def __init__(
+        self,
+        heads: Sequence[int] = (4, 4, 4),
+        inner: Sequence[int] = (16, 16, 16),
+        *,
+        merged: bool = False,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(30, 8)
+        self.layers = nn.ModuleList(
+            EncoderLayer(8, h, 2, i, merged=merged) for h, i in zip(heads, inner, strict=True)
+        )
+        self.pooler, self.classifier = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        mask = (1.0 - attention_mask[:, None, None, :].float()) * -1e4
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.classifier(torch.tanh(self.pooler(x[:, 0])))
+
+
+def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Give parameters and statistics values that make every mistake visible; in evaluation mode."""
+    maker = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if not tensor.is_floating_point():
+                continue
+            noise = torch.randn(tensor.shape, generator=maker)
+            if name.endswith("running_var"):
+                tensor.copy_(0.5 + noise.abs())
+            elif tensor.ndim > 1:
+                tensor.copy_(noise / (tensor[0].numel() ** 0.5))
+            else:
+                tensor.add_(0.3 * noise)
+    return module.eval()
+
+
+def sliced_from(full: nn.Module, small: nn.Module) -> nn.Module:
+    """Fill a module with the first parts of the parameters of a larger one, by name."""
+    state = full.state_dict()
+    with torch.no_grad():
+        for name, tensor in small.state_dict().items():
+            tensor.copy_(state[name][tuple(slice(0, n) for n in tensor.shape)])
+    return small.eval()
+
+
+def without(blocks: nn.ModuleList, *dropped: int) -> nn.ModuleList:
+    """The blocks but some."""
+    return nn.ModuleList(b for i, b in enumerate(blocks) if i not in dropped)
+
+
+def inputs_for(module: nn.Module, rows: int, seed: int = 1) -> dict[str, NDArray[np.generic]]:
+    """Random inputs by name."""
+    rng = np.random.default_rng(seed)
+    if isinstance(module, ElasticCnn):
+        return {"image": rng.standard_normal((rows, 3, 8, 8)).astype(np.float32)}
+    if isinstance(module, ElasticMixer):
+        return {"patches": rng.standard_normal((rows, 6, 4)).astype(np.float32)}
+    mask = (np.arange(7) < rng.integers(2, 8, (rows, 1))).astype(np.int64)
+    return {"input_ids": rng.integers(0, 30, (rows, 7)), "attention_mask": mask}
+
+
+def answers(module: nn.Module, inputs: dict[str, NDArray[np.generic]]) -> NDArray[np.float32]:
+    """What torch says of them."""
+    with torch.no_grad():
+        found: NDArray[np.float32] = module(
+            **{k: torch.from_numpy(v) for k, v in inputs.items()}
+        ).numpy()
+    return found
+
+
+def exported(module: nn.Module, *, dynamo: bool = False) -> onnx.ModelProto:
+    """The module as one of torch's two exporters writes it, with any batch size."""
+    inputs = {name: torch.from_numpy(a) for name, a in inputs_for(module, 3).items()}
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if dynamo:
+            program = torch.onnx.export(
+                module, tuple(inputs.values()), dynamo=True, verbose=False,
+                input_names=list(inputs), output_names=["scores"],
+                dynamic_shapes=tuple({0: torch.export.Dim("batch")} for _ in inputs),
+            )  # fmt: skip
+            return program.model_proto
+        torch.onnx.export(
+            module, tuple(inputs.values()), buffer, dynamo=False, input_names=list(inputs),
+            output_names=["scores"], dynamic_axes={n: {0: "batch"} for n in [*inputs, "scores"]},
+        )  # fmt: skip
+    return onnx.load_from_string(buffer.getvalue())
+
+
+def read(module: nn.Module, folder: Path, *, dynamo: bool = False) -> SourceModel:
+    """The module exported, and read as a user's file is."""
+    path = folder / f"{type(module).__name__.lower()}.onnx"
+    onnx.save(exported(module, dynamo=dynamo), path)
+    return read_model(path)
