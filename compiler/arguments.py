@@ -20,9 +20,22 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     """Keeps the description's lines and shows defaults."""
 
 
+def supernet_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``eecompile supernet``: that of compiling, and what is elastic."""
+    parser = _parser("supernet", help_texts.SUPERNET, _Formatter)
+    parser.add_argument("--elastic", type=Path, required=True, metavar="TOML",
+                        help="what of the model is elastic: blocks that may be skipped, weights "
+                        "that may be sliced, and how many operating points to keep")  # fmt: skip
+    return _add_compiling(parser)
+
+
 def compile_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile MODEL.onnx``."""
-    parser = _parser("", help_texts.COMPILE, _Formatter)
+    return _add_compiling(_parser("", help_texts.COMPILE, _Formatter))
+
+
+def _add_compiling(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what a compilation takes."""
     _add_model(parser)
     parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
                         help="calibration data: an array per input, in an npz or a folder of .npy "

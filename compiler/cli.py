@@ -294,6 +294,7 @@ def _build_and_print(options: BuildOptions, console: Console, *, chooses: bool) 
 
 COMPILE = Command(arguments.compile_parser, _compile)
 COMMANDS = {
+    "supernet": Command(arguments.supernet_parser, _compile),
     "inspect": Command(arguments.inspect_parser, _inspect),
     "verify": Command(arguments.verify_parser, _verify),
     "rehearse": Command(arguments.rehearse_parser, _rehearse),

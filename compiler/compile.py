@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -44,6 +44,9 @@ from offramp.compiler.rounding import warn_of_overflow
 from offramp.compiler.settling import check_teacher, settle_task
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
+from offramp.compiler.subnets import find_variants, read_elastic
+from offramp.compiler.supernet import Supernet
+from offramp.compiler.variants import DrawnVariant, build_variant
 from offramp.compiler.weights import weight_file
 from offramp.engine.environment import cpu_features
 from offramp.engine.plan import Mode, Plan, plan_stages
@@ -100,6 +103,11 @@ def compile_model(
     with _naming(options.model):
         model = settle_task(model, parts.train, options)
     check_teacher(dataset, model.answer, options)
+    supernet = None
+    if options.elastic is not None:
+        with _naming(options.model):
+            supernet = read_elastic(options.elastic, model, options)
+        model = supernet.model
     with weight_file(model.proto, scratch) as weights:
         with progress.step("Slice and verify", 2) as advance:
             with _naming(options.model):
@@ -111,10 +119,12 @@ def compile_model(
                 _verify(sliced, parts, options)
             sliced = sliced.without_weights()
         run = CompileRun(options=options, parts=parts, progress=progress, scratch=scratch)
-        return _compile_sliced(sliced, run, quantise)
+        return _compile_sliced(sliced, run, quantise, supernet)
 
 
-def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) -> Bundle:
+def _compile_sliced(
+    sliced: Sliced, run: CompileRun, quantise: Quantise | None, supernet: Supernet | None
+) -> Bundle:
     """Find exits for a model in pieces, choose those in use, and write the bundle."""
     parts = run.parts
     effect = measure_batch_effect(sliced.model, parts, run.options, run.progress)
@@ -139,7 +149,8 @@ def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) 
         chosen = choose_precision(chosen, found.exits, run)
     if folder is not None:
         chosen = choose_training(chosen, found, run, folder)
-    bundle = _certify_and_write(chosen, found, run)
+    variants = () if supernet is None else find_variants(supernet, chosen, run)
+    bundle = _certify_and_write(chosen, found, run, variants)
     if folder is not None:
         folder.remove()
     return bundle
@@ -163,7 +174,9 @@ def _find_exits(
     return pooled if bridged is None else pooled.or_better(bridged)
 
 
-def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) -> Bundle:
+def _certify_and_write(
+    chosen: Blueprint, found: FoundExits, run: CompileRun, drawn: Sequence[DrawnVariant] = ()
+) -> Bundle:
     """Look at the certify split, which decides what is promised, and write what comes of it."""
     options, parts, progress = run.options, run.parts, run.progress
     draft, choice, path = chosen.draft, chosen.choice, chosen.path
@@ -179,6 +192,7 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
         rehearsed = Rehearsed(
             rehearsal=path.rehearsal, shipped=shipped, data_sha256=parts.train.sha256
         )
+    variants = [build_variant(n, variant, run, len(drawn)) for n, variant in enumerate(drawn, 1)]
     measured = None
     if policy.active:
         stages = plan_stages(draft, draft.read, policy.active)
@@ -214,7 +228,12 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
         reason=chosen.reason,
         training=chosen.training,
     )
-    manifest = replace(manifest, batch_effect=run.batch_effect, paddings=paddings)
+    manifest = replace(
+        manifest,
+        batch_effect=run.batch_effect,
+        paddings=paddings,
+        variants=tuple(built.variant for built in variants),
+    )
     with progress.step("Write the bundle", 1):
         content = pack(
             manifest,
@@ -229,6 +248,7 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
             measured=measured,
             ranges=replace(ranges, lengths=seen),
             maps=early_maps(draft, policy, chosen.timer.source, parts.certify),
+            variants=variants,
         )
         return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 

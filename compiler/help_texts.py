@@ -10,6 +10,8 @@ calibration data, and certify a policy under which disagreement with the unmodif
 within --max-disagreement.
 
   eecompile model.onnx --data calibration.npz     writes model.ee
+  eecompile supernet model.onnx --elastic spec.toml --data calibration.npz
+                                                  takes subnets of a supernet along
   eecompile inspect model.onnx                    lists the cut points; of a bundle what is in it
   eecompile verify model.ee --data test.npz       holds a bundle against its model on any data
   eecompile rehearse model.ee --data new.npz      adapts a bundle to a load that has changed
@@ -17,6 +19,14 @@ within --max-disagreement.
   eecompile build model.ee --device cuda:0        builds its TensorRT engines, where the GPU is
   eecompile export model.ee --data calibration.npz --output fast.onnx
                                                   makes one ONNX file of it, for any ONNX Runtime
+"""
+SUPERNET: Final = """\
+Make a bundle of a supernet: a model that holds smaller ones in the same weights (SuperServe). Blocks
+are skipped, weights are sliced to their first channels, and statistics are collected anew for each
+subnet. The best trade-offs of time and agreement become variants of the bundle, each with exits of
+its own; policies that choose what there is time for (--policy slackfit) serve them.
+
+  eecompile supernet model.onnx --elastic spec.toml --data calibration.npz
 """
 INSPECT: Final = (
     "List where a model can be cut, and why it cannot be cut elsewhere; of a bundle, what is in it."

@@ -105,6 +105,8 @@ class CompileOptions:
     (:mod:`offramp.calibration.augmentation`)."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     seed: int = 0
+    elastic: Path | None = None
+    """What of the model is elastic, as TOML: subnets of it become variants (SuperServe 3)."""
     scratch: Path | None = None
     """The folder that features are recorded in; ``None`` is the system's for temporary files."""
     scratch_limit: float = 4.0

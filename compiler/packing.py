@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from offramp.bundle import (
     Answer,
@@ -113,12 +114,15 @@ def pack(
     measured: Measured | None = None,
     ranges: InputRanges,
     maps: Sequence[EarlyMap] = (),
+    variants: Sequence[PackedVariant] = (),
 ) -> Mapping[str, FileContent]:
     """Give the content of every file but manifest and policy, by path.
 
     Graphs name their large weights in one file, which is given piece by piece.
     """
     graphs = {**built.files, manifest.source.file: sliced.model.proto.SerializeToString()}
+    for variant in variants:
+        graphs |= variant.graphs
     packed = pack_weights(graphs, sliced.weights)
     report = render_report(
         manifest,
@@ -139,8 +143,22 @@ def pack(
         **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),
         **({} if measured is None else {MEASURED: dump(measured)}),
     }
+    for variant in variants:
+        small |= variant.files
     weights = {WEIGHTS: packed.pieces()} if packed.sizes.file_bytes else {}
     return {**packed.graphs, **small, **weights}
+
+
+class PackedVariant(Protocol):
+    """The files of a variant."""
+
+    @property
+    def graphs(self) -> Mapping[str, bytes]:
+        """Segments and exits, by path in the bundle."""
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """All others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(_promised(policy.promise, "the calibration set"))
         for line in _brought(bundle, policy.promise):
             say(line)
+    for line in _variants(bundle):
+        say(escape(line))
     if manifest.batch_effect is not None:
         say(escape(f"{manifest.batch_effect.describe()}."))
     for padding in manifest.paddings:
@@ -104,6 +106,26 @@ def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
         yield f"[yellow]Disturbed while measuring[/yellow]: {escape(note)}"
     if judged.warning:
         yield f"[bold red]THE EXITS IN USE SAVE NOTHING HERE[/bold red]: {judged.warning}"
+
+
+def _variants(bundle: Bundle) -> Iterator[str]:
+    """Say of each variant what it takes, how often it agrees, and what is promised of it."""
+    size = bundle.manifest.calibration.reference_batch_size
+    for variant, shown in zip(bundle.manifest.variants, bundle.variants()[1:], strict=True):
+        profile = shown.profile()
+        column = profile.column(size)
+        took = sum(row[column] for row in profile.segments_ms[:-1]) / profile.source_ms[column]
+        promise = shown.policy.promise
+        covered = "no exit of it is certified"
+        if promise is not None:
+            covered = (
+                f"{len(shown.policy.active)} exits certified, {promise.predicted_savings:.1%} of "
+                "the full model's time saved (predicted)"
+            )
+        yield (
+            f"Variant {variant.index}, {variant.name}: {took:.0%} of the full model's time at "
+            f"batch {size} (profiled), agrees in {variant.agreement:.1%}; {covered}"
+        )
 
 
 def _added(bundle: Bundle) -> str:

@@ -15,7 +15,7 @@ import onnx
 
 from offramp.bundle import ExitPolicy, Variant
 from offramp.bundle.bundle import POLICY, RECORDS
-from offramp.bundle.files import FileContent, dump
+from offramp.bundle.files import dump
 from offramp.bundle.parts import folder_of
 from offramp.calibration.records import dump_records
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
@@ -46,7 +46,7 @@ class BuiltVariant:
     policy: ExitPolicy
     graphs: Mapping[str, bytes]
     """Segments and exits, by path in the bundle."""
-    files: Mapping[str, FileContent]
+    files: Mapping[str, bytes]
     """All others."""
 
 
@@ -85,13 +85,18 @@ def draw_variant(
     return DrawnVariant(name=name, blueprint=blueprint)
 
 
-def build_variant(index: int, drawn: DrawnVariant, run: CompileRun) -> BuiltVariant:
-    """Ask the certify split about a variant, and describe it as number ``index`` of a bundle."""
+def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) -> BuiltVariant:
+    """Ask the certify split about a variant, and describe it as number ``index`` of ``count``.
+
+    While serving, answers come from one and the other. So that all their certificates hold together
+    with the confidence that is asked for, each is made for a ``count``-th of what is left of it.
+    """
     blueprint, folder = drawn.blueprint, folder_of(index)
     draft = blueprint.draft
     title = f"Certify {drawn.name}"
     certify = record_exits(draft, draft.read, run.parts.certify, title, run.progress)
-    policy = blueprint.choice.certify(blueprint.path, certify)
+    level = 1 - (1 - run.options.confidence_level) / count
+    policy = replace(blueprint.choice, confidence_level=level).certify(blueprint.path, certify)
     *own, source = draft.segments
     names = [segment.file for segment in own] + [exit_.file for exit_ in draft.exits]
     files = {

@@ -18,12 +18,12 @@ from tests.integration.test_cascade import time_ms
 from tests.integration.test_compile_tiny import Arrays, images
 from tests.quantised import Rounded
 from tests.unit.engine.serving import until
+from tests.variants import SubnetBundle, write_with_variants
 
 from offramp.bundle import ActiveExit, Bundle, BundleIntegrityError, ExitPolicy, write_bundle
 from offramp.bundle.files import dump
 from offramp.calibration import profiling
 from offramp.compiler.model import SourceModel
-from tests.variants import SubnetBundle, write_with_variants
 from offramp.engine import model_runtime
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.core import Engine

@@ -1,0 +1,106 @@
+"""Supernets compiled: subnets of the model become variants, which answer as the subnets do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from tests.bundles import brief_measurements
+from tests.elastic_torch import ElasticCnn, exported, shaken
+
+from offramp.bundle import Bundle, ExitPolicy
+from offramp.calibration.dataset import read_dataset, split
+from offramp.certify import samples_needed
+from offramp.compiler.cli import main
+from offramp.compiler.model import read_model
+from offramp.compiler.supernet import Supernet, read_spec
+from offramp.compiler.supernet.extract import extract_subnet
+from offramp.compiler.supernet.norm import SubnetNorm
+from offramp.compiler.supernet.spec import SubnetChoice
+from offramp.engine.backends import make_backend
+from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import make_plan
+
+SPEC = """
+[[depth]]
+skip = ["/blocks.2"]
+
+[[width]]
+weights = ["/blocks.0/conv1/Conv", "/blocks.1/conv1/Conv"]
+ratios = [0.5]
+
+[points]
+keep = 3
+"""
+SAMPLES = 700
+"""As few as the default promise takes."""
+UNSEEN = 1000
+
+
+def images(samples: int, *, seed: int) -> NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    kinds = np.random.default_rng(99).standard_normal((10, 3, 8, 8)) * 3
+    noise = rng.standard_normal((samples, 3, 8, 8)) * 0.3
+    return (kinds[rng.integers(0, 10, samples)] + noise).astype(np.float32)
+
+
+class Compiled(NamedTuple):
+    bundle: Bundle
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    folder = tmp_path_factory.mktemp("supernet")
+    (folder / "spec.toml").write_text(SPEC)
+    path = folder / "model.onnx"
+    onnx.save(exported(shaken(ElasticCnn())), path)
+    np.savez(folder / "data.npz", image=images(2 * SAMPLES, seed=1))
+    arguments = ["supernet", path, "--elastic", folder / "spec.toml", "--data"]
+    arguments += [folder / "data.npz", "--epochs", "2", "--max-disagreement", "0.05"]
+    with brief_measurements():
+        assert main([str(a) for a in arguments]) == 0
+    yield Compiled(Bundle.open(folder / "model.ee"), folder)
+
+
+def test_subnets_are_variants_with_weights_of_the_model(compiled: Compiled) -> None:
+    bundle = compiled.bundle
+    assert 1 <= len(bundle.manifest.variants) <= 2, "three points are kept, the full model one"
+    for shown in bundle.variants()[1:]:
+        assert shown.manifest.exits[-1].head.kind == "own"
+        assert shown.manifest.subnet == bundle.manifest.variants[shown.number - 1].name
+        assert {s.file for s in shown.manifest.segments[:-1]} <= set(bundle.manifest.graphs)
+
+
+def test_each_variant_answers_as_its_extracted_subnet_does(compiled: Compiled) -> None:
+    """That is a graph of its own, in a session of its own, with weights of its own."""
+    bundle, unseen = compiled.bundle, images(UNSEEN, seed=7)
+    model = read_model(compiled.folder / "model.onnx")
+    supernet = Supernet.of(model, read_spec(compiled.folder / "spec.toml"))
+    choices = {supernet.spec.describe(c): c for c in supernet.spec.choices()}
+    backend = make_backend("onnxruntime", threads=1, max_rows=50)
+    for shown in bundle.variants()[1:]:
+        wanted = extracted(supernet, choices[shown.manifest.subnet], compiled.folder)
+        plan = make_plan(shown, ExitPolicy(version=1, active=()))
+        pipeline, slot = Pipeline(backend, plan), backend.open_slot()
+        for start in range(0, UNSEEN, 50):
+            rows = {"image": unseen[start : start + 50]}
+            found = pipeline.step(slot, 0, slot.upload(rows)).result.answer
+            (expected,) = wanted.run(None, rows)
+            assert found is not None
+            largest = np.abs(expected).max()
+            np.testing.assert_allclose(found / largest, expected / largest, atol=1e-5)
+
+
+def extracted(supernet: Supernet, choice: SubnetChoice, folder: Path) -> Any:
+    """The subnet by itself, with norms of the same samples as when it was compiled."""
+    dataset = read_dataset(folder / "data.npz", supernet.model.inputs)
+    train = split(dataset, certify_at_least=samples_needed(0.05, 0.95), seed=0).train
+    norm = SubnetNorm.of(supernet, train.subset(np.arange(min(len(train), 2048))), threads=1)
+    return make_session(extract_subnet(supernet, choice, norm).proto.SerializeToString(), 1)
