@@ -21,10 +21,10 @@ within --max-disagreement.
                                                   makes one ONNX file of it, for any ONNX Runtime
 """
 SUPERNET: Final = """\
-Make a bundle of a supernet: a model that holds smaller ones in the same weights (SuperServe). Blocks
-are skipped, weights are sliced to their first channels, and statistics are collected anew for each
-subnet. The best trade-offs of time and agreement become variants of the bundle, each with exits of
-its own; policies that choose what there is time for (--policy slackfit) serve them.
+Make a bundle of a supernet: a model that holds smaller ones in the same weights (SuperServe).
+Blocks are skipped, weights are sliced to their first channels, and statistics are collected anew
+for each subnet. The best trade-offs of time and agreement become variants of the bundle, each with
+exits of its own; policies that choose what there is time for (--policy slackfit) serve them.
 
   eecompile supernet model.onnx --elastic spec.toml --data calibration.npz
 """

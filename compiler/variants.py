@@ -1,8 +1,8 @@
 """Variants of a model: subnets of it, each with exits of its own, as they go into a bundle.
 
-A subnet stands before the model as every copy does (:mod:`.cascade`): exits follow its segments, its
-own answer is the last of them, and the unmodified model is behind it, which audits run. So what is
-trained, recorded, certified and served of it is what is of any cascade. Exits are trained on the
+A subnet stands before the model as every copy does (:mod:`.cascade`): exits follow its segments,
+its own answer is the last of them, and the unmodified model is behind it, which audits run. So what
+is trained, recorded, certified and served of it is what is of any cascade. Exits are trained on the
 subnet's own features, to answer what the *model* answers.
 """
 
