@@ -132,8 +132,10 @@ def read_dataset(
     labels = arrays.pop(found[0]) if found else None
     if wrong := check_tensors(specs, arrays):
         raise DataError(f"{path}: {wrong}")
+    if labels is not None and labels.ndim == 0:
+        raise DataError(f"{path}: labels are one number, expected one for each sample")
+    _check_lengths(path, arrays, labels)
     truth = None if labels is None else _codes_of(path, labels, answer)
-    _check_lengths(path, arrays, truth)
     for name, array in arrays.items():
         _check_finite(path, name, array)
     return Dataset(inputs=arrays, labels=truth, sha256=digest)
@@ -227,13 +229,30 @@ def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArra
     found = f"{path}: labels are {labels.dtype} {list(labels.shape)}"
     if kind == "classification":
         if labels.ndim != 1 or labels.dtype.kind not in "iu":
-            raise DataError(f"{found}, expected classes as integers [n]")
+            raise DataError(
+                f"{found}, expected classes as integers [n]; bring them into that form, or leave "
+                "them out: exits learn without"
+            )
+        if (
+            answer is not None
+            and len(labels)
+            and not 0 <= labels.min() <= labels.max() < answer.classes
+        ):
+            raise DataError(
+                f"{path}: labels go from {labels.min()} to {labels.max()}, expected classes from 0 "
+                f"to {answer.classes - 1}; number them as the model does, or leave them out"
+            )
         return np.array(labels, np.int64)
     if kind == "multi-label" and answer is not None:
         if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
             raise DataError(
                 f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; leave "
                 "them out where there are none"
+            )
+        if len(labels) and not 0 <= labels.min() <= labels.max() <= 1:
+            raise DataError(
+                f"{path}: labels go from {labels.min()} to {labels.max()}, expected 0 or 1 each; "
+                "leave them out where there are none"
             )
         return agreement_of(answer).codes(np.asarray(labels) != 0).astype(np.int64)
     _log.info("%s, and are left aside: accuracy is reported of classes and labels alone.", found)

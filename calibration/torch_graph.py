@@ -22,7 +22,7 @@ from offramp.calibration.torch_operators.tensors import DTYPES, attributes_of, t
 
 _LEAST_OPSET = 7
 """Broadcasting came with it."""
-_REMEDY = "leave out --heads bridges and --train joint, or export it without them"
+REMEDY = "leave out --heads bridges and --train joint, or export it without them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,13 +48,20 @@ class TorchGraph(nn.Module):
     that the graph has.
     """
 
-    def __init__(self, model: onnx.ModelProto, *, outputs: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        *,
+        outputs: Sequence[str] | None = None,
+        remedy: str = REMEDY,
+    ) -> None:
         """Take a model whose weights are in memory, external ones too.
 
         Args:
             model: The model; it is not changed.
             outputs: Tensors to compute, of the graph's outputs and of those inside; all outputs
                 of the graph by default.
+            remedy: What can be done where operators are lacking, for messages.
 
         Raises:
             UntrainableError: The graph has operators that are lacking here.
@@ -71,7 +78,8 @@ class TorchGraph(nn.Module):
         nodes = [_read(node, opset) for node in graph.node]
         _check_names(self.outputs, [*given, *initialisers, *(y for n in nodes for y in n.outputs)])
         nodes = _needed(nodes, self.outputs)
-        _check_operators(nodes, opset)
+        self._remedy = remedy
+        _check_operators(nodes, opset, remedy)
         constants = {n.outputs[0]: n for n in nodes if n.kind == "Constant"}
         nodes = [node for node in nodes if node.kind != "Constant"]
         read = {name for node in nodes for name in node.inputs} | set(self.outputs)
@@ -153,7 +161,7 @@ class TorchGraph(nn.Module):
             kind = "sparse" if tensor is None else f"of data type {tensor.data_type}"
             raise UntrainableError(
                 f"the model cannot be trained as a whole: its initialiser {name!r} is {kind}, "
-                f"expected a dense one of floats, integers or truth values; {_REMEDY}"
+                f"expected a dense one of floats, integers or truth values; {self._remedy}"
             )
         value = to_torch(tensor)
         if not value.is_floating_point() or uses == {"setting"}:
@@ -246,12 +254,12 @@ def _needed(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> list[GraphNod
     return list(placed.values())
 
 
-def _check_operators(nodes: Iterable[GraphNode], opset: int) -> None:
+def _check_operators(nodes: Iterable[GraphNode], opset: int, remedy: str) -> None:
     """Refuse a graph with operators that are lacking, before anything is computed."""
     if opset < _LEAST_OPSET:
         raise UntrainableError(
             f"the model cannot be trained as a whole: it has opset {opset}, and operators of opset "
-            f"{_LEAST_OPSET} or newer are known; export it with a newer opset, or {_REMEDY}"
+            f"{_LEAST_OPSET} or newer are known; export it with a newer opset, or {remedy}"
         )
     lacking: dict[str, GraphNode] = {}
     for node in nodes:
@@ -263,7 +271,7 @@ def _check_operators(nodes: Iterable[GraphNode], opset: int) -> None:
         first = next(iter(lacking.values()))
         raise UntrainableError(
             f"the model cannot be trained as a whole: no gradients are known through "
-            f"{', '.join(sorted(lacking))}; the first is {_described(first)}; {_REMEDY}"
+            f"{', '.join(sorted(lacking))}; the first is {_described(first)}; {remedy}"
         )
 
 

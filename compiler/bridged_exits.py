@@ -5,6 +5,7 @@ Where an answer has places, nothing that pools could answer, so these are all ex
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -17,7 +18,9 @@ from onnx import TensorProto
 from offramp.bundle import Head
 from offramp.calibration.bridge_training import TrainedBridge, count_samples, train_bridges
 from offramp.calibration.dataset import Dataset, DataSplit
+from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
+from offramp.calibration.torch_graph import REMEDY
 from offramp.compiler.bridges import Bridge, build_bridge
 from offramp.compiler.endings import CONFIDENCE, add_confidence, add_counts, add_principal
 from offramp.compiler.exits import (
@@ -38,6 +41,8 @@ from offramp.engine.assembly import assemble
 
 _T = TypeVar("_T")
 BRIDGE = Head(kind="bridge")
+_OURS = re.compile(r"offramp_exit_\d+/bridge/")
+"""What names of operators begin with in a bridge."""
 TRAINED_BRIDGES = 4
 """Bridges that are trained to the end where there are more: each learns as long as some blocks of
 the model."""
@@ -131,17 +136,30 @@ class _BridgeSearch:
     ) -> list[TrainedBridge]:
         options = replace(self.options.training, epochs=epochs)
         with self.progress.step(title, count_samples(len(train), options)) as advance:
-            return train_bridges(
-                self.source,
-                bridges,
-                self.sliced.model.answer,
-                taught=self.taught,
-                train=train,
-                tune=self.parts.tune,
-                options=options,
-                made=augmentation(self.sliced, train, self.options),
-                progress=advance,
-            )
+            try:
+                return train_bridges(
+                    self.source,
+                    bridges,
+                    self.sliced.model.answer,
+                    taught=self.taught,
+                    train=train,
+                    tune=self.parts.tune,
+                    options=options,
+                    made=augmentation(self.sliced, train, self.options),
+                    remedy=self._remedy,
+                    progress=advance,
+                )
+            except UntrainableError as error:
+                reason = _OURS.sub("", str(error))  # as the operator is called in the user's file
+                raise UntrainableError(f"{self.options.model}: {reason}") from error
+
+    @property
+    def _remedy(self) -> str:
+        """What can be done about operators that no bridge can be trained through."""
+        answer = self.sliced.model.answer
+        if answer.task.is_dense:
+            return f"export the model without them: answers of {answer.task.kind} need bridges"
+        return REMEDY
 
     def _built(
         self, bridges: Sequence[Bridge], trained: Sequence[TrainedBridge]

@@ -14,6 +14,7 @@ from offramp.bundle.bundle import check_target
 from offramp.bundle.placing import check_space
 from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
+from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.records import ExitRecords
@@ -163,10 +164,15 @@ def _find_exits(
     parts, options, progress = run.parts, run.options, run.progress
     bridged = None
     if options.heads in ("bridges", "both") or sliced.model.answer.task.is_dense:
-        bridged = find_bridged_exits(
-            sliced, parts, options, times, samples=samples, progress=progress
-        )
-        if options.heads != "both":
+        try:
+            bridged = find_bridged_exits(
+                sliced, parts, options, times, samples=samples, progress=progress
+            )
+        except UntrainableError as error:
+            if options.heads != "both":
+                raise
+            _log.warning("Bridges are left out, and heads pool: %s.", error)
+        if bridged is not None and options.heads != "both":
             return bridged
     pooled = find_exits(
         sliced, parts, options, times, samples=samples, progress=progress, scratch=run.scratch

@@ -52,6 +52,13 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(_promised(policy.promise, "the calibration set"))
         for line in _brought(bundle, policy.promise):
             say(line)
+    task = manifest.answer.task
+    if task.kind != "classification":
+        say(
+            escape(
+                f"Task: {task.kind} (--task says another); an answer agrees if {task.describe()}."
+            )
+        )
     for line in _variants(bundle):
         say(escape(line))
     if manifest.batch_effect is not None:

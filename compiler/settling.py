@@ -136,7 +136,10 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
             "--class-map, or export it without its ArgMax"
         )
     if options.teach == "labels" and task.kind != "classification":
-        raise ModelError(f"--teach labels is for classification; the task is {task.kind}")
+        raise ModelError(
+            f"--teach labels is for classification; the task is {task.kind}, so leave it out: the "
+            "model's own answers teach"
+        )
     if (held := weight_bytes(model.proto)) > _MOST_TRAINED_BYTES:
         most = describe_bytes(_MOST_TRAINED_BYTES)
         raise ModelError(

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import html
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from rich.console import Console
 from tests import models
 from tests.bundles import compile_tiny
 from tests.loopback import MODEL, ask, check, serving
@@ -21,13 +23,15 @@ from tests.padded import Arrays, answers, sentences
 from tests.sliced import slice_proto
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
-from offramp.calibration import profiling
+from offramp.calibration import profiling, torch_graph
 from offramp.calibration.bridge_training import TrainedBridge
 from offramp.calibration.dataset import Dataset, split
+from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
 from offramp.compiler.bridged_exits import _built, bridges_of
 from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
 from offramp.compiler.options import CompileOptions
+from offramp.compiler.printing import print_bundle
 from offramp.engine.agreement import agreement_of
 from offramp.engine.plan import Mode
 
@@ -270,3 +274,43 @@ def test_dataclasses_are_not_lost(made: Any) -> None:
     assert dataclasses.asdict(Bundle.open(bundle.path).manifest.answer) == dataclasses.asdict(
         bundle.manifest.answer
     )
+
+
+@pytest.mark.parametrize("name", ["segmentation", "pose"])
+def test_exits_of_answers_with_places_are_certified(tmp_path: Path, name: str) -> None:
+    """On terms that a random model meets: then there is a promise, and something to look at."""
+    build, data, options = CASES[name]
+    loose = {"agree_share": 0.1, "max_disagreement": 0.4}
+    if name == "pose":
+        loose["agree_within"] = 0.5
+    bundle = compiled(build, data, tmp_path, **{**options, **loose})
+    assert bundle.policy.active
+    promise = bundle.policy.promise
+    assert promise is not None
+    assert promise.certify_errors / promise.certify_samples < 0.4
+    page = bundle.read("report.html").decode()
+    assert ("A few answers to look at" in page) == (name == "segmentation")
+    written = io.StringIO()
+    print_bundle(bundle, Console(file=written, width=400))
+    told = f"Task: {name} (--task says another); an answer agrees if "
+    assert told + bundle.manifest.answer.task.describe() in written.getvalue()
+
+
+def test_operators_that_bridges_cannot_learn_through_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As they are called in the user's file; where answers have places nothing can be left out."""
+    monkeypatch.delitem(torch_graph.OPERATORS, "Relu")
+    build, data, options = CASES["segmentation"]
+    with pytest.raises(UntrainableError) as refused:
+        compiled(build, data, tmp_path, **options)
+    told = str(refused.value)
+    assert told.startswith(f"{tmp_path / 'model.onnx'}: ")
+    assert "no gradients are known through Relu" in told
+    assert "export the model without them: answers of segmentation need bridges" in told
+    assert "offramp_exit" not in told
+    assert "--heads" not in told
+    (both := tmp_path / "both").mkdir()
+    bundle = compiled(models.residual_cnn, data, both, heads="both")
+    assert {e.head.kind for e in bundle.manifest.exits} == {"grid"}
+    assert "Bridges are left out, and heads pool" in caplog.text

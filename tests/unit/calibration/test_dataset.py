@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from offramp.bundle import TensorSpec
+from offramp.bundle import Answer, AnswerTask, TaskKind, TensorSpec
 from offramp.bundle.mapped import is_mapped
 from offramp.calibration import dataset
 from offramp.calibration.dataset import DataError, Dataset, TakenInputs, read_dataset
@@ -99,6 +100,37 @@ def nan(dtype: type = np.float32) -> np.ndarray:
 def test_what_does_not_fit_is_named(tmp_path: Path, changes, message: str) -> None:
     with pytest.raises(DataError, match=f"data.npz.*{message}"):
         read(tmp_path, **changes)
+
+
+ANSWERS = {
+    kind: Answer(output="y", classes=3, form="logits", task=AnswerTask(kind=kind))
+    for kind in ("classification", "multi-label", "segmentation")
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "told"),
+    [
+        ("classification", [0, 1, 2, 3], "labels go from 0 to 3, expected classes from 0 to 2"),
+        ("classification", [0, 1, -1, 2], "labels go from -1 to 2, expected classes from 0 to 2"),
+        (
+            "classification",
+            [[0], [1], [2], [0]],
+            r"\[4, 1\], expected classes .* or leave them out",
+        ),
+        ("multi-label", [[0, 1, 2]] * 4, "labels go from 0 to 2, expected 0 or 1 each; leave"),
+        ("segmentation", [[[0, 1]]] * 3, "arrays differ in length: .*'label': 3"),
+        ("segmentation", 1, "labels are one number, expected one for each sample"),
+    ],
+)
+def test_labels_that_are_none_of_the_answer_are_refused(
+    tmp_path: Path, kind: TaskKind, labels: Any, told: str
+) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, x=np.zeros((4, 2), np.float32), label=np.array(labels))
+    specs = (TensorSpec(name="x", dtype="float32", shape=("batch", 2)),)
+    with pytest.raises(DataError, match=told):
+        read_dataset(path, specs, answer=ANSWERS[kind])
 
 
 def test_half_precision_is_checked_for_nan_too(tmp_path: Path) -> None:
