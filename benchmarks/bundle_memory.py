@@ -5,7 +5,7 @@
 
 Each bundle is measured as it is written (``named``: graphs name their weights in ``weights.bin``,
 which ONNX Runtime maps) beside the same bundle with graphs that hold their weights, as they did
-before (``held``). Beside the bundles that are given there is a BERT of random weights (12 heads,
+before (``held``). Beside the bundles that are given there is a BERT of random weights (heads of 64,
 30,522 words, 128 tokens, two exits), which is made here and was not trained.
 
 Memory and loading: each form in a process of its own, in turns, ``--rounds`` times. ``serve`` loads
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -78,8 +77,12 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("bundles", type=Path, nargs="*")
-    parser.add_argument("--layers", type=int, default=6, metavar="N", help="of BERT; 0: without it")
-    parser.add_argument("--width", type=int, default=768, metavar="N", help="of BERT")
+    parser.add_argument(
+        "--layers", type=int, default=6, metavar="N", help="of BERT, 3 or more; 0: none"
+    )
+    parser.add_argument(
+        "--width", type=int, default=768, metavar="N", help="of BERT, in heads of 64"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--runs", type=int, default=20, metavar="N", help="of each batch size")
     parser.add_argument("--folder", type=Path, help="for bundles that are made, then removed")
@@ -92,9 +95,10 @@ def _bert(folder: Path, options: argparse.Namespace) -> Bundle:
     from offramp.tools.gpu.berts import BertSize  # noqa: PLC0415
     from offramp.tools.gpu.models import bert_model  # noqa: PLC0415
 
-    size = BertSize(layers=options.layers, width=options.width, inner=4 * options.width)
+    width = options.width
+    size = BertSize(layers=options.layers, width=width, heads=width // 64, inner=4 * width)
     cuts = tuple(f"layer{options.layers * part // 3 - 1}.out" for part in (1, 2))
-    return bert_model(f"bert-{options.layers}x{options.width}", size, cuts).bundle(folder, seed=0)
+    return bert_model(f"bert-{options.layers}x{width}", size, cuts).bundle(folder, seed=0)
 
 
 def _measure(named: Bundle, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -162,7 +166,8 @@ def _load(options: argparse.Namespace) -> dict[str, float]:
     opened = time.perf_counter()
     inputs = _inputs(bundle, 1)
     gc.collect()
-    before, peak_before = _memory(), _memory()["rss"]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far, which a parent may have left
+    before = _memory()
     begun = time.perf_counter()
     run = _runner(bundle, backend, options.case)
     loaded = time.perf_counter()
@@ -170,12 +175,11 @@ def _load(options: argparse.Namespace) -> dict[str, float]:
         run(inputs)
     gc.collect()
     after = _memory()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
         "open_s": opened - start,
         "load_s": loaded - begun,
         **{f"{name}_mib": after[name] - before[name] for name in _MEMORY.values()},
-        "peak_mib": peak - peak_before,
+        "peak_mib": after["peak"] - before["rss"],
     }
 
 
@@ -255,10 +259,10 @@ def _inputs(bundle: Bundle, rows: int) -> dict[str, NDArray[Any]]:
 def _memory() -> dict[str, float]:
     """Give what the process has, in MiB."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    lines += Path("/proc/self/status").read_text().splitlines()
     told = dict(line.split(":", 1) for line in lines)
-    return {
-        our: int(told[their].split()[0]) / 1024 for their, our in {**_MEMORY, "Rss": "rss"}.items()
-    }
+    wanted = {**_MEMORY, "Rss": "rss", "VmHWM": "peak"}
+    return {our: int(told[their].split()[0]) / 1024 for their, our in wanted.items()}
 
 
 # ---------------------------------------------------------------------------------------------
