@@ -80,7 +80,7 @@ def make_bundle(folder: Path) -> Bundle:
     manifest, ranges = plain.manifest, InputRanges.of(data)
     threads = available_cores()
     found = find_paddings(pieces.model, manifest, plain.read, data, ranges, threads=threads)
-    content = {entry.path: plain.read(entry.path) for entry in manifest.files}
+    content = {entry.path: plain.stored(entry.path) for entry in manifest.files}
     padded = replace(manifest, paddings=found)
     return write_bundle(folder / "padded.ee", padded, plain.policy, content)
 

@@ -109,7 +109,7 @@ def padded_bundle(
     after = [exit_.after_segment for exit_ in draft.exits]
     active = [ActiveExit(exit=e.index, threshold=threshold) for e in draft.exits]
     plain = plain_bundle(pieces, folder / "plain.ee", data, exits_after=after, active=active)
-    content = {entry.path: plain.read(entry.path) for entry in plain.manifest.files}
+    content = {entry.path: plain.stored(entry.path) for entry in plain.manifest.files}
     content.pop("policy.json", None)
     ranges = replace(InputRanges.of(data), lengths=tuple(lengths))
     return write_bundle(

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
+from offramp.bundle.graph_weights import PAGE
 from offramp.calibration import profiling
 from offramp.calibration.training_options import TrainingOptions
 from offramp.certify import binomial_cdf, evaluate
 from offramp.certify.decision import MODEL_END
+from offramp.compiler.weights import WeightSizes
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.exit_check import confidence_of
 from offramp.engine.pipeline import Pipeline
@@ -163,6 +166,30 @@ def test_off_is_the_source_bit_for_bit(compiled) -> None:
     bundle, tensors = compiled
     found = answers(make_plan(bundle, mode=Mode.OFF), tensors)
     np.testing.assert_array_equal(found, source_answers(bundle, tensors))
+
+
+def test_large_weights_are_in_one_file_once(compiled) -> None:
+    bundle, _ = compiled
+    large: list[bytes] = []
+    for file in bundle.manifest.graphs:
+        stored = onnx.load_from_string(bundle.graph(file)).graph.initializer
+        whole = onnx.load_from_string(bundle.read(file)).graph.initializer
+        assert [t.name for t in stored] == [t.name for t in whole]
+        for tensor, held in zip(stored, whole, strict=True):
+            assert not held.external_data
+            assert bool(tensor.external_data) == (len(held.raw_data) >= PAGE)
+            large += [held.raw_data] * bool(tensor.external_data)
+    sizes = WeightSizes.of(bundle)
+    assert sizes.graph_bytes == sum(map(len, large))
+    once = {
+        content
+        for content in large
+        if not any(o.startswith(content) for o in large if o != content)
+    }
+    assert sum(map(len, once)) <= sizes.file_bytes < sum(len(c) + PAGE for c in once) + 1
+    told = "Large weights" in bundle.read("report.html").decode()
+    assert told == (bundle.weight_folder() is not None) == (bundle.manifest.schema_version == 2)
+    assert told == bool(large)
 
 
 def test_segments_in_a_chain_are_the_source(compiled) -> None:

@@ -35,6 +35,7 @@ from offramp.compiler.report.charts import coverage, latency_rows
 from offramp.compiler.report.figures import PolicyFigures, savings_curve
 from offramp.compiler.report.route import segment_edges, spread
 from offramp.compiler.report.svg import Scale, element, nice_values
+from offramp.compiler.weights import WeightSizes
 
 HOSTILE = """<script>alert("1")</script>'&amp;{{ 7 * 7 }}\u202e"""
 BATCH_SIZES = (1, 4, 8)
@@ -413,6 +414,24 @@ def test_facts() -> None:
         "2026-01-02T03:04:05+00:00",
     ):
         assert words in text
+
+
+def test_room_of_weights_is_counted_where_they_share_a_file() -> None:
+    parts = make(3)
+    for sizes, told in (
+        (WeightSizes(file_bytes=3 << 19, graph_bytes=5 << 19), True),
+        (WeightSizes(file_bytes=0, graph_bytes=0), False),
+        (None, False),
+    ):
+        text = Page(
+            render_report(parts.manifest, parts.policy, parts.profile, parts.certify, weights=sizes)
+        ).text
+        words = (
+            "Large weights 1.5\u202fMiB in weights.bin, each once; in every graph that has "
+            "them they would be 2.5\u202fMiB (counted)"
+        )
+        assert (words in text) == told
+        assert ("Large weights" in text) == told
 
 
 def test_hostile_names_are_text() -> None:

@@ -1,0 +1,297 @@
+"""What one file of weights for all graphs of a bundle saves, in memory, on the disk and in time.
+
+    python -m benchmarks.bundle_memory [BUNDLE ...] [--layers 6] [--width 768] [--rounds 5]
+        [--runs 20] [--json FILE]
+
+Each bundle is measured as it is written (``named``: graphs name their weights in ``weights.bin``,
+which ONNX Runtime maps) beside the same bundle with graphs that hold their weights, as they did
+before (``held``). Beside the bundles that are given there is a BERT of random weights (heads of 64,
+30,522 words, 128 tokens, two exits), which is made here and was not trained.
+
+Memory and loading: each form in a process of its own, in turns, ``--rounds`` times. ``serve`` loads
+the stages that the policy asks for; ``both`` the unmodified model as one graph too, as a server
+has while it compares or changes what it runs. Counted is what the process has more than before it
+loaded: proportional set size, and the part of it that is anonymous, after a few runs (MiB are 2^20
+bytes); ``peak`` is the most that was resident above that. The files were read shortly before and
+come from the system's cache. Speed: both forms in one process, batch after batch in turns, through
+all stages as if nothing left; answers must be equal to the bit. Ratios are named to held; medians
+of rounds or runs, with the least and the most of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.common import make_parser
+from numpy.typing import NDArray
+from rich.table import Table
+
+from offramp.bundle import Bundle, write_bundle
+from offramp.bundle.graph_weights import WEIGHTS
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, shrink_arena
+from offramp.engine.plan import Mode, make_plan
+from offramp.tools.bench.output import (
+    check_outputs,
+    describe_environment,
+    wide_console,
+    write_json,
+)
+
+FORMS = ("held", "named")
+CASES = ("serve", "both")
+BATCH_SIZES = (1, 8)
+_MEMORY = {"Pss": "pss", "Pss_Anon": "anonymous"}
+_MEASURES = ("open_s", "load_s", "pss_mib", "anonymous_mib", "peak_mib")
+
+
+def main() -> None:
+    """Measure, print, and write if asked."""
+    options = _parser().parse_args()
+    if options.step is not None:
+        steps = {"load": _load, "speed": _speed}
+        print(json.dumps(steps[options.step](options)))
+        return
+    check_outputs(options.json)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        bundles = [Bundle.open(path) for path in options.bundles]
+        if options.layers:
+            bundles.append(_bert(Path(folder), options))
+        found = {b.manifest.name: _measure(b, Path(folder), options) for b in bundles}
+    for name, of_bundle in found.items():
+        _print(name, of_bundle)
+    environment = describe_environment(rounds=options.rounds, runs=options.runs, threads=1)
+    write_json(options.json, {"measured": found, "environment": environment})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
+    parser.add_argument("bundles", type=Path, nargs="*")
+    parser.add_argument(
+        "--layers", type=int, default=6, metavar="N", help="of BERT, 3 or more; 0: none"
+    )
+    parser.add_argument(
+        "--width", type=int, default=768, metavar="N", help="of BERT, in heads of 64"
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--runs", type=int, default=20, metavar="N", help="of each batch size")
+    parser.add_argument("--folder", type=Path, help="for bundles that are made, then removed")
+    parser.add_argument("--step", choices=["load", "speed"], help=argparse.SUPPRESS)
+    parser.add_argument("--case", choices=CASES, default="serve", help=argparse.SUPPRESS)
+    return parser
+
+
+def _bert(folder: Path, options: argparse.Namespace) -> Bundle:
+    from offramp.tools.gpu.berts import BertSize  # noqa: PLC0415
+    from offramp.tools.gpu.models import bert_model  # noqa: PLC0415
+
+    width = options.width
+    size = BertSize(layers=options.layers, width=width, heads=width // 64, inner=4 * width)
+    cuts = tuple(f"layer{options.layers * part // 3 - 1}.out" for part in (1, 2))
+    return bert_model(f"bert-{options.layers}x{width}", size, cuts).bundle(folder, seed=0)
+
+
+def _measure(named: Bundle, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    forms = {"held": _held(named, folder / f"{named.manifest.name}-held.ee"), "named": named}
+    loaded: dict[str, dict[str, list[dict[str, float]]]] = {
+        case: {form: [] for form in FORMS} for case in CASES
+    }
+    for number in range(options.rounds):
+        for case in CASES:
+            for form in FORMS if number % 2 == 0 else FORMS[::-1]:
+                found = _child(["--step=load", f"--case={case}", str(forms[form].path)])
+                loaded[case][form].append(found)
+    speed = _child(
+        ["--step=speed", f"--runs={options.runs}", *(str(forms[form].path) for form in FORMS)]
+    )
+    return {
+        "disk_mib": {form: _size(bundle) for form, bundle in forms.items()},
+        "weights_mib": next(
+            (e.size_bytes / 2**20 for e in named.manifest.files if e.path == WEIGHTS), 0.0
+        ),
+        "loaded": {case: _summary(loaded[case]) for case in CASES},
+        "speed": speed,
+    }
+
+
+def _held(named: Bundle, path: Path) -> Bundle:
+    """Write the bundle as it was before there was a file of weights."""
+    names = [e.path for e in named.manifest.files if e.path not in (WEIGHTS, "policy.json")]
+    files = {name: map(named.read, [name]) for name in names}
+    return write_bundle(path, named.manifest, named.policy, files)
+
+
+def _size(bundle: Bundle) -> float:
+    return sum(entry.size_bytes for entry in bundle.manifest.files) / 2**20
+
+
+def _child(arguments: Sequence[str]) -> Any:
+    command = [sys.executable, "-m", "benchmarks.bundle_memory", *arguments]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def _summary(loaded: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+    """Medians by measure and form, and of the rounds' ratios median, least and most."""
+    found: dict[str, Any] = {}
+    for measure in _MEASURES:
+        by_form = {form: [one[measure] for one in loaded[form]] for form in FORMS}
+        ratios = [b / a for a, b in zip(by_form["held"], by_form["named"], strict=True)]
+        found[measure] = {
+            **{form: statistics.median(values) for form, values in by_form.items()},
+            "ratio": [statistics.median(ratios), min(ratios), max(ratios)],
+        }
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# In a process of its own
+
+
+def _load(options: argparse.Namespace) -> dict[str, float]:
+    """Load a bundle's stages, run them, and say what that took."""
+    backend = OnnxRuntimeBackend(threads=1)
+    shrink_arena()  # makes the arena, and its session
+    start = time.perf_counter()
+    bundle = Bundle.open(options.bundles[0])
+    opened = time.perf_counter()
+    inputs = _inputs(bundle, 1)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far, which a parent may have left
+    before = _memory()
+    begun = time.perf_counter()
+    run = _runner(bundle, backend, options.case)
+    loaded = time.perf_counter()
+    for _ in range(3):
+        run(inputs)
+    gc.collect()
+    after = _memory()
+    return {
+        "open_s": opened - start,
+        "load_s": loaded - begun,
+        **{f"{name}_mib": after[name] - before[name] for name in _MEMORY.values()},
+        "peak_mib": after["peak"] - before["rss"],
+    }
+
+
+def _speed(options: argparse.Namespace) -> dict[str, Any]:
+    """Run both forms in turns."""
+    bundles = [Bundle.open(path) for path in options.bundles]
+    backend = OnnxRuntimeBackend(threads=1)
+    runs = [_runner(bundle, backend, "serve") for bundle in bundles]
+    found: dict[str, Any] = {"equal": True}
+    for size in BATCH_SIZES:
+        inputs = _inputs(bundles[0], size)
+        answers = [run(inputs) for run in runs]
+        found["equal"] &= all(
+            np.array_equal(a, b, equal_nan=True) for a, b in zip(*answers, strict=True)
+        )
+        times: list[list[float]] = [[], []]
+        for number in range(options.runs):
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                start = time.perf_counter()
+                runs[which](inputs)
+                times[which].append(1e3 * (time.perf_counter() - start))
+        ratios = sorted(b / a for a, b in zip(*times, strict=True))
+        found[f"batch {size}"] = {
+            **{f"{f}_ms": statistics.median(t) for f, t in zip(FORMS, times, strict=True)},
+            "ratio": [
+                statistics.median(ratios),
+                ratios[len(ratios) // 4],
+                ratios[3 * len(ratios) // 4],
+            ],
+        }
+    return found
+
+
+_Arrays = Mapping[str, NDArray[Any]]
+
+
+def _runner(
+    bundle: Bundle, backend: OnnxRuntimeBackend, case: str
+) -> Callable[[_Arrays], list[NDArray[Any]]]:
+    """Load stages; gives what runs a batch through all of them."""
+    plans = [make_plan(bundle)]
+    if case == "both":
+        plans.append(make_plan(bundle, mode=Mode.OFF))
+    prepared = [[backend.prepare(spec) for spec in plan.stages] for plan in plans]
+    slot = backend.open_slot()
+
+    def run(inputs: _Arrays) -> list[NDArray[Any]]:
+        given = []
+        for stages in prepared:
+            batch = slot.upload(inputs)
+            for stage in stages:
+                answer, _, carry = slot.run(stage, batch)
+                if answer is not None:
+                    given.append(answer)
+                batch = carry or batch  # type: ignore[assignment]
+        return given
+
+    return run
+
+
+def _inputs(bundle: Bundle, rows: int) -> dict[str, NDArray[Any]]:
+    """Make up samples of the shapes that the bundle was calibrated on."""
+    rng = np.random.default_rng(0)
+    shapes = bundle.manifest.calibration.sample_shapes
+    made: dict[str, NDArray[Any]] = {}
+    for tensor in bundle.manifest.inputs:
+        shape, dtype = (rows, *shapes[tensor.name]), np.dtype(tensor.dtype)
+        if "mask" in tensor.name:
+            made[tensor.name] = np.ones(shape, dtype)
+        elif dtype.kind == "f":
+            made[tensor.name] = rng.random(shape).astype(dtype)
+        else:
+            made[tensor.name] = rng.integers(0, 200, shape).astype(dtype)
+    return made
+
+
+def _memory() -> dict[str, float]:
+    """Give what the process has, in MiB."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    lines += Path("/proc/self/status").read_text().splitlines()
+    told = dict(line.split(":", 1) for line in lines)
+    wanted = {**_MEMORY, "Rss": "rss", "VmHWM": "peak"}
+    return {our: int(told[their].split()[0]) / 1024 for their, our in wanted.items()}
+
+
+# ---------------------------------------------------------------------------------------------
+# For people
+
+
+def _print(name: str, found: Mapping[str, Any]) -> None:
+    disk = found["disk_mib"]
+    equal = "equal to the bit" if found["speed"]["equal"] else "NOT EQUAL"
+    title = (
+        f"{name}: {disk['held']:,.1f} MiB on the disk with weights in every graph, "
+        f"{disk['named']:,.1f} with {WEIGHTS}; answers are {equal}; MEASURED"
+    )
+    table = Table("", "held", "named", "named / held", title=title)
+    for case, measures in found["loaded"].items():
+        for measure, of in measures.items():
+            row = (f"{case}: {measure}", f"{of['held']:,.2f}", f"{of['named']:,.2f}")
+            table.add_row(*row, _ratio(of["ratio"]))
+    for batch, of in found["speed"].items():
+        if batch != "equal":
+            row = (f"run, {batch}, ms", f"{of['held_ms']:,.2f}", f"{of['named_ms']:,.2f}")
+            table.add_row(*row, _ratio(of["ratio"]))
+    wide_console().print(table)
+
+
+def _ratio(ratio: Sequence[float]) -> str:
+    middle, least, most = ratio
+    return f"{middle:.3f} ({least:.3f} to {most:.3f})"
+
+
+if __name__ == "__main__":
+    main()
