@@ -167,6 +167,7 @@ def test_only_training_names_torch() -> None:
     named = {m for m in importers_of("torch") if not is_within(m, "offramp.tools.zoo")}
     names = ["training", "learners", "objectives", "torch_graph"]
     names += ["bridge_training", "joint_training", "joint_state"]
+    names += [f"elastic.{name}" for name in ("layers", "space", "supernet", "training", "export")]
     training = {f"offramp.calibration.{name}" for name in names}
     operators = {m for m in MODULES if is_within(m, "offramp.calibration.torch_operators")}
     tables = {"offramp.calibration.torch_operators", "offramp.calibration.torch_operators.table"}
