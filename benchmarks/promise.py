@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
-from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.dataset import read_samples
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy

@@ -26,7 +26,7 @@ from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Profile
-from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.estimates import backbone_of, heads_of, sets_of_exits, stages_of
 from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify import count_answers, first_exit, savings_of, tuning_path

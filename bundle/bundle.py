@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import shutil
 import tempfile
@@ -11,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.engines import ENGINES, PrecisionEvidence, carry_engines
@@ -41,11 +39,11 @@ from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
 from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMA_VERSION, SCHEMAS_READ, Manifest
 from offramp.bundle.measured import MEASURED, Measured
-from offramp.bundle.npz import ArrayForm, read_npz
 from offramp.bundle.parts import folder_of
 from offramp.bundle.placing import check_writable, moved_aside, put_in_place
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
+from offramp.bundle.records import parse_records
 from offramp.bundle.serde import from_plain
 from offramp.bundle.stored_graphs import (
     FileIdentity,
@@ -61,19 +59,6 @@ MANIFEST_HASH = "manifest.sha256"
 POLICY = "policy.json"
 RECORDS = "records.npz"
 REPORT = "report.html"
-TUNE, CERTIFY = 1, 2
-"""The values of ``split`` in the records: samples that thresholds are tuned on, and samples that
-neither trained nor tuned anything."""
-
-_RECORD_FORMS: Final = {
-    "confidence": ArrayForm(dtype="float32", ndim=2),
-    "prediction": ArrayForm(dtype="int32", ndim=2),
-    "final_prediction": ArrayForm(dtype="int32", ndim=1),
-    "final_confidence": ArrayForm(dtype="float32", ndim=1),
-    "split": ArrayForm(dtype="uint8", ndim=1),
-    "label": ArrayForm(dtype="int64", ndim=1, optional=True),
-}
-_MOST_RECORDS_BYTES: Final = 2**32
 
 _T = TypeVar("_T")
 _MEND = "copy the bundle again, or compile the model again"
@@ -229,13 +214,9 @@ class Bundle:
         else:
             name, content = "records of engines", self._records
         try:
-            records = read_npz(
-                io.BytesIO(content), max_bytes=_MOST_RECORDS_BYTES, expected=_RECORD_FORMS
-            )
-            _check_records(records, self.manifest)
+            return parse_records(content, self.manifest)
         except ValueError as error:
             raise BundleSchemaError(f"{self.path / name}: {error}; {_MEND}") from error
-        return records
 
     def under(self, evidence: PrecisionEvidence, records: bytes) -> Bundle:
         """Give the bundle with policy and records of the arithmetic that it is served in.
@@ -382,27 +363,6 @@ def _names_under(root: Path) -> set[str]:
     places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
     names = {place.relative_to(root).as_posix() for place in places}
     return {name for name in names if not name.startswith(f"{ENGINES}/")}
-
-
-def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> None:
-    """Refuse records that are not of this model's exits and classes: ValueError."""
-    exits, samples, answer = len(manifest.exits), len(records["split"]), manifest.answer
-    bound = answer.task.code_bound(answer.classes)
-    for name, array in records.items():
-        shape = (exits, samples) if _RECORD_FORMS[name].ndim == 2 else (samples,)
-        if array.shape != shape:
-            raise ValueError(f"{name!r} is of shape {list(array.shape)}, expected {list(shape)}")
-    for name in ("confidence", "final_confidence"):
-        if not ((records[name] >= 0) & (records[name] <= 1)).all():
-            raise ValueError(f"{name!r} has values that are not in [0, 1]")
-    for name in ("prediction", "final_prediction"):
-        if not ((records[name] >= 0) & (records[name] < bound)).all():
-            raise ValueError(f"{name!r} has values that are none of the {bound} codes of answers")
-    if not np.isin(records["split"], (TUNE, CERTIFY)).all():
-        raise ValueError(f"'split' has values besides {TUNE} (tune) and {CERTIFY} (certify)")
-    for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):
-        if not (records["split"] == which).any():
-            raise ValueError(f"'split' has no sample to {purpose} on ({which}), expected some")
 
 
 def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle
-from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import BATCH_SIZE, Graphs, check_answers, run_over
 from offramp.engine.agreement import agreement_of

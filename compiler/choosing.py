@@ -17,7 +17,6 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle import Bundle
-from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engine_index import PRECISIONS, model_digest
 from offramp.bundle.engines import (
     EngineStore,
@@ -26,6 +25,7 @@ from offramp.bundle.engines import (
     prune_targets,
     remove_targets,
 )
+from offramp.bundle.records import CERTIFY
 from offramp.calibration.dataset import DataError, Dataset, read_samples
 from offramp.certify import evaluate
 from offramp.compiler import build

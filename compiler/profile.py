@@ -15,8 +15,9 @@ import numpy as np
 import onnx
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
-from offramp.bundle.bundle import CERTIFY, REPORT
+from offramp.bundle.bundle import REPORT
 from offramp.bundle.files import dump
+from offramp.bundle.records import CERTIFY
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, BundleError, Profile
-from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.files import write_whole
+from offramp.bundle.records import CERTIFY
 from offramp.bundle.serde import from_plain, to_plain
 from offramp.certify import FloatArray, count_answers, first_exit, savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch

@@ -21,9 +21,9 @@ import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
-from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
 from offramp.bundle.parts import given_behind
+from offramp.bundle.records import CERTIFY
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.certify import Weighted, certify, evaluate, tuning_path, walk
 from offramp.engine.control.costs import CostModel
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.bundle import CERTIFY
+from offramp.bundle.records import CERTIFY
 from offramp.certify import MODEL_END, leaves
 from offramp.engine.scheduling.latency import Latencies
 

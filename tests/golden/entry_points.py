@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks import adjustment, e3, superserve
 
 from offramp.bundle import Bundle
-from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.bundle.serde import to_plain
 from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify.agreement import tuning_path

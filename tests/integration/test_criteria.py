@@ -14,8 +14,8 @@ import pytest
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
-from offramp.bundle.bundle import TUNE
 from offramp.bundle.criteria import BUILT_IN
+from offramp.bundle.records import TUNE
 from offramp.calibration.dataset import Dataset, read_samples
 from offramp.calibration.records import ExitRecords
 from offramp.certify import NEVER, first_exit

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
-from offramp.bundle.bundle import TUNE
 from offramp.bundle.criteria import PATIENCE, Criterion
+from offramp.bundle.records import TUNE
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import ExitRecords, record_answers
 from offramp.certify import FloatArray, Records, evaluate

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.bundle.bundle import CERTIFY
+from offramp.bundle.records import CERTIFY
 from offramp.certify import leaves
 from offramp.engine.deployment import points_of
 from offramp.engine.options import ModelOptions

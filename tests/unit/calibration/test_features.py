@@ -15,7 +15,7 @@ from tests.sliced import Sliced, dataset_of, sliced
 from tests.unit.calibration.test_families import pool_by_hand
 
 from offramp.bundle import Answer
-from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration import features as features_module
 from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.cut_tensors import CutTensor

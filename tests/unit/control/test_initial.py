@@ -10,7 +10,7 @@ import pytest
 from tests.unit.certify.population import Population, synthetic_costs
 
 from offramp.bundle import ExitPolicy
-from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.selection import certified_policy
 from offramp.certify import tuning_path
 from offramp.certify.binomial import binomial_cdf

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
-from offramp.bundle.bundle import TUNE
+from offramp.bundle.records import TUNE
 from offramp.certify import Records
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
 from offramp.engine.control.controller import Controller

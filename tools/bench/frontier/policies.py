@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from offramp.bundle import Bundle, ExitPolicy
-from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.records import ExitRecords
 from offramp.compiler.policy import FixedPath, PolicyChoice
 

@@ -10,8 +10,8 @@ from tests import models
 from tests.bundles import compile_tiny
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise
-from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.bundle.engines import Precision
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.certify import evaluate
 from offramp.certify.binomial import allowed_errors, upper_bound

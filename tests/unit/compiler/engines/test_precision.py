@@ -14,8 +14,8 @@ from tests.engines import engine_bundle
 from tests.sliced import dataset_of, sliced
 
 from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
-from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
+from offramp.bundle.records import CERTIFY
 from offramp.calibration.dataset import DataError, Dataset, read_dataset
 from offramp.compiler.engines.units import ranges_of
 from offramp.compiler.engines.verification import (
