@@ -238,10 +238,11 @@ def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArra
             and len(labels)
             and not 0 <= labels.min() <= labels.max() < answer.classes
         ):
-            raise DataError(
-                f"{path}: labels go from {labels.min()} to {labels.max()}, expected classes from 0 "
-                f"to {answer.classes - 1}; number them as the model does, or leave them out"
-            )
+            _log.warning(
+                "%s: labels go from %d to %d, the model's classes from 0 to %d: samples with other "
+                "labels count as wrong.",
+                path, labels.min(), labels.max(), answer.classes - 1,
+            )  # fmt: skip
         return np.array(labels, np.int64)
     if kind == "multi-label" and answer is not None:
         if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
