@@ -14,8 +14,8 @@ has while it compares or changes what it runs. Counted is what the process has m
 loaded: proportional set size, and the part of it that is anonymous, after a few runs (MiB are 2^20
 bytes); ``peak`` is the most that was resident above that. The files were read shortly before and
 come from the system's cache. Speed: both forms in one process, batch after batch in turns, through
-all stages as if nothing left; answers must be equal to the bit. Ratios are named to held; medians
-of rounds or runs, with the least and the most of rounds.
+all stages as if nothing left, in processor time of the one thread that computes; answers must be
+equal to the bit. Figures are medians of rounds, ratios named to held, with the least and the most.
 """
 
 from __future__ import annotations
@@ -111,16 +111,22 @@ def _measure(named: Bundle, folder: Path, options: argparse.Namespace) -> dict[s
             for form in FORMS if number % 2 == 0 else FORMS[::-1]:
                 found = _child(["--step=load", f"--case={case}", str(forms[form].path)])
                 loaded[case][form].append(found)
-    speed = _child(
-        ["--step=speed", f"--runs={options.runs}", *(str(forms[form].path) for form in FORMS)]
-    )
+    speed = []
+    for number in range(options.rounds):  # who is loaded first has other places in memory
+        order = FORMS if number % 2 == 0 else FORMS[::-1]
+        paths = [str(forms[form].path) for form in order]
+        speed.append(_child(["--step=speed", f"--runs={options.runs}", *paths]))
     return {
         "disk_mib": {form: _size(bundle) for form, bundle in forms.items()},
         "weights_mib": next(
             (e.size_bytes / 2**20 for e in named.manifest.files if e.path == WEIGHTS), 0.0
         ),
-        "loaded": {case: _summary(loaded[case]) for case in CASES},
-        "speed": speed,
+        "loaded": {case: _summary(loaded[case], _MEASURES) for case in CASES},
+        "equal": all(one["equal"] for one in speed),
+        "speed": _summary(
+            {form: [one[form] for one in speed] for form in FORMS},
+            [f"batch_{size}_ms" for size in BATCH_SIZES],
+        ),
     }
 
 
@@ -140,11 +146,13 @@ def _child(arguments: Sequence[str]) -> Any:
     return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
-def _summary(loaded: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+def _summary(
+    rounds: Mapping[str, Sequence[Mapping[str, float]]], measures: Sequence[str]
+) -> dict[str, Any]:
     """Medians by measure and form, and of the rounds' ratios median, least and most."""
     found: dict[str, Any] = {}
-    for measure in _MEASURES:
-        by_form = {form: [one[measure] for one in loaded[form]] for form in FORMS}
+    for measure in measures:
+        by_form = {form: [one[measure] for one in rounds[form]] for form in FORMS}
         ratios = [b / a for a, b in zip(by_form["held"], by_form["named"], strict=True)]
         found[measure] = {
             **{form: statistics.median(values) for form, values in by_form.items()},
@@ -184,32 +192,26 @@ def _load(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _speed(options: argparse.Namespace) -> dict[str, Any]:
-    """Run both forms in turns."""
+    """Run both forms in turns, and count the time of the thread that computes."""
     bundles = [Bundle.open(path) for path in options.bundles]
+    forms = ["held" if bundle.weight_folder() is None else "named" for bundle in bundles]
     backend = OnnxRuntimeBackend(threads=1)
     runs = [_runner(bundle, backend, "serve") for bundle in bundles]
-    found: dict[str, Any] = {"equal": True}
+    found: dict[str, Any] = {"equal": True, **{form: {} for form in FORMS}}
     for size in BATCH_SIZES:
         inputs = _inputs(bundles[0], size)
         answers = [run(inputs) for run in runs]
         found["equal"] &= all(
             np.array_equal(a, b, equal_nan=True) for a, b in zip(*answers, strict=True)
         )
-        times: list[list[float]] = [[], []]
+        times: dict[str, list[float]] = {form: [] for form in FORMS}
         for number in range(options.runs):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
-                start = time.perf_counter()
+                start = time.thread_time()
                 runs[which](inputs)
-                times[which].append(1e3 * (time.perf_counter() - start))
-        ratios = sorted(b / a for a, b in zip(*times, strict=True))
-        found[f"batch {size}"] = {
-            **{f"{f}_ms": statistics.median(t) for f, t in zip(FORMS, times, strict=True)},
-            "ratio": [
-                statistics.median(ratios),
-                ratios[len(ratios) // 4],
-                ratios[3 * len(ratios) // 4],
-            ],
-        }
+                times[forms[which]].append(1e3 * (time.thread_time() - start))
+        for form, taken in times.items():
+            found[form][f"batch_{size}_ms"] = statistics.median(taken)
     return found
 
 
@@ -271,19 +273,15 @@ def _memory() -> dict[str, float]:
 
 def _print(name: str, found: Mapping[str, Any]) -> None:
     disk = found["disk_mib"]
-    equal = "equal to the bit" if found["speed"]["equal"] else "NOT EQUAL"
+    equal = "equal to the bit" if found["equal"] else "NOT EQUAL"
     title = (
         f"{name}: {disk['held']:,.1f} MiB on the disk with weights in every graph, "
         f"{disk['named']:,.1f} with {WEIGHTS}; answers are {equal}; MEASURED"
     )
     table = Table("", "held", "named", "named / held", title=title)
-    for case, measures in found["loaded"].items():
+    for case, measures in (*found["loaded"].items(), ("run", found["speed"])):
         for measure, of in measures.items():
             row = (f"{case}: {measure}", f"{of['held']:,.2f}", f"{of['named']:,.2f}")
-            table.add_row(*row, _ratio(of["ratio"]))
-    for batch, of in found["speed"].items():
-        if batch != "equal":
-            row = (f"run, {batch}, ms", f"{of['held_ms']:,.2f}", f"{of['named_ms']:,.2f}")
             table.add_row(*row, _ratio(of["ratio"]))
     wide_console().print(table)
 

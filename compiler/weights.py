@@ -43,7 +43,7 @@ class WeightFile:
     file: BinaryIO
     scratch: ScratchSpace
     _places: dict[bytes, Place] = field(default_factory=dict)
-    """Where the bytes of a weight begin, by their hash."""
+    """Where the bytes of a weight are, by their hash."""
     _beginnings: dict[bytes, list[Place]] = field(default_factory=dict)
     """What was written, by its first bytes."""
 
@@ -51,6 +51,11 @@ class WeightFile:
     def size_bytes(self) -> int:
         """Bytes that were written."""
         return self.file.seek(0, 2)
+
+    @property
+    def hashes(self) -> dict[Place, bytes]:
+        """The SHA-256 of all weights, by where they are."""
+        return {place: key for key, place in self._places.items()}
 
     def light(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """Give a model that names its weights, which are put into the file; it is not changed."""
@@ -94,11 +99,11 @@ class WeightFile:
         return self._places[key].offset
 
     def _beginning(self, content: bytes) -> Place | None:
-        """Find a longer weight that begins with a weight."""
-        for place in self._beginnings.get(content[:LEAST_BYTES], ()):
-            if len(content) <= place.length and _equal(
-                self.read(Place(place.offset, len(content))), _split(memoryview(content))
-            ):
+        """Find a weight in the beginning of a longer one."""
+        for longer in self._beginnings.get(content[:LEAST_BYTES], ()):
+            place = Place(longer.offset, len(content))
+            fits = place.length <= longer.length
+            if fits and _equal(self.read(place), _split(memoryview(content))):
                 return place
         return None
 
@@ -223,7 +228,7 @@ class _DistinctContents:
 
     def __init__(self, kept: WeightFile | None) -> None:
         self._kept = kept
-        self._known: dict[Place, bytes] = {}
+        self._known = {} if kept is None else kept.hashes
         self.by_key: dict[bytes, _Content] = {}
         self.keys: list[bytes | None] = []
         """Of all weights, in the order of graphs; ``None`` of those that stay in them."""
@@ -235,14 +240,9 @@ class _DistinctContents:
         if isinstance(content, memoryview) and len(content) < LEAST_BYTES:
             self.keys.append(None)
             return
-        key = self._known.get(content) if isinstance(content, Place) else None
-        if key is None:
-            digest = hashlib.sha256()
-            for piece in _read(content, self._kept):
-                digest.update(piece)
-            key = digest.digest()
-        if isinstance(content, Place):
-            self._known[content] = key
+        key = (
+            self._known[content] if isinstance(content, Place) else hashlib.sha256(content).digest()
+        )
         self.by_key.setdefault(key, content)
         self.keys.append(key)
 
