@@ -58,8 +58,8 @@ def _of_scope(scope: str, source: str, flow: Dataflow, types: Mapping[str, Tenso
     inside = [op for op in flow.operators if in_scope(op.name, scope) and not flow.is_constant(op)]
     if not inside:
         raise ElasticSpecError(
-            f"{source}: depth.skip names {scope!r}, and no operator's name begins with "
-            f"{scope + '/'!r}; {_no_scope(scope, flow)}"
+            f"{source}: depth.skip names {scope!r}, and no operator's name begins so, up to a "
+            f"slash or a dot; {_no_scope(scope, flow)}"
         )
     place = f"of {scope!r}"
     leaving = _leaving(inside, flow)
@@ -91,8 +91,8 @@ def _of_scope(scope: str, source: str, flow: Dataflow, types: Mapping[str, Tenso
 
 
 def in_scope(name: str, scope: str) -> bool:
-    """Whether an operator's name is in a scope: it begins with it, up to a slash."""
-    return name == scope or name.startswith(scope + "/")
+    """Whether an operator's name is in a scope: it begins with it, up to a slash or a dot."""
+    return name == scope or name.startswith((scope + "/", scope + "."))
 
 
 def _no_scope(scope: str, flow: Dataflow) -> str:
@@ -100,7 +100,7 @@ def _no_scope(scope: str, flow: Dataflow) -> str:
         op.name[:end]
         for op in flow.operators
         for end in range(1, len(op.name))
-        if op.name[end] == "/"
+        if op.name[end] in "/."
     }
     if not scopes:
         return (

@@ -90,8 +90,8 @@ class OperatorView:
         """Keep some elements of a dimension of a constant."""
         if not self.is_weight(position):
             self.refuse(
-                f"its input {self.inputs[position]!r} is computed of constants, expected an "
-                "initializer; compile without --no-simplify, or simplify the model"
+                f"its input {self.inputs[position]!r} is computed, expected an initializer; keep "
+                "its channels whole"
             )
         place = (self.op.name, position)
         self.plan.cuts.setdefault(place, {})[axis] = kept

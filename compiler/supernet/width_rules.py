@@ -238,14 +238,32 @@ def _concat(view: OperatorView) -> None:
 
 
 def _slice(view: OperatorView) -> None:
+    """Of a range along the dimension there is what is kept in it, as of equal parts of a spec."""
     elastic = _the_one(view)
     rank = len(view.shape(0))
     axes = view.value(3) if view.has(3) else np.arange(rank)
     if axes is None:
         view.refuse("its axes are computed; export it with fixed ones")
-    if elastic.axis in {int(a) % rank for a in axes.tolist()}:
-        view.refuse_axis(elastic, "takes a part of", "keep its input whole")
-    view.give(elastic.axis, elastic)
+    along = [int(a) % rank for a in axes.tolist()]
+    if elastic.axis not in along:
+        view.give(elastic.axis, elastic)
+        return
+    place, starts, ends = along.index(elastic.axis), view.value(1), view.value(2)
+    steps = view.value(4) if view.has(4) else np.ones(len(along), np.int64)
+    if starts is None or ends is None or steps is None or steps[place] != 1:
+        view.refuse_axis(elastic, "takes a part that is no fixed range of", "keep its input whole")
+    first, last, _ = slice(int(starts[place]), int(ends[place])).indices(elastic.full)
+    kept = tuple(c - first for c in elastic.kept if first <= c < last)
+    if not kept:
+        view.refuse_axis(
+            elastic, "takes a part of", "say parts = N in the [[width]], or keep it whole"
+        )
+    new_first = sum(c < first for c in elastic.kept)
+    for position, given, value in ((1, starts, new_first), (2, ends, new_first + len(kept))):
+        changed = given.astype(np.int64)
+        changed[place] = value
+        view.plan.values[view.op.name, position] = changed
+    view.give(elastic.axis, ElasticAxis(axis=elastic.axis, full=last - first, kept=kept))
 
 
 def _gather(view: OperatorView) -> None:
