@@ -11,10 +11,14 @@ from offramp.compiler.runtime import GraphRunner
 
 
 def with_plain_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Copy a model, with initializers for all that does not depend on a graph input.
+    """Give a model with initializers for all that does not depend on a graph input.
 
-    Simplified models have little else; of others, weights may be transposed as they run.
+    Simplified models have nothing else, and are given as they are; of others, weights may be
+    transposed as they run.
     """
+    flow = Dataflow(proto.graph)
+    if not any(flow.is_constant(op) for op in flow.operators):
+        return proto
     copy = hoisted(proto)
     flow = Dataflow(copy.graph)
     computed = {op.name for op in flow.operators if flow.is_constant(op)}

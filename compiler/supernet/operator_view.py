@@ -54,6 +54,13 @@ class OperatorView:
         """Inputs that there is less of."""
         return [i for i in range(len(self.inputs)) if self.elastic(i) is not None]
 
+    def only_elastic(self) -> ElasticAxis:
+        """Give the elastic dimension of the first input; refuses if another has one, too."""
+        elastic = self.elastic(0)
+        if elastic is None or len(self.elastic_inputs) > 1:
+            self.refuse("fewer channels enter where only whole inputs can; keep them whole")
+        return elastic
+
     def has(self, position: int) -> bool:
         """Whether there is such an input."""
         return position < len(self.inputs) and bool(self.inputs[position])

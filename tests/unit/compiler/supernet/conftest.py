@@ -12,7 +12,7 @@ from torch import nn
 
 from offramp.compiler.model import SourceModel
 from offramp.compiler.supernet import Supernet
-from offramp.compiler.supernet.spec import parse_spec
+from offramp.compiler.supernet.spec_file import parse_spec
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ from offramp.compiler.graph import weight_bytes
 from offramp.compiler.model import SourceModel
 from offramp.compiler.supernet import Supernet, extract, laid_out
 from offramp.compiler.supernet.extract import Subnet, extract_subnet
-from offramp.compiler.supernet.spec import SubnetChoice, parse_spec
+from offramp.compiler.supernet.spec import SubnetChoice
+from offramp.compiler.supernet.spec_file import parse_spec
 
 KINDS = sorted(SPECS)
 ROUNDING = 1e-5

@@ -17,7 +17,7 @@ from offramp.compiler.graph import weight_bytes
 from offramp.compiler.model import read_model
 from offramp.compiler.supernet import Supernet, laid_out
 from offramp.compiler.supernet.extract import extract_subnet
-from offramp.compiler.supernet.spec import parse_spec
+from offramp.compiler.supernet.spec_file import parse_spec
 from offramp.tools.gpu.berts import bert
 
 SAME = 1e-6

@@ -36,7 +36,8 @@ from offramp.compiler.supernet import Supernet, extract, moments
 from offramp.compiler.supernet.extract import Subnet, extract_subnet
 from offramp.compiler.supernet.norm import SubnetNorm
 from offramp.compiler.supernet.norm_layers import find_layers
-from offramp.compiler.supernet.spec import SubnetChoice, parse_spec
+from offramp.compiler.supernet.spec import SubnetChoice
+from offramp.compiler.supernet.spec_file import parse_spec
 
 SAMPLES = 300
 SMALL = 1e-9

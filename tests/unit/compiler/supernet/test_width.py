@@ -34,7 +34,7 @@ from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.shapes import annotate
 from offramp.compiler.supernet import Supernet, laid_out
 from offramp.compiler.supernet.extract import extract_subnet
-from offramp.compiler.supernet.spec import parse_spec
+from offramp.compiler.supernet.spec_file import parse_spec
 
 ROUNDING = 1e-5
 
