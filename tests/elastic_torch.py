@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -18,8 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from offramp.compiler.model import SourceModel, read_model
+from offramp.compiler.supernet import SubnetChoice
 
 CLASSES = 5
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class Bottleneck(nn.Module):
@@ -168,7 +172,7 @@ def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
     return module.eval()
 
 
-def sliced_from(full: nn.Module, small: nn.Module) -> nn.Module:
+def sliced_from(full: nn.Module, small: _Module) -> _Module:
     """Fill a module with the first parts of the parameters of a larger one, by name."""
     state = full.state_dict()
     with torch.no_grad():
@@ -193,20 +197,34 @@ def inputs_for(module: nn.Module, rows: int, seed: int = 1) -> dict[str, NDArray
     return {"input_ids": rng.integers(0, 30, (rows, 7)), "attention_mask": mask}
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch use one thread: for so little work, others are waited for in vain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def answers(module: nn.Module, inputs: dict[str, NDArray[np.generic]]) -> NDArray[np.float32]:
     """What torch says of them."""
-    with torch.no_grad():
+    with torch.no_grad(), one_thread():
         found: NDArray[np.float32] = module(
-            **{k: torch.from_numpy(v) for k, v in inputs.items()}
+            **{name: torch.from_numpy(array) for name, array in inputs.items()}
         ).numpy()
     return found
 
 
-def exported(module: nn.Module, *, dynamo: bool = False) -> onnx.ModelProto:
+def exported(
+    module: nn.Module, *, dynamo: bool = False, free_length: bool = False
+) -> onnx.ModelProto:
     """The module as one of torch's two exporters writes it, with any batch size."""
     inputs = {name: torch.from_numpy(a) for name, a in inputs_for(module, 3).items()}
     buffer = io.BytesIO()
-    with warnings.catch_warnings():
+    free = {0: "batch", 1: "tokens"} if free_length else {0: "batch"}
+    with warnings.catch_warnings(), one_thread():
         warnings.simplefilter("ignore")
         if dynamo:
             program = torch.onnx.export(
@@ -217,7 +235,8 @@ def exported(module: nn.Module, *, dynamo: bool = False) -> onnx.ModelProto:
             return program.model_proto
         torch.onnx.export(
             module, tuple(inputs.values()), buffer, dynamo=False, input_names=list(inputs),
-            output_names=["scores"], dynamic_axes={n: {0: "batch"} for n in [*inputs, "scores"]},
+            output_names=["scores"],
+            dynamic_axes={**dict.fromkeys(inputs, free), "scores": {0: "batch"}},
         )  # fmt: skip
     return onnx.load_from_string(buffer.getvalue())
 
@@ -227,3 +246,66 @@ def read(module: nn.Module, folder: Path, *, dynamo: bool = False) -> SourceMode
     path = folder / f"{type(module).__name__.lower()}.onnx"
     onnx.save(exported(module, dynamo=dynamo), path)
     return read_model(path)
+
+
+SUPERNETS: dict[str, Callable[[], nn.Module]] = {
+    "cnn": ElasticCnn,
+    "depthwise": lambda: ElasticCnn(grouped=True),
+    "mixer": ElasticMixer,
+    "bert": ElasticBert,
+    "merged": lambda: ElasticBert(merged=True),
+}
+_CONVOLUTIONS = [f"/blocks.{i}/conv{j}/Conv" for i in range(3) for j in (1, 2)]
+_HEADS = [f"/layers.{i}/{name}/MatMul" for i in range(3) for name in ("query", "key", "value")]
+_OF_CNN: dict[str, Any] = {
+    "depth": [{"skip": ["/blocks.2", "/blocks.1"]}],
+    "width": [{"weights": _CONVOLUTIONS, "ratios": [0.25, 0.5, 0.75]}],
+}
+_OF_BERT: dict[str, Any] = {
+    "depth": [{"skip": ["/layers.1", "/layers.2"]}],
+    "width": [
+        {"weights": _HEADS, "ratios": [0.25, 0.5]},
+        {"weights": [f"/layers.{i}/inner/MatMul" for i in range(3)], "ratios": [0.25, 0.5]},
+    ],
+}
+_OF_MIXER: dict[str, Any] = {
+    "depth": [{"skip": ["/blocks.1"]}],
+    "width": [
+        {
+            "weights": [
+                f"/blocks.{i}/over_{of}/over_{of}.0/MatMul"
+                for i in range(2)
+                for of in ("tokens", "channels")
+            ],
+            "ratios": [0.25, 0.5],
+        }
+    ],
+}
+SPECS: dict[str, dict[str, Any]] = {
+    "cnn": _OF_CNN,
+    "depthwise": _OF_CNN,
+    "mixer": _OF_MIXER,
+    "bert": _OF_BERT,
+    "merged": _OF_BERT,
+}
+"""What is elastic of each."""
+
+
+def by_hand(kind: str, full: nn.Module, choice: SubnetChoice) -> nn.Module:
+    """The subnet that a choice of SPECS means, made in torch."""
+    skipped, shares = choice.skipped[0], choice.ratios
+    small: nn.Module
+    if kind in ("cnn", "depthwise"):
+        made = sliced_from(full, ElasticCnn((int(8 * shares[0]),) * 3, grouped=kind != "cnn"))
+        made.blocks = without(made.blocks, *[2, 1][:skipped])
+        small = made
+    elif kind == "mixer":
+        mixer = sliced_from(full, ElasticMixer((int(12 * shares[0]),) * 2))
+        mixer.blocks = without(mixer.blocks, *[1][:skipped])
+        small = mixer
+    else:
+        heads, inner = (int(4 * shares[0]),) * 3, (int(16 * shares[1]),) * 3
+        bert = sliced_from(full, ElasticBert(heads, inner, merged=kind == "merged"))
+        bert.layers = without(bert.layers, *[1, 2][:skipped])
+        small = bert
+    return small

@@ -8,13 +8,15 @@ and weights are shared as views of one file: :mod:`.extract` says which of a sub
 the first bytes of the supernet's, and :mod:`.layout` stores the supernet so that most are.
 
 :class:`~offramp.compiler.supernet.supernet.Supernet` is where to begin: a model as it was read, and
-what is elastic of it, as :mod:`.spec` reads it.
+what is elastic of it, as :mod:`.spec_file` reads it.
 """
 
-from offramp.compiler.supernet.extract import Subnet, extract
+from offramp.compiler.supernet.extract import Subnet, extract, extract_subnet
 from offramp.compiler.supernet.layout import laid_out
+from offramp.compiler.supernet.norm import SubnetNorm
 from offramp.compiler.supernet.search import RatedChoice, prune, search
-from offramp.compiler.supernet.spec import ElasticSpec, SubnetChoice, read_spec
+from offramp.compiler.supernet.spec import ElasticSpec, SubnetChoice
+from offramp.compiler.supernet.spec_file import read_spec
 from offramp.compiler.supernet.supernet import Supernet
 
 __all__ = [
@@ -22,8 +24,10 @@ __all__ = [
     "RatedChoice",
     "Subnet",
     "SubnetChoice",
+    "SubnetNorm",
     "Supernet",
     "extract",
+    "extract_subnet",
     "laid_out",
     "prune",
     "read_spec",

@@ -20,14 +20,16 @@ from offramp.compiler.supernet.spec import Skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class SkippableBlock:
     """What may be skipped: readers of ``end`` read ``start`` instead."""
 
     start: str
     end: str
 
 
-def find_block(skip: Skip, source: str, flow: Dataflow, types: Mapping[str, TensorType]) -> Block:
+def find_block(
+    skip: Skip, source: str, flow: Dataflow, types: Mapping[str, TensorType]
+) -> SkippableBlock:
     """Find the block that a spec means.
 
     Raises:
@@ -50,16 +52,18 @@ def find_block(skip: Skip, source: str, flow: Dataflow, types: Mapping[str, Tens
         )
     _check_leaving(inside, skip.end, place, flow)
     _check_alike(skip.start, skip.end, place, types)
-    return Block(start=skip.start, end=skip.end)
+    return SkippableBlock(start=skip.start, end=skip.end)
 
 
-def _of_scope(scope: str, source: str, flow: Dataflow, types: Mapping[str, TensorType]) -> Block:
+def _of_scope(
+    scope: str, source: str, flow: Dataflow, types: Mapping[str, TensorType]
+) -> SkippableBlock:
     """Find where the operators of a scope are entered and left."""
     inside = [op for op in flow.operators if in_scope(op.name, scope) and not flow.is_constant(op)]
     if not inside:
         raise ElasticSpecError(
-            f"{source}: depth.skip names {scope!r}, and no operator's name begins with "
-            f"{scope + '/'!r}; {_no_scope(scope, flow)}"
+            f"{source}: depth.skip names {scope!r}, and no operator's name begins so, up to a "
+            f"slash or a dot; {_no_scope(scope, flow)}"
         )
     place = f"of {scope!r}"
     leaving = _leaving(inside, flow)
@@ -87,12 +91,12 @@ def _of_scope(scope: str, source: str, flow: Dataflow, types: Mapping[str, Tenso
             "tensor's shape, or say { from = TENSOR, to = TENSOR }"
         )
     _check_alike(alike[0], end, place, types)
-    return Block(start=alike[0], end=end)
+    return SkippableBlock(start=alike[0], end=end)
 
 
 def in_scope(name: str, scope: str) -> bool:
-    """Whether an operator's name is in a scope: it begins with it, up to a slash."""
-    return name == scope or name.startswith(scope + "/")
+    """Whether an operator's name is in a scope: it begins with it, up to a slash or a dot."""
+    return name == scope or name.startswith((scope + "/", scope + "."))
 
 
 def _no_scope(scope: str, flow: Dataflow) -> str:
@@ -100,7 +104,7 @@ def _no_scope(scope: str, flow: Dataflow) -> str:
         op.name[:end]
         for op in flow.operators
         for end in range(1, len(op.name))
-        if op.name[end] == "/"
+        if op.name[end] in "/."
     }
     if not scopes:
         return (
@@ -166,7 +170,7 @@ def _described(tensor: str, types: Mapping[str, TensorType]) -> str:
     return f"{tensor!r} {kind.dtype} [{', '.join(map(str, kind.shape))}]"
 
 
-def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[Block]) -> None:
+def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[SkippableBlock]) -> None:
     """Leave blocks out of a graph, in place, and what only they need."""
     if not blocks:
         return

@@ -39,11 +39,16 @@ class NamedWeight:
     def kept(self, ratio: float) -> tuple[int, ...]:
         """Give the channels that are kept: the first of each part.
 
-        ElasticSpecError if a ratio of a part is no whole number of channels.
+        ElasticSpecError if that is no whole number of channels.
         """
+        if self.size % self.parts:
+            raise ElasticSpecError(
+                f"{self.node} has {self.size} output channels, which are not {self.parts} equal "
+                f"parts; say parts = N with N that divides {self.size}"
+            )
         part, wanted = self.size // self.parts, self.size // self.parts * ratio
         count = round(wanted)
-        if self.size % self.parts or abs(wanted - count) > 1e-6 or count < 1:
+        if abs(wanted - count) > 1e-6 or count < 1:
             of = f"{self.parts} equal parts of {self.node}'s" if self.parts > 1 else self.node
             near = {max(1, min(part, n)) for n in (int(wanted), int(wanted) + 1)}
             told = " or ".join(f"{n / part:g} ({n} of {part})" for n in sorted(near))

@@ -54,6 +54,13 @@ class OperatorView:
         """Inputs that there is less of."""
         return [i for i in range(len(self.inputs)) if self.elastic(i) is not None]
 
+    def only_elastic(self) -> ElasticAxis:
+        """Give the elastic dimension of the first input; refuses if another has one, too."""
+        elastic = self.elastic(0)
+        if elastic is None or len(self.elastic_inputs) > 1:
+            self.refuse("fewer channels enter where only whole inputs can; keep them whole")
+        return elastic
+
     def has(self, position: int) -> bool:
         """Whether there is such an input."""
         return position < len(self.inputs) and bool(self.inputs[position])
@@ -90,8 +97,8 @@ class OperatorView:
         """Keep some elements of a dimension of a constant."""
         if not self.is_weight(position):
             self.refuse(
-                f"its input {self.inputs[position]!r} is computed of constants, expected an "
-                "initializer; compile without --no-simplify, or simplify the model"
+                f"its input {self.inputs[position]!r} is computed, expected an initializer; keep "
+                "its channels whole"
             )
         place = (self.op.name, position)
         self.plan.cuts.setdefault(place, {})[axis] = kept

@@ -99,7 +99,8 @@ def _changed(
     if not change:
         return tensor
     if place in plan.values:
-        return numpy_helper.from_array(plan.values[place], name)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        return numpy_helper.from_array(plan.values[place].astype(dtype), name)
     array = numpy_helper.to_array(tensor)
     for axis, kept in plan.cuts[place].items():
         array = np.take(array, kept, axis=axis)

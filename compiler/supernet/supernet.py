@@ -9,10 +9,11 @@ from functools import cached_property
 import onnx
 
 from offramp.compiler.errors import ElasticSpecError
-from offramp.compiler.graph import Dataflow, hoisted
+from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel
 from offramp.compiler.shapes import TensorType, declared_types
-from offramp.compiler.supernet.depth import Block, find_block, skip_blocks
+from offramp.compiler.supernet.constants import with_plain_constants
+from offramp.compiler.supernet.depth import SkippableBlock, find_block, skip_blocks
 from offramp.compiler.supernet.names import NamedWeight, WeightFinder
 from offramp.compiler.supernet.slicing_plan import SlicePlan
 from offramp.compiler.supernet.spec import ElasticSpec, SubnetChoice
@@ -24,9 +25,9 @@ class Supernet:
     """A model with the blocks and the weights that its spec names."""
 
     model: SourceModel
-    """With initializers in place of ``Constant`` operators. Treat it as read-only."""
+    """Whatever is constant is an initializer. Treat it as read-only."""
     spec: ElasticSpec
-    blocks: tuple[tuple[Block, ...], ...]
+    blocks: tuple[tuple[SkippableBlock, ...], ...]
     """For each depth group, in the order in which they are dropped."""
     weights: tuple[tuple[NamedWeight, ...], ...]
     """For each width group."""
@@ -39,7 +40,7 @@ class Supernet:
             ElasticSpecError: A name means nothing, or a ratio is no whole number of channels.
             NotElasticError: The graph cannot do with less; the message names the operator.
         """
-        model = replace(model, proto=hoisted(model.proto))
+        model = replace(model, proto=with_plain_constants(model.proto))
         flow, types = Dataflow(model.proto.graph), declared_types(model.proto)
         blocks = tuple(
             tuple(find_block(skip, spec.source, flow, types) for skip in group.skip)
@@ -63,7 +64,7 @@ class Supernet:
         """All weights and other constants, by name."""
         return {tensor.name: tensor for tensor in self.model.proto.graph.initializer}
 
-    def skipped(self, choice: SubnetChoice) -> list[Block]:
+    def skipped(self, choice: SubnetChoice) -> list[SkippableBlock]:
         """Give the blocks that a subnet leaves out."""
         pairs = zip(self.blocks, choice.skipped, strict=True)
         return [block for group, count in pairs for block in group[:count]]

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-import numpy as np
-
 from offramp.compiler.supernet.operator_view import OperatorView
 from offramp.compiler.supernet.reshape import ElasticAxis
+from offramp.compiler.supernet.width_places import PLACES
 from offramp.compiler.supernet.width_products import PRODUCTS
 
-Rule: TypeAlias = "Callable[[OperatorView], None]"
+Rule: TypeAlias = Callable[[OperatorView], None]
 
 _UNARY = frozenset(
     {"Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "Erf", "Tanh", "Sigmoid"}
@@ -35,16 +34,8 @@ _NORM_REMEDY = (
 )
 
 
-def _the_one(view: OperatorView) -> ElasticAxis:
-    """Give the elastic dimension of the first input; no other may have one."""
-    elastic = view.elastic(0)
-    if elastic is None or len(view.elastic_inputs) > 1:
-        view.refuse("fewer channels enter where only whole inputs can; keep them whole")
-    return elastic
-
-
 def _unary(view: OperatorView) -> None:
-    elastic = _the_one(view)
+    elastic = view.only_elastic()
     view.give_all(elastic.axis, elastic)
 
 
@@ -89,7 +80,7 @@ def _per_channel(*positions: int) -> Rule:
     """Channels are dimension 1, and some inputs have a value for each."""
 
     def rule(view: OperatorView) -> None:
-        elastic = _the_one(view)
+        elastic = view.only_elastic()
         if elastic.axis != 1:
             view.refuse_axis(elastic, "has its channels in dimension 1, not in", "keep that whole")
         for position in positions:
@@ -101,60 +92,21 @@ def _per_channel(*positions: int) -> Rule:
 
 
 def _pooling(view: OperatorView) -> None:
-    elastic = _the_one(view)
+    elastic = view.only_elastic()
     if elastic.axis > 1:
         view.refuse_axis(elastic, "pools over", "slice the channels alone")
     view.give_all(elastic.axis, elastic)
 
 
 def _transpose(view: OperatorView) -> None:
-    elastic = _the_one(view)
+    elastic = view.only_elastic()
     rank = len(view.shape(0))
     order = view.attributes.get("perm", list(range(rank))[::-1])
     view.give(list(order).index(elastic.axis), elastic)
 
 
-def _reshape(view: OperatorView) -> None:
-    """The shape that is asked for has the size of the supernet; what is computed is corrected."""
-    elastic = view.regroup(_the_one(view))
-    size, rank = len(elastic.kept), len(view.output_shape())
-    asked = view.value(1)
-    if asked is None:
-        sizes = tuple(size if axis == elastic.axis else None for axis in range(rank))
-        view.plan.sizes[view.op.name, 1] = sizes
-    else:
-        given = asked.astype(np.int64)
-        if given[elastic.axis] != -1:
-            given[elastic.axis] = size
-        view.plan.values[view.op.name, 1] = given
-    view.plan.elastic[view.op.proto.output[0]] = elastic
-
-
-def _same_order(view: OperatorView) -> None:
-    """Elements stay in their order, and dimensions follow from the input's."""
-    elastic = view.regroup(_the_one(view))
-    view.plan.elastic[view.op.proto.output[0]] = elastic
-
-
-def _expand(view: OperatorView) -> None:
-    elastic = _the_one(view)
-    rank = len(view.output_shape())
-    axis = elastic.axis + rank - len(view.shape(0))
-    asked = view.value(1)
-    if asked is None:
-        sizes = tuple(1 if i == axis else None for i in range(rank))
-        view.plan.sizes[view.op.name, 1] = sizes
-    else:
-        given = asked.astype(np.int64)
-        place = axis - (rank - len(given))
-        if place >= 0:
-            given[place] = 1
-            view.plan.values[view.op.name, 1] = given
-    view.give(axis, elastic)
-
-
 def _reduce(view: OperatorView) -> None:
-    elastic = _the_one(view)
+    elastic = view.only_elastic()
     rank, attributes = len(view.shape(0)), view.attributes
     given = view.value(1) if view.has(1) else attributes.get("axes")
     if view.has(1) and given is None:
@@ -172,7 +124,7 @@ def _along(default: int, what: str, remedy: str) -> Rule:
     """The operator works along one dimension, and leaves others alone."""
 
     def rule(view: OperatorView) -> None:
-        elastic = _the_one(view)
+        elastic = view.only_elastic()
         axis = view.attributes.get("axis", default) % len(view.shape(0))
         if axis == elastic.axis:
             view.refuse_axis(elastic, what, remedy)
@@ -181,110 +133,10 @@ def _along(default: int, what: str, remedy: str) -> Rule:
     return rule
 
 
-def _split(view: OperatorView) -> None:
-    """Of parts along the dimension each must keep some, as equal parts of a spec do."""
-    elastic = _the_one(view)
-    axis = view.attributes.get("axis", 0) % len(view.shape(0))
-    if axis != elastic.axis:
-        view.give_all(elastic.axis, elastic)
-        return
-    start, counts = 0, []
-    for index in range(len(view.op.proto.output)):
-        size = view.output_shape(index)[axis]
-        if not isinstance(size, int):
-            view.refuse("the sizes of its parts are not known; keep its input whole")
-        kept = tuple(c - start for c in elastic.kept if start <= c < start + size)
-        if not kept:
-            view.refuse_axis(
-                elastic,
-                f"divides into {len(view.op.proto.output)} parts",
-                f"say parts = {len(view.op.proto.output)} in the [[width]], or keep it whole",
-            )
-        view.plan.elastic[view.op.proto.output[index]] = ElasticAxis(
-            axis=axis, full=size, kept=kept
-        )
-        start += size
-        counts.append(len(kept))
-    if view.has(1):
-        view.plan.values[view.op.name, 1] = np.array(counts, np.int64)
-
-
 def _layer_norm(view: OperatorView) -> None:
-    elastic = _the_one(view)
+    elastic = view.only_elastic()
     if elastic.axis >= view.attributes.get("axis", -1) % len(view.shape(0)):
         view.refuse_axis(elastic, _NORMALISED, _NORM_REMEDY)
-    view.give(elastic.axis, elastic)
-
-
-def _concat(view: OperatorView) -> None:
-    rank = len(view.output_shape())
-    axis = view.attributes["axis"] % rank
-    elastic = view.elastic(view.elastic_inputs[0])
-    assert elastic is not None
-    if axis == elastic.axis:
-        view.refuse_axis(elastic, "joins along", "keep what is joined whole, or slice behind it")
-    for position in range(len(view.inputs)):
-        other = view.elastic(position)
-        if other is None and view.inputs[position] not in view.flow.variable:
-            view.cut(position, elastic.axis, elastic.kept)
-        elif other != elastic:
-            name = view.inputs[position]
-            told = f"{other} in dimension {other.axis}" if other else "all"
-            view.refuse(
-                f"{view.inputs[view.elastic_inputs[0]]!r} has {elastic} in dimension "
-                f"{elastic.axis} and {name!r} {told}; {view.remedy_for(name)}"
-            )
-    view.give(elastic.axis, elastic)
-
-
-def _slice(view: OperatorView) -> None:
-    elastic = _the_one(view)
-    rank = len(view.shape(0))
-    axes = view.value(3) if view.has(3) else np.arange(rank)
-    if axes is None:
-        view.refuse("its axes are computed; export it with fixed ones")
-    if elastic.axis in {int(a) % rank for a in axes.tolist()}:
-        view.refuse_axis(elastic, "takes a part of", "keep its input whole")
-    view.give(elastic.axis, elastic)
-
-
-def _gather(view: OperatorView) -> None:
-    elastic = view.elastic(0)
-    if elastic is None:
-        view.refuse("fewer channels are used as indices; keep them whole")
-    axis = view.attributes.get("axis", 0) % len(view.shape(0))
-    if axis == elastic.axis:
-        view.refuse_axis(elastic, "takes single elements of", "keep its input whole")
-    shift = len(view.shape(1)) - 1 if axis < elastic.axis else 0
-    view.give(elastic.axis + shift, elastic)
-
-
-def _pad(view: OperatorView) -> None:
-    elastic = _the_one(view)
-    rank, pads = len(view.shape(0)), view.value(1)
-    if pads is None or view.has(3):
-        view.refuse("which dimensions it pads is not fixed; export it with fixed pads")
-    if pads[elastic.axis] or pads[elastic.axis + rank]:
-        view.refuse_axis(elastic, "pads", "keep its input whole")
-    view.give(elastic.axis, elastic)
-
-
-def _resize(view: OperatorView) -> None:
-    """Of sizes that are asked for, that of the dimension is what there is."""
-    elastic = _the_one(view)
-    axes = view.attributes.get("axes", list(range(len(view.shape(0)))))
-    if elastic.axis > 1:
-        view.refuse_axis(elastic, "resizes", "slice the channels alone")
-    if view.has(3) and elastic.axis in axes:
-        sizes = view.value(3)
-        if sizes is None:
-            view.plan.sizes[view.op.name, 3] = tuple(
-                len(elastic.kept) if a == elastic.axis else None for a in axes
-            )
-        else:
-            given = sizes.astype(np.int64)
-            given[list(axes).index(elastic.axis)] = len(elastic.kept)
-            view.plan.values[view.op.name, 3] = given
     view.give(elastic.axis, elastic)
 
 
@@ -299,25 +151,15 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(_POOLING, _pooling),
         **dict.fromkeys(_REDUCING, _reduce),
         **PRODUCTS,
+        **PLACES,
         "BatchNormalization": _per_channel(1, 2, 3, 4),
         "InstanceNormalization": _per_channel(1, 2),
         "Transpose": _transpose,
-        "Reshape": _reshape,
-        "Flatten": _same_order,
-        "Squeeze": _same_order,
-        "Unsqueeze": _same_order,
-        "Expand": _expand,
         "Softmax": _along(-1, _NORMALISED, _NORM_REMEDY),
         "LogSoftmax": _along(-1, _NORMALISED, _NORM_REMEDY),
         "LpNormalization": _along(-1, _NORMALISED, _NORM_REMEDY),
-        "Split": _split,
         "LayerNormalization": _layer_norm,
         "RMSNormalization": _layer_norm,
-        "Concat": _concat,
-        "Slice": _slice,
-        "Gather": _gather,
-        "Pad": _pad,
-        "Resize": _resize,
         "Shape": _measured,
     }
 )

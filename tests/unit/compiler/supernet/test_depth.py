@@ -1,0 +1,229 @@
+"""Blocks that are skipped: which are, and why others are not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from tests.torch_graphs import in_runtime
+
+from offramp.compiler.errors import ElasticSpecError, NotElasticError
+from offramp.compiler.graph import Dataflow
+from offramp.compiler.model import SourceModel
+from offramp.compiler.shapes import annotate, declared_types
+from offramp.compiler.supernet import Supernet
+from offramp.compiler.supernet.depth import SkippableBlock, find_block, skip_blocks
+from offramp.compiler.supernet.spec import Skip
+
+ROW: Any = ["batch", 4]
+
+
+def chain(
+    *nodes: tuple[str, str, list[str], str], outputs: tuple[str, ...] = ("y",), **shapes: list[Any]
+) -> onnx.ModelProto:
+    """A model of float rows; each node is (name, kind, inputs, output)."""
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ROW)]
+    inputs += [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items()]
+    made = [helper.make_node(kind, ins, [out], name=name) for name, kind, ins, out in nodes]
+    given = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs]
+    graph = helper.make_graph(made, "chain", inputs, given)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    annotate(proto)
+    return proto
+
+
+def block_of(proto: onnx.ModelProto, skip: Skip) -> SkippableBlock:
+    return find_block(skip, "s.toml", Dataflow(proto.graph), declared_types(proto))
+
+
+RESIDUAL = chain(
+    ("/a/Relu", "Relu", ["x"], "a"),
+    ("/b/Exp", "Exp", ["a"], "e"),
+    ("/b/Add", "Add", ["e", "a"], "b"),
+    ("/bb/Neg", "Neg", ["b"], "y"),
+)
+
+
+def test_a_scope_ends_at_a_slash_or_a_dot() -> None:
+    assert block_of(RESIDUAL, Skip(scope="/b")) == SkippableBlock(start="a", end="b")
+    assert block_of(RESIDUAL, Skip(scope="/a")) == SkippableBlock(start="x", end="a")
+    dotted = chain(("b1.exp", "Exp", ["x"], "a"), ("b11.neg", "Neg", ["a"], "y"))
+    assert block_of(dotted, Skip(scope="b1")) == SkippableBlock(start="x", end="a")
+
+
+def test_tensors_around_a_block_mean_the_same() -> None:
+    assert block_of(RESIDUAL, Skip(start="a", end="b")) == SkippableBlock(start="a", end="b")
+
+
+def test_readers_of_the_end_read_the_start() -> None:
+    x = np.array([[-1.0, 0.0, 0.5, 2.0]], np.float32)
+    proto = onnx.ModelProto.FromString(RESIDUAL.SerializeToString())
+    skip_blocks(proto, [SkippableBlock(start="a", end="b")])
+    assert [node.name for node in proto.graph.node] == ["/a/Relu", "/bb/Neg"]
+    assert np.array_equal(in_runtime(proto, {"x": x})["y"], -np.maximum(x, 0))
+
+
+def test_neighbouring_blocks_may_all_be_skipped_and_the_answer_keeps_its_name() -> None:
+    x = np.array([[-1.0, 0.0, 0.5, 2.0]], np.float32)
+    proto = onnx.ModelProto.FromString(RESIDUAL.SerializeToString())
+    blocks = [block_of(proto, Skip(scope=scope)) for scope in ("/bb", "/a", "/b")]
+    skip_blocks(proto, blocks)
+    assert [node.op_type for node in proto.graph.node] == ["Identity"]
+    assert np.array_equal(in_runtime(proto, {"x": x})["y"], x)
+
+
+def test_bodies_read_the_start_too() -> None:
+    branch = [
+        helper.make_graph(
+            [helper.make_node(kind, ["b"], [f"t{kind}"])],
+            kind,
+            [],
+            [helper.make_tensor_value_info(f"t{kind}", TensorProto.FLOAT, ROW)],
+        )
+        for kind in ("Neg", "Abs")
+    ]
+    proto = chain(
+        ("/a/Relu", "Relu", ["x"], "a"),
+        ("/b/Exp", "Exp", ["a"], "b"),
+        ("/c/Identity", "Identity", ["b"], "y"),
+    )
+    condition = helper.make_tensor("yes", TensorProto.BOOL, [], [True])
+    proto.graph.initializer.append(condition)
+    choice = helper.make_node(
+        "If", ["yes"], ["y"], name="/c/If", then_branch=branch[0], else_branch=branch[1]
+    )
+    proto.graph.node[2].CopyFrom(choice)
+    skip_blocks(proto, [SkippableBlock(start="a", end="b")])
+    x = np.array([[-1.0, 0.0, 0.5, 2.0]], np.float32)
+    assert np.array_equal(in_runtime(proto, {"x": x})["y"], -np.maximum(x, 0))
+
+
+def test_a_side_tensor_that_all_blocks_read_is_not_taken_for_the_main_one() -> None:
+    proto = chain(
+        ("/p/Abs", "Abs", ["x"], "p"),
+        ("/0/Add", "Add", ["x", "p"], "a"),
+        ("/1/Add", "Add", ["a", "p"], "b"),
+        ("/2/Add", "Add", ["b", "p"], "y"),
+    )
+    assert block_of(proto, Skip(scope="/1")) == SkippableBlock(start="a", end="b")
+
+
+def test_masks_enter_beside(
+    model: Callable[[str], SourceModel], of: Callable[..., Supernet]
+) -> None:
+    net = of("bert", depth=[{"skip": ["/layers.1"]}])
+    ((block,),) = net.blocks
+    assert block.start == "/layers.0/norm2/LayerNormalization_output_0"
+    assert block.end == "/layers.1/norm2/LayerNormalization_output_0"
+
+
+@pytest.mark.parametrize(
+    ("proto", "skip", "message"),
+    [
+        (
+            chain(
+                ("/b/Exp", "Exp", ["x"], "e"),
+                ("/b/Neg", "Neg", ["e"], "n"),
+                ("/c/Add", "Add", ["e", "n"], "y"),
+            ),
+            Skip(scope="/b"),
+            (
+                "depth.skip: 2 tensors of '/b' are read outside of it ('e', 'n'), expected 1; name "
+                "a scope that gives one tensor, as a residual block does"
+            ),
+        ),
+        (
+            chain(("/b/Exp", "ReduceSum", ["x"], "e"), ("/c/Neg", "Neg", ["e"], "y")),
+            Skip(scope="/b"),
+            (
+                "depth.skip: 0 tensors that enter '/b' ('x' float32 [batch, 4]) are like 'e' "
+                "float32 [1, 1], which leaves it, expected 1; skip blocks that keep their tensor's "
+                "shape, or say { from = TENSOR, to = TENSOR }"
+            ),
+        ),
+        (
+            chain(
+                ("/a/Exp", "Exp", ["x"], "a"),
+                ("/a/Neg", "Neg", ["x"], "n"),
+                ("/b/Add", "Add", ["a", "n"], "b"),
+                ("/c/Add", "Add", ["a", "b"], "c"),
+                ("/c/Sub", "Sub", ["c", "n"], "y"),
+            ),
+            Skip(scope="/b"),
+            (
+                "depth.skip: 2 tensors that enter '/b' ('a' float32 [batch, 4], 'n' float32 "
+                "[batch, 4]) are like 'b' float32 [batch, 4], which leaves it, expected 1; skip "
+                "blocks"
+            ),
+        ),
+        (
+            RESIDUAL,
+            Skip(start="b", end="a"),
+            (
+                "depth.skip: nothing between 'b' and 'a': the second is not computed of the first; "
+                "exchange them"
+            ),
+        ),
+        (
+            RESIDUAL,
+            Skip(start="a", end="a"),
+            "depth.skip: nothing between 'a' and 'a'",
+        ),
+        (
+            chain(
+                ("/b/Exp", "Exp", ["x"], "e"),
+                ("/b/Neg", "Neg", ["e"], "n"),
+                ("/c/Add", "Add", ["e", "n"], "y"),
+            ),
+            Skip(start="x", end="n"),
+            (
+                "depth.skip: 'e', computed between 'x' and 'n', is read outside, too; end the "
+                "block where one tensor leaves it"
+            ),
+        ),
+        (
+            chain(("/b/Exp", "ReduceSum", ["x"], "e"), ("/c/Neg", "Neg", ["e"], "y")),
+            Skip(start="x", end="e"),
+            (
+                "depth.skip: what enters and what leaves the block between 'x' and 'e' differ: 'x' "
+                "float32 [batch, 4] and 'e' float32 [1, 1]; only blocks that keep shape and type "
+                "can be skipped"
+            ),
+        ),
+    ],
+)
+def test_blocks_that_cannot_be_skipped(proto: onnx.ModelProto, skip: Skip, message: str) -> None:
+    with pytest.raises(NotElasticError, match=re.escape(message)) as caught:
+        block_of(proto, skip)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_are_not_there_teach(of: Callable[..., Supernet]) -> None:
+    with pytest.raises(ElasticSpecError) as caught:
+        of("cnn", depth=[{"skip": ["/block.1"]}])
+    assert str(caught.value).startswith(
+        "s.toml: depth.skip names '/block.1', and no operator's name begins so, up to a slash or a "
+        "dot; the nearest are '/blocks.1'"
+    )
+    with pytest.raises(ElasticSpecError) as caught:
+        of("cnn", depth=[{"skip": [{"from": "image", "to": "/blocks.1/Relu_2_output"}]}])
+    told = str(caught.value)
+    assert told.startswith(
+        "s.toml: depth.skip names the tensor '/blocks.1/Relu_2_output', which is"
+    )
+    assert "'/blocks.1/Relu_2_output_0'" in told
+    assert "`eecompile inspect` shows tensors" in told
+
+
+def test_models_without_scopes_say_so() -> None:
+    proto = chain(("node_exp", "Exp", ["x"], "a"), ("node_neg", "Neg", ["a"], "y"))
+    with pytest.raises(ElasticSpecError) as caught:
+        block_of(proto, Skip(scope="/blocks.1"))
+    assert "names of this model have no scopes (torch's exporter with dynamo=True writes none)" in (
+        str(caught.value)
+    )
