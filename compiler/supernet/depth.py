@@ -20,7 +20,7 @@ from offramp.compiler.supernet.spec import Skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SkippableBlock:
+class DepthBlock:
     """What may be skipped: readers of ``end`` read ``start`` instead."""
 
     start: str
@@ -29,7 +29,7 @@ class SkippableBlock:
 
 def find_block(
     skip: Skip, source: str, flow: Dataflow, types: Mapping[str, TensorType]
-) -> SkippableBlock:
+) -> DepthBlock:
     """Find the block that a spec means.
 
     Raises:
@@ -52,12 +52,12 @@ def find_block(
         )
     _check_leaving(inside, skip.end, place, flow)
     _check_alike(skip.start, skip.end, place, types)
-    return SkippableBlock(start=skip.start, end=skip.end)
+    return DepthBlock(start=skip.start, end=skip.end)
 
 
 def _of_scope(
     scope: str, source: str, flow: Dataflow, types: Mapping[str, TensorType]
-) -> SkippableBlock:
+) -> DepthBlock:
     """Find where the operators of a scope are entered and left."""
     inside = [op for op in flow.operators if in_scope(op.name, scope) and not flow.is_constant(op)]
     if not inside:
@@ -91,7 +91,7 @@ def _of_scope(
             "tensor's shape, or say { from = TENSOR, to = TENSOR }"
         )
     _check_alike(alike[0], end, place, types)
-    return SkippableBlock(start=alike[0], end=end)
+    return DepthBlock(start=alike[0], end=end)
 
 
 def in_scope(name: str, scope: str) -> bool:
@@ -170,7 +170,7 @@ def _described(tensor: str, types: Mapping[str, TensorType]) -> str:
     return f"{tensor!r} {kind.dtype} [{', '.join(map(str, kind.shape))}]"
 
 
-def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[SkippableBlock]) -> None:
+def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[DepthBlock]) -> None:
     """Leave blocks out of a graph, in place, and what only they need."""
     if not blocks:
         return

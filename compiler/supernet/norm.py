@@ -35,7 +35,7 @@ import onnx
 
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.graph import Dataflow
-from offramp.compiler.supernet.depth import SkippableBlock
+from offramp.compiler.supernet.depth import DepthBlock
 from offramp.compiler.supernet.moments import Moments, measure, rows_at_once
 from offramp.compiler.supernet.norm_graph import (
     Correction,
@@ -76,9 +76,7 @@ class SubnetNorm:
         full = measure(proto, folded, samples, threads=threads)
         return cls(layers=layers, full=full, samples=samples, threads=threads, passes=passes)
 
-    def apply(
-        self, proto: onnx.ModelProto, plan: SlicePlan, skipped: Sequence[SkippableBlock]
-    ) -> None:
+    def apply(self, proto: onnx.ModelProto, plan: SlicePlan, skipped: Sequence[DepthBlock]) -> None:
         """Give a subnet's layers its own statistics, in place.
 
         Layers before which nothing changed keep what they have.
@@ -110,7 +108,7 @@ class SubnetNorm:
 
 
 def _changed(
-    proto: onnx.ModelProto, plan: SlicePlan, skipped: Sequence[SkippableBlock]
+    proto: onnx.ModelProto, plan: SlicePlan, skipped: Sequence[DepthBlock]
 ) -> frozenset[str]:
     """Find the tensors that have other values than in the supernet, not only fewer."""
     starts = {block.start for block in skipped}

@@ -13,7 +13,7 @@ from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel
 from offramp.compiler.shapes import TensorType, declared_types
 from offramp.compiler.supernet.constants import with_plain_constants
-from offramp.compiler.supernet.depth import SkippableBlock, find_block, skip_blocks
+from offramp.compiler.supernet.depth import DepthBlock, find_block, skip_blocks
 from offramp.compiler.supernet.names import NamedWeight, WeightFinder
 from offramp.compiler.supernet.slicing_plan import SlicePlan
 from offramp.compiler.supernet.spec import ElasticSpec, SubnetChoice
@@ -27,7 +27,7 @@ class Supernet:
     model: SourceModel
     """Whatever is constant is an initializer. Treat it as read-only."""
     spec: ElasticSpec
-    blocks: tuple[tuple[SkippableBlock, ...], ...]
+    blocks: tuple[tuple[DepthBlock, ...], ...]
     """For each depth group, in the order in which they are dropped."""
     weights: tuple[tuple[NamedWeight, ...], ...]
     """For each width group."""
@@ -64,7 +64,7 @@ class Supernet:
         """All weights and other constants, by name."""
         return {tensor.name: tensor for tensor in self.model.proto.graph.initializer}
 
-    def skipped(self, choice: SubnetChoice) -> list[SkippableBlock]:
+    def skipped(self, choice: SubnetChoice) -> list[DepthBlock]:
         """Give the blocks that a subnet leaves out."""
         pairs = zip(self.blocks, choice.skipped, strict=True)
         return [block for group, count in pairs for block in group[:count]]

@@ -17,7 +17,7 @@ from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel
 from offramp.compiler.shapes import annotate, declared_types
 from offramp.compiler.supernet import Supernet
-from offramp.compiler.supernet.depth import SkippableBlock, find_block, skip_blocks
+from offramp.compiler.supernet.depth import DepthBlock, find_block, skip_blocks
 from offramp.compiler.supernet.spec import Skip
 
 ROW: Any = ["batch", 4]
@@ -37,7 +37,7 @@ def chain(
     return proto
 
 
-def block_of(proto: onnx.ModelProto, skip: Skip) -> SkippableBlock:
+def block_of(proto: onnx.ModelProto, skip: Skip) -> DepthBlock:
     return find_block(skip, "s.toml", Dataflow(proto.graph), declared_types(proto))
 
 
@@ -50,20 +50,20 @@ RESIDUAL = chain(
 
 
 def test_a_scope_ends_at_a_slash_or_a_dot() -> None:
-    assert block_of(RESIDUAL, Skip(scope="/b")) == SkippableBlock(start="a", end="b")
-    assert block_of(RESIDUAL, Skip(scope="/a")) == SkippableBlock(start="x", end="a")
+    assert block_of(RESIDUAL, Skip(scope="/b")) == DepthBlock(start="a", end="b")
+    assert block_of(RESIDUAL, Skip(scope="/a")) == DepthBlock(start="x", end="a")
     dotted = chain(("b1.exp", "Exp", ["x"], "a"), ("b11.neg", "Neg", ["a"], "y"))
-    assert block_of(dotted, Skip(scope="b1")) == SkippableBlock(start="x", end="a")
+    assert block_of(dotted, Skip(scope="b1")) == DepthBlock(start="x", end="a")
 
 
 def test_tensors_around_a_block_mean_the_same() -> None:
-    assert block_of(RESIDUAL, Skip(start="a", end="b")) == SkippableBlock(start="a", end="b")
+    assert block_of(RESIDUAL, Skip(start="a", end="b")) == DepthBlock(start="a", end="b")
 
 
 def test_readers_of_the_end_read_the_start() -> None:
     x = np.array([[-1.0, 0.0, 0.5, 2.0]], np.float32)
     proto = onnx.ModelProto.FromString(RESIDUAL.SerializeToString())
-    skip_blocks(proto, [SkippableBlock(start="a", end="b")])
+    skip_blocks(proto, [DepthBlock(start="a", end="b")])
     assert [node.name for node in proto.graph.node] == ["/a/Relu", "/bb/Neg"]
     assert np.array_equal(in_runtime(proto, {"x": x})["y"], -np.maximum(x, 0))
 
@@ -98,7 +98,7 @@ def test_bodies_read_the_start_too() -> None:
         "If", ["yes"], ["y"], name="/c/If", then_branch=branch[0], else_branch=branch[1]
     )
     proto.graph.node[2].CopyFrom(choice)
-    skip_blocks(proto, [SkippableBlock(start="a", end="b")])
+    skip_blocks(proto, [DepthBlock(start="a", end="b")])
     x = np.array([[-1.0, 0.0, 0.5, 2.0]], np.float32)
     assert np.array_equal(in_runtime(proto, {"x": x})["y"], -np.maximum(x, 0))
 
@@ -110,7 +110,7 @@ def test_a_side_tensor_that_all_blocks_read_is_not_taken_for_the_main_one() -> N
         ("/1/Add", "Add", ["a", "p"], "b"),
         ("/2/Add", "Add", ["b", "p"], "y"),
     )
-    assert block_of(proto, Skip(scope="/1")) == SkippableBlock(start="a", end="b")
+    assert block_of(proto, Skip(scope="/1")) == DepthBlock(start="a", end="b")
 
 
 def test_masks_enter_beside(
