@@ -68,7 +68,7 @@ class ElasticModule(nn.Module):
 
     def choose(self, choice: ElasticChoice) -> None:
         """Compute this subnet from now on; takes microseconds and copies nothing."""
-        skipped = self.space.skipped(choice)
+        skipped = self.space.skipped_blocks(choice)
         for name, block in self._blocks.items():
             block.skipped = name in skipped
         for name, ratio in self.space.ratio_by_layer(choice).items():
