@@ -53,17 +53,17 @@ def export_supernet(
         specification: The TOML file; by default ``spec.toml`` in the folder of ``path``.
         norm_layers: Convolutions whose outputs get a scale and a shift per subnet: ``auto`` for
             all that need it, ``none``, or prefixes of node names.
-        keep: How many operating points compiling keeps, the full one included; 2 or more.
+        keep: How many operating points compiling keeps, the full one included; 1 or more.
 
     Returns:
         Where the specification is.
 
     Raises:
         ValueError: A block or layer of the space has no nodes in the graph, or ``keep`` is less
-            than 2.
+            than 1.
     """
-    if keep < 2:
-        raise ValueError(f"keep is {keep}: keep 2 operating points or more, the full one included")
+    if keep < 1:
+        raise ValueError(f"keep is {keep}: keep 1 operating point or more, the full one included")
     largest = extract(supernet, supernet.space.largest())
     largest.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     path.parent.mkdir(parents=True, exist_ok=True)

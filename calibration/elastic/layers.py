@@ -87,7 +87,7 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
         )
 
 
-class SkippableBlock(nn.Module):
+class ElasticBlock(nn.Module):
     """A block that gives its first argument back while it is skipped (LayerSelect)."""
 
     def __init__(self, block: nn.Module) -> None:

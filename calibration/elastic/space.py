@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticDepth:
-    """Blocks of one resolution or width that may be skipped, in the order they are dropped."""
+    """Blocks of one resolution or width that may be skipped, in the order they are skipped."""
 
     skip: tuple[str, ...]
     """Names of modules as ``named_modules`` gives them; each returns the shape of its first
@@ -45,7 +45,7 @@ class ElasticWidth:
 class ElasticChoice:
     """A subnet of an :class:`ElasticSpace`."""
 
-    dropped: tuple[int, ...]
+    skipped: tuple[int, ...]
     """How many blocks are skipped, for each entry of the space's ``depth``."""
     ratios: tuple[float, ...]
     """Share of the channels, for each entry of the space's ``width``; 1 for all."""
@@ -73,12 +73,12 @@ class ElasticSpace:
 
     def largest(self) -> ElasticChoice:
         """The whole module."""
-        return ElasticChoice(dropped=(0,) * len(self.depth), ratios=(1.0,) * len(self.width))
+        return ElasticChoice(skipped=(0,) * len(self.depth), ratios=(1.0,) * len(self.width))
 
     def smallest(self) -> ElasticChoice:
         """The subnet without any block that may be skipped, of the least widths."""
         return ElasticChoice(
-            dropped=tuple(len(group.skip) for group in self.depth),
+            skipped=tuple(len(group.skip) for group in self.depth),
             ratios=tuple(group.ratios[0] for group in self.width),
         )
 
@@ -89,21 +89,21 @@ class ElasticSpace:
             return int(torch.randint(count, (), generator=generator))
 
         return ElasticChoice(
-            dropped=tuple(draw(len(group.skip) + 1) for group in self.depth),
+            skipped=tuple(draw(len(group.skip) + 1) for group in self.depth),
             ratios=tuple((*group.ratios, 1.0)[draw(len(group.ratios) + 1)] for group in self.width),
         )
 
     def choices(self) -> Iterator[ElasticChoice]:
         """Give every subnet, the largest first and the smallest last."""
         depths = product(*(range(len(group.skip) + 1) for group in self.depth))
-        for dropped in depths:
+        for skipped in depths:
             for ratios in product(*((1.0, *reversed(group.ratios)) for group in self.width)):
-                yield ElasticChoice(dropped=dropped, ratios=ratios)
+                yield ElasticChoice(skipped=skipped, ratios=ratios)
 
-    def skipped(self, choice: ElasticChoice) -> frozenset[str]:
+    def skipped_blocks(self, choice: ElasticChoice) -> frozenset[str]:
         """Names of the blocks that a subnet skips."""
         self.check(choice)
-        pairs = zip(self.depth, choice.dropped, strict=True)
+        pairs = zip(self.depth, choice.skipped, strict=True)
         return frozenset(name for group, count in pairs for name in group.skip[:count])
 
     def ratio_by_layer(self, choice: ElasticChoice) -> dict[str, float]:
@@ -114,14 +114,14 @@ class ElasticSpace:
 
     def check(self, choice: ElasticChoice) -> None:
         """Raise ValueError unless the choice is a subnet of this space."""
-        if len(choice.dropped) != len(self.depth) or len(choice.ratios) != len(self.width):
+        if len(choice.skipped) != len(self.depth) or len(choice.ratios) != len(self.width):
             raise ValueError(
                 f"{choice} is no subnet of {len(self.depth)} depths and {len(self.width)} widths: "
                 "give a number for each"
             )
-        for group, count in zip(self.depth, choice.dropped, strict=True):
+        for group, count in zip(self.depth, choice.skipped, strict=True):
             if not 0 <= count <= len(group.skip):
-                raise ValueError(f"dropped {count} of {group.skip}: drop 0 to {len(group.skip)}")
+                raise ValueError(f"skipped {count} of {group.skip}: skip 0 to {len(group.skip)}")
         for width, ratio in zip(self.width, choice.ratios, strict=True):
             if ratio not in (*width.ratios, 1.0):
                 raise ValueError(f"ratio {ratio} is none of {(*width.ratios, 1.0)}")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from offramp.calibration.elastic.layers import (
     ElasticBatchNorm2d,
+    ElasticBlock,
     ElasticConv2d,
     ElasticLinear,
     PassThrough,
-    SkippableBlock,
     elastic,
     plain,
 )
@@ -50,7 +50,7 @@ class ElasticModule(nn.Module):
         self.training = module.training
         self._elastic: dict[str, ElasticConv2d | ElasticLinear] = {}
         self._norms: dict[str, ElasticBatchNorm2d] = {}
-        self._blocks: dict[str, SkippableBlock] = {}
+        self._blocks: dict[str, ElasticBlock] = {}
         self._convert()
         for width in space.width:
             for name in width.layers:
@@ -58,7 +58,7 @@ class ElasticModule(nn.Module):
         # Inner blocks first, as wrapping a block changes the names of what is in it.
         skippable = [name for group in space.depth for name in group.skip]
         for name in sorted(skippable, key=lambda name: -name.count(".")):
-            self._blocks[name] = SkippableBlock(_part(module, name))
+            self._blocks[name] = ElasticBlock(_part(module, name))
             module.set_submodule(name, self._blocks[name])
         self._check_runs()
 
@@ -68,7 +68,7 @@ class ElasticModule(nn.Module):
 
     def choose(self, choice: ElasticChoice) -> None:
         """Compute this subnet from now on; takes microseconds and copies nothing."""
-        skipped = self.space.skipped(choice)
+        skipped = self.space.skipped_blocks(choice)
         for name, block in self._blocks.items():
             block.skipped = name in skipped
         for name, ratio in self.space.ratio_by_layer(choice).items():
@@ -162,7 +162,7 @@ def extract(
         if part in given:
             copied.set_submodule(name, plain(part, given[part]))
     wrapped = {
-        name: part for name, part in copied.named_modules() if isinstance(part, SkippableBlock)
+        name: part for name, part in copied.named_modules() if isinstance(part, ElasticBlock)
     }
     for name in sorted(wrapped, key=lambda name: -name.count(".")):
         part = wrapped[name]

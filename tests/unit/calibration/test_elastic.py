@@ -185,7 +185,7 @@ def test_the_largest_subnet_is_the_module_as_it_was() -> None:
 
 def test_a_subnet_is_made_of_prefixes_without_its_skipped_blocks() -> None:
     supernet = make_cnn()
-    subnet = extract(supernet, ElasticChoice(dropped=(1, 0), ratios=(0.25, 0.5)))
+    subnet = extract(supernet, ElasticChoice(skipped=(1, 0), ratios=(0.25, 0.5)))
     weights, all_weights = subnet.state_dict(), supernet.state_dict()
     assert not any(name.startswith("blocks.1.") for name in weights)
     theirs = all_weights["module.blocks.0.block.conv1.weight"]
@@ -200,15 +200,15 @@ def test_choices_run_from_the_largest_to_the_smallest() -> None:
     choices = list(space.choices())
     assert len(choices) == len(set(choices)) == 3 * 2 * 3 * 3
     assert (choices[0], choices[-1]) == (space.largest(), space.smallest())
-    assert space.smallest() == ElasticChoice(dropped=(2, 1), ratios=(0.25, 0.25))
-    assert space.skipped(ElasticChoice(dropped=(1, 0), ratios=(1.0, 1.0))) == {"blocks.1"}
+    assert space.smallest() == ElasticChoice(skipped=(2, 1), ratios=(0.25, 0.25))
+    assert space.skipped_blocks(ElasticChoice(skipped=(1, 0), ratios=(1.0, 1.0))) == {"blocks.1"}
 
 
 def test_random_choices_follow_the_seed_and_reach_every_number() -> None:
     space = cnn_space()
     drawn = [space.random(torch.Generator().manual_seed(seed)) for seed in range(60)]
     assert drawn == [space.random(torch.Generator().manual_seed(seed)) for seed in range(60)]
-    assert {choice.dropped for choice in drawn} == {(a, b) for a in range(3) for b in range(2)}
+    assert {choice.skipped for choice in drawn} == {(a, b) for a in range(3) for b in range(2)}
     assert {ratio for choice in drawn for ratio in choice.ratios} == {0.25, 0.5, 1.0}
 
 
@@ -446,15 +446,15 @@ def test_convolutions_in_groups_are_not_elastic() -> None:
         (ElasticSpace, "has one subnet"),
         (lambda: ElasticSpace(depth=(ElasticDepth(skip=("a",)),) * 2), "block a is in two groups"),
         (
-            lambda: cnn_space().check(ElasticChoice(dropped=(0,), ratios=(1.0, 1.0))),
+            lambda: cnn_space().check(ElasticChoice(skipped=(0,), ratios=(1.0, 1.0))),
             "no subnet of 2 depths and 2 widths",
         ),
         (
-            lambda: cnn_space().check(ElasticChoice(dropped=(3, 0), ratios=(1.0, 1.0))),
-            "drop 0 to 2",
+            lambda: cnn_space().check(ElasticChoice(skipped=(3, 0), ratios=(1.0, 1.0))),
+            "skip 0 to 2",
         ),
         (
-            lambda: make_cnn().choose(ElasticChoice(dropped=(0, 0), ratios=(0.3, 1.0))),
+            lambda: make_cnn().choose(ElasticChoice(skipped=(0, 0), ratios=(0.3, 1.0))),
             r"ratio 0.3 is none of \(0.25, 0.5, 1.0\)",
         ),
         (lambda: calibrate_norms(make_cnn(), cnn_space().largest(), []), "no batches"),
@@ -465,8 +465,8 @@ def test_convolutions_in_groups_are_not_elastic() -> None:
             "statistics of 2 channels for a batch norm of 8",
         ),
         (
-            lambda: export_supernet(make_cnn(), Path("m"), inputs=["x"], outputs=["y"], keep=1),
-            "keep is 1: keep 2",
+            lambda: export_supernet(make_cnn(), Path("m"), inputs=["x"], outputs=["y"], keep=0),
+            "keep is 0: keep 1",
         ),
     ],
 )
