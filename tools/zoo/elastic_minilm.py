@@ -54,11 +54,7 @@ from offramp.tools.zoo.minilm_sentiment import (
 )
 
 SKIPPED = (4, 2, 0)
-<<<<<<< HEAD
-"""Layers that may be skipped, in the order they are dropped."""
-=======
 """Layers that may be skipped, in the order they are skipped."""
->>>>>>> elastic
 RATIOS = (0.25, 0.5, 0.75)
 IMPORTANCE_REVIEWS = 320
 """Reviews whose gradients say how important hidden units are."""
@@ -157,12 +153,8 @@ def train(
         schedule.step()
         if step % 25 == 0 or step == len(order):
             spent = time.monotonic() - begun
-<<<<<<< HEAD
-            print(f"step {step}/{len(order)}  {losses}  {spent:.0f} s", flush=True)
-=======
             found = f"loss {losses.largest:.3f}, smallest {losses.smallest:.3f}"
             print(f"step {step}/{len(order)}  {found}  {spent:.0f} s", flush=True)
->>>>>>> elastic
     return time.monotonic() - begun
 
 
@@ -214,15 +206,9 @@ def main() -> None:
 
     options.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-<<<<<<< HEAD
-    for dropped in range(len(SKIPPED) + 1):
-        for ratio in (1.0, *reversed(RATIOS)):
-            choice = ElasticChoice(dropped=(dropped,), ratios=(ratio,))
-=======
     for skipped in range(len(SKIPPED) + 1):
         for ratio in (1.0, *reversed(RATIOS)):
             choice = ElasticChoice(skipped=(skipped,), ratios=(ratio,))
->>>>>>> elastic
             found = accuracy(extract(supernet, choice), parts.test)
             rows.append({**asdict(choice), "test_accuracy": found})
             print(json.dumps(rows[-1]), flush=True)
