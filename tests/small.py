@@ -22,7 +22,7 @@ def compile_small(folder: Path, *, seed: int = 0, **options: Any) -> tuple[Bundl
     folder.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patched:  # exits are in use whatever the machine measures
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         bundle = compile_tiny(
             mlp(layers=4), {"x": _vectors(1400, seed)}, folder, name="small", **options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -18,7 +19,9 @@ from offramp.compiler.report.pictures import EarlyMap, views
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
 from offramp.compiler.report.training import training_view
-from offramp.compiler.weights import WeightSizes
+
+if TYPE_CHECKING:
+    from offramp.compiler.weights import WeightSizes
 
 __all__ = ["render_report"]
 

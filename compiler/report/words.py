@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from offramp.bundle import Manifest, Measured, MeasuredSize, Profile, Ratio
 from offramp.bundle.graph_weights import WEIGHTS
@@ -11,8 +11,10 @@ from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
-from offramp.compiler.weights import WeightSizes
 from offramp.engine.whole_promise import whole_policy
+
+if TYPE_CHECKING:
+    from offramp.compiler.weights import WeightSizes
 
 Fact: TypeAlias = tuple[str, str]
 """A name and what is so."""

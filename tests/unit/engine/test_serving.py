@@ -14,12 +14,8 @@ from offramp.engine.core import Engine
 from offramp.engine.errors import DeadlineExceededError
 from offramp.engine.scheduling import (
     POLICIES,
-    Latencies,
-    OperatingPoint,
-    OperatingPoints,
     ParallelLimit,
     PolicyName,
-    StageTable,
 )
 from offramp.testing.backend import SCRIPT, FakeBackend
 
@@ -123,29 +119,6 @@ def test_the_objective_is_the_deadline_of_those_who_bring_none() -> None:
         assert result.exits.tolist() == [0]
 
     with_engine(body, scheduling=PolicyName("cheapest"), stage_s=10.0, slo_ms=5_000.0)
-
-
-def test_answers_of_a_variant_below_the_full_model_are_outside_the_promise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Variant 1 takes half the time; sure or not, to its end or not, its answers are marked."""
-    full = [[0.0, *[1.0] * 8]] * 2
-    points = OperatingPoints(
-        points=(
-            OperatingPoint(variant=1, deepest=1, exit=-1, agreement=0.5),
-            OperatingPoint(deepest=1, exit=-1, agreement=1.0),
-        ),
-        latencies=Latencies(full, smaller=[StageTable([[0.0, *[0.5] * 8]] * 2)]),
-    )
-    monkeypatch.setattr("tests.fakes.fake_points", lambda *_: points)
-
-    async def body(engine: Engine, backend: FakeBackend) -> None:
-        result = await engine.infer("fake", {SCRIPT: script(UNSURE, SURE)})
-        assert result.exits.tolist() == [-1, 0]
-        assert result.forced.tolist() == [True, True]
-        assert [s.forced for s in engine.statistics()["fake"].stages] == [1, 1]
-
-    with_engine(body, scheduling=PolicyName("cheapest"))
 
 
 def test_fixed_forces_everybody_out_at_its_exit() -> None:
