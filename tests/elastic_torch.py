@@ -101,9 +101,9 @@ class ElasticMixer(nn.Module):
 class EncoderLayer(nn.Module):
     """Of BERT: attention over heads of fixed size, then two linear layers, post-norm."""
 
-    def __init__(self, width: int, heads: int, size: int, inner: int, *, merged: bool) -> None:
+    def __init__(self, width: int, heads: int, size: int, inner: int, *, fused: bool) -> None:
         super().__init__()
-        self.heads, self.size, self.merged = heads, size, merged
+        self.heads, self.size, self.fused = heads, size, fused
         self.query = nn.Linear(width, heads * size)
         self.key = nn.Linear(width, heads * size)
         self.value = nn.Linear(width, heads * size)
@@ -112,18 +112,16 @@ class EncoderLayer(nn.Module):
         self.inner, self.outer = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def _split(self, x: Tensor) -> Tensor:
-        if self.merged:
-            return x.unflatten(-1, (self.heads, self.size)).transpose(1, 2)
-        b, n = x.shape[:2]
-        return x.view(b, n, self.heads, self.size).permute(0, 2, 1, 3)
+        return x.view(x.shape[0], x.shape[1], self.heads, self.size).permute(0, 2, 1, 3)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
-        scores = q @ k.transpose(-1, -2) / self.size**0.5 + mask
-        context = (torch.softmax(scores, -1) @ v).transpose(1, 2)
-        if self.merged:
-            context = context.flatten(2)
+        if self.fused:
+            context = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            context = context.transpose(1, 2).flatten(2)
         else:
+            scores = q @ k.transpose(-1, -2) / self.size**0.5 + mask
+            context = (torch.softmax(scores, -1) @ v).transpose(1, 2)
             context = context.reshape(x.shape[0], x.shape[1], self.heads * self.size)
         x = self.norm1(x + self.out(context))
         y = torch.nn.functional.gelu(self.inner(x))
@@ -138,12 +136,12 @@ class ElasticBert(nn.Module):
         heads: Sequence[int] = (4, 4, 4),
         inner: Sequence[int] = (16, 16, 16),
         *,
-        merged: bool = False,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(30, 8)
         self.layers = nn.ModuleList(
-            EncoderLayer(8, h, 2, i, merged=merged) for h, i in zip(heads, inner, strict=True)
+            EncoderLayer(8, h, 2, i, fused=fused) for h, i in zip(heads, inner, strict=True)
         )
         self.pooler, self.classifier = nn.Linear(8, 8), nn.Linear(8, CLASSES)
 
@@ -253,7 +251,7 @@ SUPERNETS: dict[str, Callable[[], nn.Module]] = {
     "depthwise": lambda: ElasticCnn(grouped=True),
     "mixer": ElasticMixer,
     "bert": ElasticBert,
-    "merged": lambda: ElasticBert(merged=True),
+    "fused": lambda: ElasticBert(fused=True),
 }
 _CONVOLUTIONS = [f"/blocks.{i}/conv{j}/Conv" for i in range(3) for j in (1, 2)]
 _HEADS = [f"/layers.{i}/{name}/MatMul" for i in range(3) for name in ("query", "key", "value")]
@@ -286,7 +284,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "depthwise": _OF_CNN,
     "mixer": _OF_MIXER,
     "bert": _OF_BERT,
-    "merged": _OF_BERT,
+    "fused": _OF_BERT,
 }
 """What is elastic of each."""
 
@@ -305,7 +303,7 @@ def by_hand(kind: str, full: nn.Module, choice: SubnetChoice) -> nn.Module:
         small = mixer
     else:
         heads, inner = (int(4 * shares[0]),) * 3, (int(16 * shares[1]),) * 3
-        bert = sliced_from(full, ElasticBert(heads, inner, merged=kind == "merged"))
+        bert = sliced_from(full, ElasticBert(heads, inner, fused=kind == "fused"))
         bert.layers = without(bert.layers, *[1, 2][:skipped])
         small = bert
     return small

@@ -44,7 +44,8 @@ def laid_out(supernet: Supernet) -> Supernet:
         sliced = set(cuts.get((op.name, 1), {}))
         if op.kind not in ("Gemm", "MatMul") or len(sliced) != 1 or sliced == {_FIRST_BYTES}:
             continue
-        if len(supernet.types[op.proto.input[1]].shape or ()) == 2:
+        weight = supernet.types[op.proto.input[1]]
+        if weight.is_floating and len(weight.shape or ()) == 2:  # as runtimes have of Gemm
             rewriter.turn(op)
     if not rewriter.turned:
         return supernet

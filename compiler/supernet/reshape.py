@@ -7,7 +7,7 @@ are whole heads after. What would keep a part of a head, or a pattern over two d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from typing import TypeAlias
@@ -18,6 +18,9 @@ from offramp.compiler.shapes import UNKNOWN
 
 Size: TypeAlias = "int | str"
 
+_FREE = 3
+"""Taken for each free size, all of which are alike here: only the order of elements counts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticAxis:
@@ -25,7 +28,8 @@ class ElasticAxis:
 
     axis: int
     full: int
-    """Its size in the supernet."""
+    """Its size in the supernet; of a size that is free but for a factor, as 4 heads times the
+    batch, that factor: what is kept repeats."""
     kept: tuple[int, ...]
     """Which of its elements the subnet has, rising."""
 
@@ -40,30 +44,56 @@ class MixedError(Exception):
 def regroup(before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis) -> ElasticAxis:
     """Find the dimension behind a reshape that has what is kept of one before it.
 
-    MixedError where there is none: the message begins with what happens to the dimension.
+    Of heads that are merged with the batch it is that of both. MixedError where there is none; its
+    message begins with what happens to the dimension.
     """
-    old, new = _group(before, after, elastic.axis)
-    sizes, later = [before[i] for i in old], [after[i] for i in new]
-    if not all(isinstance(size, int) for size in (*sizes, *later)):
-        raise MixedError(
-            f"mixes it with sizes that are not fixed, {_told(before)} → {_told(after)}"
-        )
-    mask = np.zeros([int(size) for size in sizes], bool)
-    np.moveaxis(mask, old.index(elastic.axis), 0)[list(elastic.kept)] = True
-    mask = mask.reshape([int(size) for size in later])
-    kept = [np.flatnonzero(mask.any(axis=_but(mask.ndim, i))) for i in range(mask.ndim)]
-    partial = [i for i, found in enumerate(kept) if len(found) < mask.shape[i]]
-    if len(partial) != 1 or mask.sum() != prod(len(found) for found in kept):
-        inner = prod(mask.shape[1:])
-        raise MixedError(
-            f"splits it as {_told(before)} → {_told(after)}, which {elastic} do not fit; keep "
-            f"multiples of {inner}"
-        )
-    return ElasticAxis(
-        axis=new[partial[0]],
-        full=mask.shape[partial[0]],
-        kept=tuple(kept[partial[0]].tolist()),
+    found = _regrouped(before, after, elastic)
+    if found is not None:
+        return found
+    first = (
+        replace(elastic, kept=tuple(range(count)))
+        for count in range(1, elastic.full)
+        if elastic.full % count == 0
     )
+    fitting = next((len(e.kept) for e in first if _regrouped(before, after, e)), None)
+    remedy = f"keep multiples of {fitting}" if fitting else "keep its input whole"
+    raise MixedError(
+        f"splits it as {_told(before)} → {_told(after)}, which {elastic} do not fit; {remedy}"
+    )
+
+
+def _regrouped(
+    before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis
+) -> ElasticAxis | None:
+    """Mark what is kept, and see whether that is all of some elements of one dimension."""
+    old, new = _group(before, after, elastic.axis)
+    sizes = _sizes([*(before[i] for i in old), *(after[i] for i in new)])
+    mask = np.zeros([sizes[before[i]] for i in old], bool)
+    pattern = np.zeros(elastic.full, bool)
+    pattern[list(elastic.kept)] = True
+    pattern = np.tile(pattern, sizes[before[elastic.axis]] // elastic.full)
+    np.moveaxis(mask, old.index(elastic.axis), 0)[pattern] = True
+    mask = mask.reshape([sizes[after[i]] for i in new])
+    along = [np.asarray(mask.any(axis=_but(mask.ndim, i))) for i in range(mask.ndim)]
+    partial = [i for i, marks in enumerate(along) if not marks.all()]
+    if len(partial) != 1 or mask.sum() != prod(marks.sum() for marks in along):
+        return None
+    axis, marks = new[partial[0]], along[partial[0]]
+    full, _ = _factor(after[axis], "")
+    if not (np.tile(marks[:full], len(marks) // full) == marks).all():
+        return None
+    return ElasticAxis(axis=axis, full=full, kept=tuple(np.flatnonzero(marks[:full]).tolist()))
+
+
+def _sizes(shape: Sequence[Size]) -> dict[Size, int]:
+    """Give each size a number: of a free one, what shows how elements are ordered."""
+    found: dict[Size, int] = {}
+    for size in shape:
+        number, symbols = _factor(size, "")
+        if any(UNKNOWN in symbol for symbol in symbols):
+            raise MixedError(f"mixes it with a size that is not known, in {_told(shape)}")
+        found[size] = number * _FREE ** len(symbols)
+    return found
 
 
 def _but(rank: int, axis: int) -> tuple[int, ...]:

@@ -135,6 +135,8 @@ def _reshape(view: OperatorView) -> None:
     size, rank = len(elastic.kept), len(view.output_shape())
     asked = view.value(1)
     if asked is None:
+        if isinstance(view.output_shape()[elastic.axis], str):
+            view.refuse("merges it with a free size, as it computes; export it with fixed sizes")
         sizes = tuple(size if axis == elastic.axis else None for axis in range(rank))
         view.plan.sizes[view.op.name, 1] = sizes
     else:

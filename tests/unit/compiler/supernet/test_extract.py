@@ -57,12 +57,14 @@ def test_random_subnets_before_and_after_they_are_laid_out(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "fused"])
 def test_the_newer_exporter_has_no_scopes_so_blocks_are_named_by_tensors(
-    full: Callable[[str], nn.Module], tmp_path: Path
+    kind: str, full: Callable[[str], nn.Module], tmp_path: Path
 ) -> None:
-    source = read(full("bert"), tmp_path, dynamo=True)
+    source = read(full(kind), tmp_path, dynamo=True)
     nodes = source.proto.graph.node
-    products = [n for n in nodes if n.op_type == "MatMul" and n.input[1].startswith("val_")]
+    weights = {t.name for t in source.proto.graph.initializer}
+    products = [n for n in nodes if n.op_type == "MatMul" and n.input[1] in weights]
     norms = [n.output[0] for n in nodes if n.op_type == "LayerNormalization"]
     heads = [n.name for i in range(3) for n in products[6 * i : 6 * i + 3]]
     content = {
@@ -74,8 +76,9 @@ def test_the_newer_exporter_has_no_scopes_so_blocks_are_named_by_tensors(
         ],
     }
     net = Supernet.of(source, parse_spec(content, "s.toml"))
-    for choice in net.spec.choices():
-        compare("bert", full("bert"), extract_subnet(net, choice))
+    for made in (net, laid_out(net)):
+        for choice in net.spec.choices():
+            compare(kind, full(kind), extract_subnet(made, choice))
 
 
 def test_names_are_those_of_the_supernet(supernet: Callable[[str], Supernet]) -> None:

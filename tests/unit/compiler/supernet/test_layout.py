@@ -24,7 +24,7 @@ SAME = 1e-6
 """Sums in another order."""
 
 
-@pytest.mark.parametrize("kind", ["bert", "merged", "mixer"])
+@pytest.mark.parametrize("kind", ["bert", "fused", "mixer"])
 def test_it_computes_the_same_and_nearly_all_is_shared(
     kind: str, full: Callable[[str], nn.Module], supernet: Callable[[str], Supernet]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -86,13 +87,40 @@ def test_free_sizes_are_told_apart(
 @pytest.mark.parametrize(
     ("after", "kept", "message"),
     [
-        (("batch", 7, 4, 2), 3, ("splits it as [batch, 7, 8] → [batch, 7, 4, 2], which 3 of 8 do "
-         "not fit; keep multiples of 2")),
-        (("8*batch", 7), 4, "mixes it with sizes that are not fixed, [batch, 7, 8] → [8*batch, 7]"),
+        (
+            ("batch", 7, 4, 2),
+            3,
+            (
+                "splits it as [batch, 7, 8] → [batch, 7, 4, 2], which 3 of 8 do not fit; keep "
+                "multiples of 2"
+            ),
+        ),
+        (
+            ("8*batch", 7),
+            4,
+            (
+                "splits it as [batch, 7, 8] → [8*batch, 7], which 4 of 8 do not fit; keep its "
+                "input whole"
+            ),
+        ),
+        (("?", 28), 4, "mixes it with a size that is not known, in [batch, 7, 8, ?, 28]"),
     ],
-)  # fmt: skip
+)
 def test_what_is_mixed_is_refused(after: tuple[int | str, ...], kept: int, message: str) -> None:
     elastic = ElasticAxis(axis=2, full=8, kept=tuple(range(kept)))
     with pytest.raises(MixedError) as caught:
         regroup(("batch", 7, 8), after, elastic)
-    assert message in str(caught.value)
+    assert str(caught.value) == message
+
+
+def test_heads_may_be_merged_with_the_batch_and_parted_again() -> None:
+    """As the attention of torch does: what is kept repeats with each sample."""
+    heads = ElasticAxis(axis=1, full=4, kept=(0, 1))
+    merged = regroup(("batch", 4, "n", 2), ("4*batch", "n", 2), heads)
+    assert merged == ElasticAxis(axis=0, full=4, kept=(0, 1))
+    assert regroup(("4*batch", "n", 2), ("batch", 4, "n", 2), merged) == heads
+    straight = regroup((7, "batch", 8), (7, "4*batch", 2), replace(HALF, axis=2))
+    assert straight == ElasticAxis(axis=1, full=4, kept=(0, 1))
+    # a batch behind the heads repeats nothing
+    with pytest.raises(MixedError, match="keep its input whole"):
+        regroup((4, "batch", 2), ("4*batch", 2), ElasticAxis(axis=0, full=4, kept=(0, 1)))

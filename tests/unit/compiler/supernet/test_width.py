@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from collections.abc import Callable
@@ -178,12 +179,12 @@ def test_operators_pass_on_fewer_channels(case: str, simplify: bool, tmp_path: P
             assert difference(found, {"y": wanted}) < ROUNDING, choice
 
 
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("simplify", [True, False])
-def test_lengths_may_be_free(merged: bool, simplify: bool, tmp_path: Path) -> None:
+def test_lengths_may_be_free(fused: bool, simplify: bool, tmp_path: Path) -> None:
     """Then shapes are computed as the graph runs, and what reshapes read is corrected there."""
-    kind = "merged" if merged else "bert"
-    full = shaken(ElasticBert(merged=merged))
+    kind = "fused" if fused else "bert"
+    full = shaken(ElasticBert(fused=fused))
     path = tmp_path / "bert.onnx"
     onnx.save(exported(full, free_length=True), path)
     source = read_model(path, simplify=simplify)
@@ -195,6 +196,34 @@ def test_lengths_may_be_free(merged: bool, simplify: bool, tmp_path: Path) -> No
                 inputs = {name: a[:, :tokens] for name, a in inputs_for(full, 3).items()}
                 wanted = answers(by_hand(kind, full, choice), inputs)
                 assert difference(in_runtime(proto, inputs), {"scores": wanted}) < ROUNDING
+
+
+class Torchs(nn.Module):
+    """Torch's own attention: one weight for three, and heads that are merged with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 4, 16, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+def test_heads_that_torch_merges_with_the_batch(tmp_path: Path) -> None:
+    full = shaken(Torchs())
+    x = np.random.default_rng(0).standard_normal((3, 6, 8)).astype(np.float32)
+    group = {"weights": ["/layer/self_attn/MatMul"], "parts": 3, "ratios": [0.25, 0.5]}
+    net = Supernet.of(read(full, x, tmp_path), parse_spec({"width": [group]}, "s.toml"))
+    for choice in net.spec.choices():
+        without = copy.deepcopy(full)
+        assert isinstance(without, Torchs)
+        with torch.no_grad(), one_thread():  # a head that the output ignores is as good as none
+            without.layer.self_attn.out_proj.weight[:, int(8 * choice.ratios[0]) :] = 0
+            wanted = without(torch.from_numpy(x)).numpy()
+        for made in (net, laid_out(net)):
+            found = in_runtime(extract_subnet(made, choice).proto, {"x": x})
+            assert difference(found, {"y": wanted}) < ROUNDING
 
 
 @pytest.mark.parametrize("layout", [False, True])

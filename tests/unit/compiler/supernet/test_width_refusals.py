@@ -127,7 +127,10 @@ REFUSED: dict[str, tuple[onnx.ModelProto, str]] = {
     ),
     "mixing": (
         after("Reshape", "a", "s", weights={"s": ints(-1, 5)}),
-        "Reshape op: mixes it with sizes that are not fixed, [batch, 5, 8] → [8*batch, 5]",
+        (
+            "Reshape op: splits it as [batch, 5, 8] → [8*batch, 5], which 4 of 8 do not fit; keep "
+            "its input whole"
+        ),
     ),
     "pad": (
         after("Pad", "a", "p", weights={"p": ints(0, 0, 1, 0, 0, 0)}),
