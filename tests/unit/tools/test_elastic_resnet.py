@@ -24,8 +24,6 @@ from offramp.tools.zoo.elastic_resnet import (
 )
 from offramp.tools.zoo.small_models import Parts, Samples
 
-SHIPPED = Path(__file__).parents[3] / "examples" / "elastic"
-
 
 def bright_or_dark(count: int = 64) -> Samples:
     """Images of two classes that a mean tells apart."""
