@@ -146,8 +146,8 @@ def train_bridges(
     run = _Run(source, bridges, answer, taught)
     modules = [TorchGraph(b.proto, outputs=_outputs(b), remedy=remedy) for b in bridges]
     learned = [[p for p in module.parameters() if p.requires_grad] for module in modules]
-    halves = (len(train),) if made is None else (len(train) // 2, len(train) - len(train) // 2)
-    steps = options.epochs * sum(math.ceil(half / BATCH) for half in halves)
+    sizes = _sizes_of_epoch(len(train), made)
+    steps = options.epochs * sum(math.ceil(size / BATCH) for size in sizes)
     optimiser = torch.optim.AdamW(
         [p for parameters in learned for p in parameters],
         lr=options.learning_rate / 4,
@@ -186,6 +186,12 @@ def train_bridges(
     return trained
 
 
+def _sizes_of_epoch(samples: int, made: Method | None) -> tuple[int, int]:
+    """Count the real samples of an epoch, and those made of others."""
+    joined = 0 if made is None else samples // 2
+    return samples - joined, joined
+
+
 def _of_epoch(
     train: Dataset, made: Method | None, shuffler: np.random.Generator
 ) -> list[Dataset | MadeSamples]:
@@ -193,7 +199,7 @@ def _of_epoch(
     order = shuffler.permutation(len(train))
     if made is None:
         return [train.subset(order)]
-    half = len(order) // 2
+    _, half = _sizes_of_epoch(len(order), made)
     joined = MadeSamples.draw(train, made, seed=int(shuffler.integers(2**31)))
     return [train.subset(order[half:]), joined.subset(order[:half])]
 

@@ -22,12 +22,14 @@ from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings
 from offramp.calibration.scratch import ScratchSpace
 from offramp.calibration.selection import Candidates
+from offramp.compiler.cascade import verify_front
 from offramp.compiler.exits import BuiltExit, time_heads
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import Draft
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.profile import ProfileTimer
 from offramp.compiler.progress import Progress
+from offramp.compiler.slice_verification import VERIFIED_SAMPLES
 from offramp.compiler.slicing import Sliced
 
 
@@ -128,6 +130,24 @@ def timer_of(sliced: Sliced, run: CompileRun) -> ProfileTimer:
         progress=run.progress,
         quantised=None if sliced.front is None else sliced.front.proto.SerializeToString(),
     )
+
+
+def measure_copy(
+    sliced: Sliced, copy: bytes, run: CompileRun
+) -> tuple[ProfileTimer, BackboneTimes]:
+    """Hold the pieces of a copy against it, and time them, with the model behind them.
+
+    CompileError if they answer otherwise, DataError if the copy fails on a sample.
+    """
+    verify_front(
+        sliced,
+        copy,
+        run.parts.train.take(slice(VERIFIED_SAMPLES)),
+        tolerance=sliced.tolerance(run.options),
+        batch_sizes=(1, 7, VERIFIED_SAMPLES),
+    )
+    timer = timer_of(sliced, run)
+    return timer, timer.backbone()
 
 
 def _fix_path(

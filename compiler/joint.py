@@ -18,14 +18,13 @@ from typing import Final
 import onnx
 
 from offramp.calibration.joint_training import JointModel, JointOptions, train_jointly
-from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
-from offramp.compiler.cascade import PREFIX, slice_twin, verify_front
+from offramp.compiler.blueprint import Blueprint, CompileRun, draw, measure_copy
+from offramp.compiler.cascade import PREFIX, slice_twin
 from offramp.compiler.exits import BuiltExit, FoundExits, exit_prefix
 from offramp.compiler.graph import hoisted, rename_graph, serialised
 from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.own_answer import own_exit
 from offramp.compiler.precision import LEAST_GAIN
-from offramp.compiler.slice_verification import VERIFIED_SAMPLES
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
 from offramp.engine.options import available_cores
@@ -104,15 +103,7 @@ def _without(plain: Blueprint, reason: str) -> Blueprint:
 def _drawn(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes, run: CompileRun) -> Blueprint:
     """Put the trained copy before the model, with the exits that learned with it."""
     sliced = slice_twin(plain.sliced, copy).without_weights()
-    verify_front(
-        sliced,
-        copy,
-        run.parts.train.take(slice(VERIFIED_SAMPLES)),
-        tolerance=sliced.tolerance(run.options),
-        batch_sizes=(1, 7, VERIFIED_SAMPLES),
-    )
-    timer = timer_of(sliced, run)
-    times = timer.backbone()
+    timer, times = measure_copy(sliced, copy, run)
     moved = [_moved(sliced, exit_) for exit_ in exits]
     return draw(
         sliced, [*moved, own_exit(sliced, times, plain, run)], run, timer=timer, times=times

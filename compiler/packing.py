@@ -7,7 +7,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from offramp.bundle import (
     Answer,
@@ -20,6 +19,7 @@ from offramp.bundle import (
     Profile,
     Segment,
     TensorSpec,
+    Variant,
     write_bundle,
 )
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT
@@ -44,6 +44,8 @@ from offramp.compiler.slicing import SOURCE, Sliced
 from offramp.compiler.weights import pack_weights
 from offramp.engine.environment import cpu_features, package_version
 
+PROFILE = "profiles/cpu.json"
+"""Of the machine that compiled."""
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 
 
@@ -114,7 +116,7 @@ def pack(
     measured: Measured | None = None,
     ranges: InputRanges,
     maps: Sequence[EarlyMap] = (),
-    variants: Sequence[PackedVariant] = (),
+    variants: Sequence[BuiltVariant] = (),
 ) -> Mapping[str, FileContent]:
     """Give the content of every file but manifest and policy, by path.
 
@@ -136,7 +138,7 @@ def pack(
         weights=packed.sizes,
     )
     small = {
-        "profiles/cpu.json": dump(profile),
+        PROFILE: dump(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
         INPUT_RANGES: dump(ranges),
@@ -149,16 +151,15 @@ def pack(
     return {**packed.graphs, **small, **weights}
 
 
-class PackedVariant(Protocol):
-    """The files of a variant."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltVariant:
+    """A subnet of the model as a bundle has it."""
 
-    @property
-    def graphs(self) -> Mapping[str, bytes]:
-        """Segments and exits, by path in the bundle."""
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """All others."""
+    variant: Variant
+    graphs: Mapping[str, bytes]
+    """Segments and exits, by path in the bundle."""
+    files: Mapping[str, bytes]
+    """All others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

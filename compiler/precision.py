@@ -22,15 +22,14 @@ from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.calibration.precision.mixing import Mix, best_mix
 from offramp.calibration.quantization import RANGE_SAMPLES
-from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
-from offramp.compiler.cascade import PREFIX, slice_cascade, verify_front
+from offramp.compiler.blueprint import Blueprint, CompileRun, draw, measure_copy
+from offramp.compiler.cascade import PREFIX, slice_cascade
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import BuiltExit, build_on, reads_of
 from offramp.compiler.graph import serialised
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.own_answer import own_exit
-from offramp.compiler.slice_verification import VERIFIED_SAMPLES
 from offramp.compiler.slicing import Sliced
 from offramp.engine.environment import cpu_features
 
@@ -161,17 +160,8 @@ def on_copy(
 
     Raises as :func:`choose_precision` does.
     """
-    options, parts = run.options, run.parts
-    sliced = slice_cascade(plain.sliced, copy, options)
-    verify_front(
-        sliced,
-        copy,
-        parts.train.take(slice(VERIFIED_SAMPLES)),
-        tolerance=sliced.tolerance(options),
-        batch_sizes=(1, 7, VERIFIED_SAMPLES),
-    )
-    timer = timer_of(sliced, run)
-    times = timer.backbone()
+    sliced = slice_cascade(plain.sliced, copy, run.options)
+    timer, times = measure_copy(sliced, copy, run)
     moved = [*_moved(sliced, exits), own_exit(sliced, times, plain, run)]
     return draw(sliced, moved, run, timer=timer, times=times)
 

@@ -27,7 +27,7 @@ from offramp.compiler.exits import Samples
 from offramp.compiler.graph import default_opset
 from offramp.compiler.heads import build_empty
 from offramp.compiler.options import ProfileOptions
-from offramp.compiler.packing import bundle_name, rewrite
+from offramp.compiler.packing import PROFILE, bundle_name, rewrite
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
 from offramp.compiler.weights import WeightSizes
@@ -37,8 +37,6 @@ from offramp.engine.deployment import zeros
 from offramp.engine.plan import ModelStructure, plan_stages
 from offramp.engine.profile_check import predicted_savings
 from offramp.engine.timing import Effort
-
-PROFILE = "profiles/cpu.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

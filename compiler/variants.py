@@ -8,26 +8,22 @@ subnet's own features, to answer what the *model* answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import onnx
 
-from offramp.bundle import ExitPolicy, Variant
+from offramp.bundle import Variant
 from offramp.bundle.bundle import POLICY, RECORDS
 from offramp.bundle.files import dump
 from offramp.bundle.parts import folder_of
 from offramp.calibration.records import dump_records
-from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
-from offramp.compiler.cascade import slice_subnet, verify_front
+from offramp.compiler.blueprint import Blueprint, CompileRun, draw, measure_copy
+from offramp.compiler.cascade import slice_subnet
 from offramp.compiler.exits import find_exits
 from offramp.compiler.graph import serialised
 from offramp.compiler.own_answer import own_exit
-from offramp.compiler.packing import judged
+from offramp.compiler.packing import PROFILE, BuiltVariant, judged
 from offramp.compiler.policy import record_exits
-from offramp.compiler.slice_verification import VERIFIED_SAMPLES
-
-PROFILE = "profiles/cpu.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +32,6 @@ class DrawnVariant:
 
     name: str
     blueprint: Blueprint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltVariant:
-    """A subnet as a bundle has it."""
-
-    variant: Variant
-    policy: ExitPolicy
-    graphs: Mapping[str, bytes]
-    """Segments and exits, by path in the bundle."""
-    files: Mapping[str, bytes]
-    """All others."""
 
 
 def draw_variant(
@@ -62,15 +46,7 @@ def draw_variant(
     options, parts = run.options, run.parts
     copy = serialised(subnet)
     sliced = slice_subnet(plain.sliced, copy, options)
-    verify_front(
-        sliced,
-        copy,
-        parts.train.take(slice(VERIFIED_SAMPLES)),
-        tolerance=sliced.tolerance(options),
-        batch_sizes=(1, 7, VERIFIED_SAMPLES),
-    )
-    timer = timer_of(sliced, run)
-    times = timer.backbone()
+    timer, times = measure_copy(sliced, copy, run)
     found = find_exits(
         replace(sliced, cuts=sliced.cuts[:-1]),  # behind the last is the subnet's own answer
         parts,
@@ -111,4 +87,4 @@ def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) 
         exits=tuple(replace(judged(e, certify), file=folder + e.file) for e in draft.exits),
     )
     graphs = {folder + name: draft.files[name] for name in names}
-    return BuiltVariant(variant=variant, policy=policy, graphs=graphs, files=files)
+    return BuiltVariant(variant=variant, graphs=graphs, files=files)

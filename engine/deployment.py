@@ -89,8 +89,9 @@ class DeploymentMaker:
         self._options = options
         self._profile = profile
         self._records = bundle.records()
+        compiled = bundle.profile()
         self._smaller = [
-            (shown, _as_fast_as(profile, bundle.profile(), shown.profile()), shown.records())
+            (shown, _as_fast_as(profile, compiled, shown.profile()), shown.records())
             for shown in served_variants(bundle, backend, mode, options)
         ]
         self._stages: OrderedDict[_Unit, Stage] = OrderedDict()

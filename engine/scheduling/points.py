@@ -30,7 +30,8 @@ class OperatingPoint:
     agreement: float
     """Share of the answers that equal the unmodified model's, measured at calibration."""
     variant: int = 0
-    """0 is the full model, which the promise is about; other variants' answers are outside it."""
+    """0 is the full model, which the promise is about; what others answer is outside it, but where
+    their exits are certified for it."""
 
     @property
     def worth(self) -> float:
