@@ -180,7 +180,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--test", type=int, default=3_000, metavar="REVIEWS")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N reviews of each part")
     parser.add_argument("--steps", type=int, metavar="N", help="at most N sandwich steps")
-    parser.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--bfloat16",
+        action=argparse.BooleanOptionalAction,
+        help="train with bfloat16 autocast; default: where the CPU has AVX-512",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -102,34 +102,81 @@ def make_supernet(seed: int) -> ElasticModule:
     return ElasticModule(network, elastic_space(), (torch.zeros(2, 1, 28, 28, dtype=torch.uint8),))
 
 
-def train(
-    supernet: ElasticModule, samples: Samples, *, epochs: int, batch_size: int, seed: int
-) -> None:
-    """Train in place by the sandwich rule: SGD with Nesterov momentum, one cycle, float32."""
-    generator = torch.Generator().manual_seed(seed)
-    (images,), labels = samples.tensors(), torch.from_numpy(samples.labels).long()
-    optimiser = torch.optim.SGD(
-        supernet.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
-    )
-    steps = -(-len(samples) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, epochs * steps, pct_start=0.2)
-    supernet.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    supernet.train()
-    for epoch in range(epochs):
-        begun, of_largest, of_smallest = time.monotonic(), 0.0, 0.0
-        order = torch.randperm(len(samples), generator=generator)
-        for index in torch.split(order, batch_size):
-            batch = augment(images[index], generator).to(memory_format=torch.channels_last)
-            losses = sandwich_step(supernet, (batch,), labels[index], optimiser, generator)
-            schedule.step()
-            of_largest += losses.largest * len(index) / len(samples)
-            of_smallest += losses.smallest * len(index) / len(samples)
+class Training:
+    """The supernet by the sandwich rule: SGD with Nesterov momentum, one cycle, float32.
+
+    What it knows is kept in a file after every epoch, so that a run that was cut off goes on there.
+    """
+
+    def __init__(self, supernet: ElasticModule, images: int, options: argparse.Namespace) -> None:
+        steps = -(-images // options.batch_size) * options.epochs
+        self.supernet, self.options = supernet, options
+        self.optimiser = torch.optim.SGD(
+            supernet.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
+        )
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimiser, 0.1, steps, pct_start=0.2
+        )
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.epochs_done, self.cpu_seconds = 0, 0.0
+        if options.state is not None and options.state.exists():
+            self._resume(torch.load(options.state))
+
+    def run(self, samples: Samples) -> None:
+        """Train in place, from where the last run ended."""
+        (images,), labels = samples.tensors(), torch.from_numpy(samples.labels).long()
+        self.supernet.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.supernet.train()
+        while self.epochs_done < self.options.epochs:
+            self._epoch(images, labels)
+            self._keep()
+        self.supernet.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+    def _epoch(self, images: Tensor, labels: Tensor) -> None:
+        begun, of_largest, of_smallest = time.process_time(), 0.0, 0.0
+        order = torch.randperm(len(images), generator=self.generator)
+        for index in torch.split(order, self.options.batch_size):
+            batch = augment(images[index], self.generator)
+            losses = sandwich_step(
+                self.supernet,
+                (batch.to(memory_format=torch.channels_last),),
+                labels[index],
+                self.optimiser,
+                self.generator,
+            )
+            self.schedule.step()
+            of_largest += losses.largest * len(index) / len(images)
+            of_smallest += losses.smallest * len(index) / len(images)
+        self.epochs_done += 1
+        seconds = time.process_time() - begun
+        self.cpu_seconds += seconds
         print(
-            f"epoch {epoch + 1}/{epochs}  loss {of_largest:.4f}, smallest {of_smallest:.4f}  "
-            f"{time.monotonic() - begun:.0f} s",
+            f"epoch {self.epochs_done}/{self.options.epochs}  loss {of_largest:.4f}, "
+            f"smallest {of_smallest:.4f}  {seconds:.0f} s of CPU",
             flush=True,
         )
-    supernet.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+    def _keep(self) -> None:
+        if self.options.state is None:
+            return
+        state = {
+            "weights": self.supernet.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "generator": self.generator.get_state(),
+            "epochs": self.epochs_done,
+            "cpu_seconds": self.cpu_seconds,
+        }
+        unfinished = self.options.state.with_suffix(".part")
+        torch.save(state, unfinished)
+        unfinished.replace(self.options.state)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        self.supernet.load_state_dict(state["weights"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.generator.set_state(state["generator"])
+        self.epochs_done, self.cpu_seconds = state["epochs"], state["cpu_seconds"]
 
 
 def multiplications(subnet: nn.Module, supernet: ElasticModule) -> int:
@@ -179,21 +226,6 @@ def measure(supernet: ElasticModule, calibration: Samples, test: Samples) -> lis
     return rows
 
 
-def train_or_load(supernet: ElasticModule, samples: Samples, options: argparse.Namespace) -> float:
-    """Train the supernet, or load what was trained before; gives the CPU seconds that it took."""
-    if options.state is not None and options.state.exists():
-        state = torch.load(options.state)
-        supernet.load_state_dict(state["weights"])
-        return float(state["cpu_seconds"])
-    begun = time.process_time()
-    sizes = {"epochs": options.epochs, "batch_size": options.batch_size}
-    train(supernet, samples, **sizes, seed=options.seed)
-    seconds = time.process_time() - begun
-    if options.state is not None:
-        torch.save({"weights": supernet.state_dict(), "cpu_seconds": seconds}, options.state)
-    return seconds
-
-
 def main() -> None:
     """Train, record norms, test, and export."""
     parser = argparse.ArgumentParser(description="Train the elastic example.")
@@ -204,14 +236,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch while it trains")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--state", type=Path, help="file for the trained weights; if it is there, they are read"
+        "--state", type=Path, help="file that keeps what is trained; if it is there, it goes on"
     )
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
     parts = read_images(options)
     supernet = make_supernet(options.seed)
-    seconds = train_or_load(supernet, parts.train, options)
+    training = Training(supernet, len(parts.train), options)
+    training.run(parts.train)
     supernet.eval()
     subnets = measure(supernet, parts.calibration, parts.test)
     path = options.output / "elastic_resnet.onnx"
@@ -227,7 +260,7 @@ def main() -> None:
         "threads": options.threads,
         "seed": options.seed,
         "torch": torch.__version__,
-        "training_cpu_seconds": round(seconds),
+        "training_cpu_seconds": round(training.cpu_seconds),
         "measured": subnets,
     }
     (options.output / "training.json").write_text(json.dumps(facts, indent=2) + "\n")

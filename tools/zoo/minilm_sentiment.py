@@ -243,8 +243,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bfloat16",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="train with bfloat16 autocast (turn it off on CPUs without AVX512-BF16 or AMX)",
+        help="train with bfloat16 autocast; default: where the CPU has AVX-512",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -255,8 +254,10 @@ def fine_tune(trained: Reviews, options: argparse.Namespace) -> nn.Module:
     """MiniLM, trained on these reviews."""
     import torch  # noqa: PLC0415 - not before installed_versions has said how to get it
 
-    from offramp.tools.zoo import minilm  # noqa: PLC0415 - imports torch and safetensors
+    from offramp.tools.zoo import autocast, minilm  # noqa: PLC0415 - imports torch and safetensors
 
+    if options.bfloat16 is None:
+        options.bfloat16 = autocast.bfloat16_pays()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     model = minilm.SentimentClassifier(

@@ -40,6 +40,7 @@ from offramp.tools.zoo.architectures import (
     TextTransformer,
     VisionTransformer,
 )
+from offramp.tools.zoo.autocast import bfloat16_pays
 from offramp.tools.zoo.fashion_resnet import DATASET, augment, read_idx
 from offramp.tools.zoo.minilm_sentiment import packaged_file, read_texts
 
@@ -111,7 +112,7 @@ class Recipe:
     """Gives the share of the test samples, or of their places, that is right."""
     channels_last: bool = False
     bfloat16: bool = False
-    """Whether training computes in it, where torch holds that safe."""
+    """Whether training computes in it, where torch holds that safe and the CPU is fast in it."""
 
 
 def read_images(options: argparse.Namespace) -> Parts:
@@ -206,6 +207,7 @@ def train(model: nn.Module, samples: Samples, recipe: Recipe, *, seed: int) -> N
     if recipe.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.train()
+    bfloat16 = recipe.bfloat16 and bfloat16_pays()
     for epoch in range(recipe.epochs):
         begun, total = time.monotonic(), 0.0
         order = torch.randperm(len(samples), generator=generator)
@@ -213,7 +215,7 @@ def train(model: nn.Module, samples: Samples, recipe: Recipe, *, seed: int) -> N
             first, *others = (tensor[index] for tensor in inputs)
             if recipe.change is not None:
                 first = recipe.change(first, generator)
-            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
                 found = model(first, *others)
             loss = recipe.loss(found.float(), labels[index].long())
             optimiser.zero_grad(set_to_none=True)
