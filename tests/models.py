@@ -93,8 +93,8 @@ def residual_cnn(
 ) -> onnx.ModelProto:
     """A ResNet: stem, residual blocks (the second halves the map), pooling, linear head.
 
-    A ``dense`` one answers for every pixel instead: scores, probabilities or classes, as
-    ``logits``, ``Softmax`` and ``ArgMax`` say.
+    A ``dense`` one answers for every pixel instead: scores, probabilities, classes or heat maps, as
+    ``logits``, ``Softmax``, ``ArgMax`` and ``Sigmoid`` say.
 
     Cut points: ``stem`` and every ``block{i}`` but the last, after which nothing is left to save.
     """
@@ -117,7 +117,8 @@ def residual_cnn(
             b.node("ArgMax", x, out="pixels", axis=1, keepdims=0)
             b.output("pixels", [batch, 16, 16], TensorProto.INT64)
         else:
-            kind, settings = ("Softmax", {"axis": 1}) if dense == "Softmax" else ("Identity", {})
+            kind = dense if dense in ("Softmax", "Sigmoid") else "Identity"
+            settings = {"axis": 1} if dense == "Softmax" else {}
             b.node(kind, x, out="pixels", **settings)
             b.output("pixels", sizes)
         return b.build()
