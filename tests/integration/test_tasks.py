@@ -4,89 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import html
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
 from rich.console import Console
 from tests import models
 from tests.bundles import compile_tiny
 from tests.loopback import MODEL, ask, check, serving
-from tests.padded import Arrays, answers, sentences
+from tests.padded import Arrays, answers
 from tests.sliced import slice_proto
+from tests.tasks import CASES, SAMPLES, compiled, images
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
-from offramp.calibration import profiling, torch_graph
+from offramp.calibration import torch_graph
 from offramp.calibration.bridge_training import TrainedBridge
 from offramp.calibration.dataset import Dataset, split
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
+from offramp.certify import MODEL_END
 from offramp.compiler.bridged_exits import _built, bridges_of
 from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.printing import print_bundle
 from offramp.engine.agreement import agreement_of
 from offramp.engine.plan import Mode
-
-SAMPLES = 1200
-
-
-def images(samples: int, *, seed: int = 0) -> Arrays:
-    rng = np.random.default_rng(seed)
-    return {"image": rng.standard_normal((samples, 3, 16, 16)).astype(np.float32)}
-
-
-def vectors(samples: int, *, seed: int = 0) -> Arrays:
-    return {"x": np.random.default_rng(seed).standard_normal((samples, 16)).astype(np.float32)}
-
-
-def tokens(samples: int, *, seed: int = 0) -> Arrays:
-    return sentences(samples, 12, seed=seed)
-
-
-Case = tuple[Callable[[], onnx.ModelProto], Callable[..., Arrays], dict[str, Any]]
-CASES: dict[str, Case] = {
-    "classification": (models.residual_cnn, images, {"heads": "bridges"}),
-    "multi-label": (functools.partial(models.mlp, ending="Sigmoid"), vectors, {}),
-    "regression": (models.mlp, vectors, {"task": "regression", "agree_within": 0.5}),
-    "segmentation": (
-        functools.partial(models.residual_cnn, dense="logits"), images, {"agree_share": 0.9}
-    ),
-    "classes of pixels": (
-        functools.partial(models.residual_cnn, dense="ArgMax"), images, {"agree_share": 0.9}
-    ),
-    "a byte a pixel": (
-        functools.partial(models.residual_cnn, dense="Softmax"),
-        images,
-        {"agree_share": 0.9, "class_map": True},
-    ),
-    "pose": (
-        functools.partial(models.residual_cnn, dense="logits"),
-        images,
-        {"task": "pose", "agree_share": 0.6, "agree_within": 0.2},
-    ),
-    "token-classification": (
-        functools.partial(models.bert_like, tags=4), tokens, {"agree_share": 0.8}
-    ),
-}  # fmt: skip
-
-
-def compiled(
-    build: Callable[[], onnx.ModelProto], data: Callable[..., Arrays], folder: Path, **options: Any
-) -> Bundle:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
-        patched.setattr(profiling, "disturbances", lambda *_: ())
-        settings = {"max_disagreement": 0.3, "epochs": 2, "candidates": 2, **options}
-        return Bundle.open(compile_tiny(build(), data(SAMPLES), folder, **settings).path)
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
@@ -276,16 +222,16 @@ def test_dataclasses_are_not_lost(made: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["segmentation", "pose"])
-def test_exits_of_answers_with_places_are_certified(tmp_path: Path, name: str) -> None:
-    """On terms that a random model meets: then there is a promise, and something to look at."""
+@pytest.mark.parametrize("name", ["token-classification", "segmentation", "pose"])
+def test_exits_of_answers_with_places_are_certified_and_answer(tmp_path: Path, name: str) -> None:
+    """On terms that a random model meets: there is a promise, and samples leave where it says."""
     build, data, options = CASES[name]
     loose = {"agree_share": 0.1, "max_disagreement": 0.4}
     if name == "pose":
         loose["agree_within"] = 0.5
     bundle = compiled(build, data, tmp_path, **{**options, **loose})
-    assert bundle.policy.active
-    promise = bundle.policy.promise
+    policy, promise = bundle.policy, bundle.policy.promise
+    assert policy.active
     assert promise is not None
     assert promise.certify_errors / promise.certify_samples < 0.4
     page = bundle.read("report.html").decode()
@@ -294,6 +240,15 @@ def test_exits_of_answers_with_places_are_certified(tmp_path: Path, name: str) -
     print_bundle(bundle, Console(file=written, width=400))
     told = f"Task: {name} (--task says another); an answer agrees if "
     assert told + bundle.manifest.answer.task.describe() in written.getvalue()
+
+    async def go() -> Any:
+        async with serving(bundle) as (_, client):
+            return await client.infer(MODEL, inputs)
+
+    inputs = data(200, seed=19)
+    result = asyncio.run(go())
+    assert set(result.exits.tolist()) - {MODEL_END} == {active.exit for active in policy.active}
+    check(bundle, inputs, result)
 
 
 def test_operators_that_bridges_cannot_learn_through_are_named(
