@@ -52,7 +52,8 @@ def end_labels(part: PartBuilder, scores: str, answer: Answer, dtype: str, share
     """Answer a yes or no for each label by logits [b, labels]."""
     named = answer.output if dtype == "float32" and answer.form == "probabilities" else ""
     chance = part.add("Sigmoid", [scores], named)
-    add_confidence(part, _decided(part, chance), share, places=answer.classes)
+    sure = _bounded(part, _decided(part, chance))  # NaN is as unsure as can be
+    add_confidence(part, sure, share, places=answer.classes)
     given = chance if answer.form == "probabilities" else scores
     _in_its_type(part, given, answer, dtype)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnxruntime as ort
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offramp.bundle import Answer
 from offramp.bundle.manifest import AnswerForm
@@ -17,6 +21,7 @@ from offramp.compiler.endings import (
     end_values,
 )
 from offramp.compiler.parts import DescribedTensor, PartBuilder
+from offramp.engine.exit_check import exits, exits_by_count
 from offramp.engine.principal_values import principal_values, sure_of
 
 SHARES = (1.0, 0.99, 0.9, 0.6, 0.5, 0.3)
@@ -106,6 +111,36 @@ def test_labels(form: AnswerForm, share: float, dtype: str) -> None:
     np.testing.assert_allclose(said, wanted, atol=1e-6 if dtype == "float32" else 4e-3)
     expected = sure_of(principal_values(logits, "logits", given.task), share)
     np.testing.assert_allclose(confidence, expected, atol=1e-6)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    labels=st.integers(1, 20),
+    share=st.sampled_from([*SHARES, 2 / 3, 0.1]),
+)
+def test_a_graph_lets_label_sets_leave_by_the_count_rule(
+    seed: int, labels: int, share: float
+) -> None:
+    """At least n labels reach the threshold: exactly, also at each value; NaN reaches none."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (8, labels)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.02] = np.nan
+    part = PartBuilder("p/", 17, 8)
+    scores = part.add("Identity", ["scores"])
+    end_labels(part, scores, answer("multi-label", labels, "probabilities"), "float32", share)
+    outputs: list[DescribedTensor] = [
+        ("p/y", "float32", ("batch", labels)),
+        ("p/" + CONFIDENCE, "float32", ("batch",)),
+    ]
+    inputs: list[DescribedTensor] = [("scores", "float32", ("batch", labels))]
+    chance, confidence = run(part, inputs, outputs, scores=logits)
+    decided = np.fmax(np.maximum(chance, 1 - chance), np.float32(0))
+    wanted = max(math.ceil(share * labels - 1e-6), 1)
+    for threshold in (*decided.ravel(), 0.3, 0.6, 0.9, 1.0):
+        count = (decided >= np.float32(threshold)).sum(axis=1, dtype=np.int32)
+        rule = exits_by_count(count, wanted)
+        np.testing.assert_array_equal(exits(confidence, threshold), rule)
 
 
 def test_values_and_the_chance_that_they_are_near() -> None:

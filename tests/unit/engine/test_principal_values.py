@@ -73,6 +73,45 @@ def test_heat_maps_the_order_statistic_is_the_count_rule(seed: int, share: float
         np.testing.assert_array_equal(exits(sure, threshold), rule)
 
 
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    share=st.sampled_from([1.0, 0.9, 0.75, 2 / 3, 0.5, 1 / 3, 0.1]),
+    form=st.sampled_from(["logits", "probabilities"]),
+)
+def test_labels_the_order_statistic_is_the_count_rule(
+    seed: int, share: float, form: AnswerForm
+) -> None:
+    rng = np.random.default_rng(seed)
+    answer = rng.normal(0, 3, (6, int(rng.integers(1, 40)))).astype(np.float32)
+    if form == "probabilities":
+        answer = 1 / (1 + np.exp(-answer))
+    answer[rng.random(answer.shape) < 0.02] = np.nan
+    principal = principal_values(answer, form, AnswerTask(kind="multi-label"))
+    assert principal.shape == answer.shape, "one of each label"
+    known = ~np.isnan(answer)
+    assert (principal[known] >= 0.5).all(), "of what was decided, yes or no"
+    assert (principal[~known] == 0).all()
+    sure = sure_of(principal, share)
+    for threshold in (*principal.ravel(), *sure, 0.3, 0.6, 0.9, 1.0):
+        count = (principal >= np.float32(threshold)).sum(axis=1, dtype=np.int32)
+        rule = exits_by_count(count, counted(share, principal.shape[1]))
+        np.testing.assert_array_equal(exits(sure, threshold), rule)
+
+
+@given(seed=st.integers(0, 2**32 - 1), share=st.sampled_from([1.0, 0.98, 0.9, 0.5, 0.1]))
+def test_tokens_the_order_statistic_is_the_count_rule(seed: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    answer = rng.normal(0, 3, (6, 9, 4)).astype(np.float32)
+    mask = (np.arange(9) < rng.integers(1, 10, 6)[:, None]).astype(np.int64)
+    principal = principal_values(answer, "logits", AnswerTask(kind="token-classification"))
+    sure = sure_of(principal, share, mask)
+    wanted = np.array([counted(share, int(places)) for places in mask.sum(axis=1)], np.int32)
+    for threshold in (*principal.ravel(), 0.3, 0.9):
+        count = ((principal >= np.float32(threshold)) & (mask == 1)).sum(axis=1, dtype=np.int32)
+        rule = [bool(exits_by_count(*row)) for row in zip(count, wanted, strict=True)]
+        np.testing.assert_array_equal(exits(sure, threshold), rule)
+
+
 @given(seed=st.integers(0, 2**32 - 1), share=st.sampled_from([1.0, 0.98, 0.9, 0.5]))
 def test_a_mask_leaves_tokens_out(seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)
