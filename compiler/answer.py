@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import onnx
 from onnx import helper
@@ -15,7 +15,7 @@ from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, refill, rename_tensor
 from offramp.compiler.shapes import BATCH, FLOATING, declared_types, dtype_name
-from offramp.compiler.tasks import SIGMOIDS, describe_answer, find_kind
+from offramp.compiler.tasks import SIGMOIDS, describe_answer, find_kind, warn_of_heat_maps
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ _MOST_TAGS = 512
 """Classes of tokens, unless the task was asked for: more are a vocabulary."""
 _PROJECTIONS = frozenset({"Add", "Gemm", "MatMul", "Mul"})
 """Operators that a decoder's logits may come of."""
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 _FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
 
@@ -115,6 +116,8 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
         form = _form_of(proto, name, kind, picks=picks)
         if kind == "token-classification" and asked.kind == "auto":
             _check_tags(name, shape)
+        if kind == "segmentation" and asked.kind == "auto" and not (picks or asked.class_map):
+            warn_of_heat_maps(name, shape or (), _ends(Dataflow(proto.graph), name))
         return describe_answer(name, tensor, task, form=form, picked=picked)
     match shape:
         case (str(batch), int(classes)) if batch == BATCH and classes >= 2:
@@ -224,6 +227,16 @@ def _last(graph: Dataflow, tensor: str) -> Operator | None:
     while op is not None and op.kind in _TRANSPARENT:
         op = graph.producers.get(op.proto.input[0])
     return op
+
+
+def _ends(graph: Dataflow, tensor: str) -> Iterator[Operator]:
+    """The operators that a tensor comes of, the last that computes first, up to a weighted one."""
+    op = _last(graph, tensor)
+    while op is not None:
+        yield op
+        if op.kind in _WEIGHTED:
+            return
+        op = _last(graph, op.proto.input[0]) if op.proto.input else None
 
 
 def _over_classes(proto: onnx.ModelProto, soft: Operator) -> bool:

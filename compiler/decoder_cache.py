@@ -61,6 +61,27 @@ def check_no_fused_cache(proto: onnx.ModelProto) -> None:
             )
 
 
+def check_no_cache(proto: onnx.ModelProto) -> None:
+    """Refuse a decoder with a cache where no tokens are asked for: ModelError."""
+    held = [info.name for info in proto.graph.input if _holds_past(info)]
+    if not held:
+        return
+    more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+    outputs = [info.name for info in proto.graph.output if not is_cache(info.name)]
+    raise ModelError(
+        f"input {held[0]!r}{more} hold the cache of a decoder, whose answer is "
+        f"{', '.join(map(repr, outputs)) or 'missing'}: where that is [batch, tokens, vocabulary], "
+        "name the tokens of which it answers with one, such as those of yes and no, by "
+        "--answer-tokens ID,ID; for any other answer export it without a cache (use_cache=False)"
+    )
+
+
+def _holds_past(info: onnx.ValueInfoProto) -> bool:
+    """Whether an input holds keys or values: forecasting models have a past too, of fewer axes."""
+    rank = len(info.type.tensor_type.shape.dim)
+    return info.name.startswith(f"{_CACHE}_key") or (info.name.startswith(_CACHE) and rank >= 4)
+
+
 def is_cache(name: str) -> bool:
     """Whether an input or output holds keys and values, by its name."""
     return name.startswith((_CACHE, _PRESENT))

@@ -22,6 +22,7 @@ from offramp.compiler.batch import free_batch
 from offramp.compiler.class_map import answer_with_classes
 from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.cuts import MAX_CUT_TENSORS
+from offramp.compiler.decoder_cache import check_no_cache
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
 from offramp.compiler.runtime import runs_opset
@@ -144,6 +145,8 @@ def _prepare(
     preparation.unlist_initializers(proto)
     if answer_tokens:
         answer_with_tokens(proto, answer_tokens, answer)
+    else:
+        check_no_cache(proto)
     keep_answer(proto, answer)
     if class_map:
         answer_with_classes(proto)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterable
 from typing import Final
 
 from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
@@ -15,6 +17,12 @@ _log = logging.getLogger(__name__)
 
 SIGMOIDS: Final = frozenset({"Sigmoid", "HardSigmoid"})
 _INTEGERS: Final = frozenset({"int64", "int32", "uint8", "int8", "uint16", "int16", "uint32"})
+
+
+_HEAT_MAPS: Final = re.compile(
+    r"(?i:(?<![a-z])heat|heat_?map|key_?point|landmark)|(?<![A-Za-z])(?i:pose)(?![a-z])|Pose(?![a-z])"
+)
+"""What heat maps are called, and a Transpose is not."""
 
 
 def find_kind(asked: AskedTask, shape: tuple[int | str, ...], last: Operator | None) -> TaskKind:
@@ -35,6 +43,29 @@ def find_kind(asked: AskedTask, shape: tuple[int | str, ...], last: Operator | N
         sizes = ", ".join(map(str, shape))
         _log.info("The answer [%s]%s: the task is %s%s.", sizes, how, kind, heat)
     return kind
+
+
+def warn_of_heat_maps(output: str, shape: tuple[int | str, ...], ends: Iterable[Operator]) -> None:
+    """Say so where what was taken for classes of pixels looks like heat maps.
+
+    ``ends`` are the operators that the answer comes of, the last one first. Channels that each end
+    with a Sigmoid do not compete for a pixel, as classes do.
+    """
+    ends = list(ends)
+    named = next((n for n in (output, *(op.name for op in ends)) if _HEAT_MAPS.search(n)), None)
+    if named is not None:
+        why = f"{named!r} is what heat maps are called"
+    elif ends and ends[0].kind in SIGMOIDS:
+        why = f"it ends with {ends[0].kind}, so that channels do not compete for a pixel"
+    else:
+        return
+    _log.warning(
+        "The answer %r [%s] is taken for classes of pixels (segmentation), but %s: if each channel "
+        "shows where a key point is, add --task pose; else --task segmentation ends this warning.",
+        output,
+        ", ".join(map(str, shape)),
+        why,
+    )
 
 
 def describe_answer(

@@ -20,6 +20,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 from tests import models
+from tests.decoders import decoder, prompts
 from tests.models import Builder
 from tests.unit.compiler.test_answer import ending, trees
 
@@ -420,3 +421,79 @@ def test_what_onnxslim_says_when_it_fails(capfd, caplog, monkeypatch) -> None:
     monkeypatch.setattr(simplifier.onnxslim, "slim", fail)
     inspecting(capfd, models.mlp())
     assert "not simplified: onnxslim fails: a defect of its own" in caplog.messages
+
+
+CACHED = "--answer-tokens ID,ID; for any other answer export it without a cache (use_cache=False)"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--answer", "logits"), ("--task", "classification")])
+def test_a_decoder_with_a_cache_whose_tokens_are_not_named(capfd, arguments) -> None:
+    told = compiling(capfd, decoder(cache=True), *arguments, **prompts(800, 12))
+    assert "input 'past_key_values.0.key' and 5 more hold the cache of a decoder" in told
+    assert "whose answer is 'logits': where that is [batch, tokens, vocabulary]" in told
+    assert told.endswith(CACHED)
+    assert main(["inspect", "model.onnx", *arguments]) == 1
+    assert CACHED in capfd.readouterr().err
+
+
+def forecasting() -> onnx.ModelProto:
+    """Reads the past of a series, which is no cache."""
+    b = Builder()
+    x = b.node("Flatten", b.input("past_values", ["batch", 8, 2]))
+    hidden = b.node("Relu", b.linear(x, 16, 16), out="hidden")
+    b.linear(b.node("Relu", b.linear(hidden, 16, 16)), 16, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def test_the_past_of_a_series_is_no_cache(capfd) -> None:
+    assert "past_values: float32 [batch, 8, 2]" in inspecting(capfd, forecasting())
+
+
+def with_maps(output: str, *, head: str = "", ending: str = "Identity") -> onnx.ModelProto:
+    """Maps of 5 channels, whose last convolution has a name."""
+    b = Builder()
+    hidden = b.node("Relu", b.conv(b.input("image", ["batch", 3, 16, 16]), (3, 8)), out="hidden")
+    hidden = b.node("Relu", b.conv(hidden, (8, 8)), out="hidden1")
+    x = b.node("Conv", hidden, b.weight(5, 8, 1, 1), name=head)
+    b.node(ending, x, out=output)
+    b.output(output, ["batch", 5, 16, 16])
+    return b.build()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (with_maps("heatmaps"), "'heatmaps' is what heat maps are called"),
+        (with_maps("y", head="/keypoint_head/Conv"), "'/keypoint_head/Conv' is what heat maps"),
+        (with_maps("y", head="/HRPose/final/Conv"), "'/HRPose/final/Conv' is what heat maps are"),
+        (with_maps("y", ending="Sigmoid"), "it ends with Sigmoid, so that channels do not compete"),
+    ],
+    ids=["output", "operator", "camels", "sigmoid"],
+)
+def test_what_looks_like_heat_maps_is_not_taken_for_classes_in_silence(
+    capfd, caplog, model: onnx.ModelProto, why: str
+) -> None:
+    inspecting(capfd, model)
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "[batch, 5, 16, 16] is taken for classes of pixels (segmentation), but " in told
+    assert why in told
+    assert "if each channel shows where a key point is, add --task pose" in told
+    assert told.endswith("else --task segmentation ends this warning.")
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        (with_maps("heatmaps"), ["--task", "pose"]),
+        (with_maps("heatmaps"), ["--task", "segmentation"]),
+        (with_maps("heatmaps"), ["--class-map"]),
+        (with_maps("y", head="/Transpose/wheat/Conv"), []),
+    ],
+    ids=["pose", "segmentation", "map", "others"],
+)
+def test_who_names_the_task_is_not_warned(
+    capfd, caplog, model: onnx.ModelProto, arguments: list[str]
+) -> None:
+    inspecting(capfd, model, *arguments)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
