@@ -27,7 +27,7 @@ from offramp.bundle import Answer
 from offramp.calibration.augmentation import MadeSamples, Method
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import Graphs, run_over
-from offramp.calibration.torch_graph import REMEDY, TorchGraph
+from offramp.calibration.torch_graph import TorchGraph
 from offramp.calibration.training_options import TrainingOptions, rate_after
 from offramp.engine.agreement import agreement_of
 from offramp.engine.principal_values import principal_values
@@ -128,15 +128,14 @@ def train_bridges(
     tune: Dataset,
     options: TrainingOptions,
     made: Method | None = None,
-    remedy: str = REMEDY,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedBridge]:
     """Train all bridges side by side; the same in every run, however many threads there are.
 
     ``source`` gives the answer, ``taught`` (the answer, or the scores that its classes are picked
     from), and whatever bridges read that is no graph input. With ``made``, half of the samples of
-    each epoch are made of others, anew each time. ``remedy`` is for messages. ``progress`` is
-    called with the samples of each batch, of :func:`count_samples`.
+    each epoch are made of others, anew each time. ``progress`` is called with the samples of each
+    batch, of :func:`count_samples`.
 
     Raises:
         UntrainableError: A bridge has an operator that cannot be trained.
@@ -144,7 +143,7 @@ def train_bridges(
     """
     torch.set_num_threads(1)
     run = _Run(source, bridges, answer, taught)
-    modules = [TorchGraph(b.proto, outputs=_outputs(b), remedy=remedy) for b in bridges]
+    modules = [TorchGraph(b.proto, outputs=_outputs(b)) for b in bridges]
     learned = [[p for p in module.parameters() if p.requires_grad] for module in modules]
     sizes = _sizes_of_epoch(len(train), made)
     steps = options.epochs * sum(math.ceil(size / BATCH) for size in sizes)

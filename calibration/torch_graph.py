@@ -68,18 +68,12 @@ class TorchGraph(nn.Module):
             ValueError: The graph has no tensor of a name in ``outputs``.
         """
         super().__init__()
-        graph = (inliner.inline_local_functions(model) if model.functions else model).graph
-        opset = max(
-            (o.version for o in model.opset_import if o.domain in {"", "ai.onnx"}), default=0
-        )
+        graph = _inlined(model)
+        self.outputs = tuple(o.name for o in graph.output) if outputs is None else tuple(outputs)
+        nodes = _trainable_nodes(graph, _opset(model), self.outputs, remedy)
         initialisers = {tensor.name: tensor for tensor in graph.initializer}
         given = [i.name for i in graph.input if i.name not in initialisers]
-        self.outputs = tuple(o.name for o in graph.output) if outputs is None else tuple(outputs)
-        nodes = [_read(node, opset) for node in graph.node]
-        _check_names(self.outputs, [*given, *initialisers, *(y for n in nodes for y in n.outputs)])
-        nodes = _needed(nodes, self.outputs)
         self._remedy = remedy
-        _check_operators(nodes, opset, remedy)
         constants = {n.outputs[0]: n for n in nodes if n.kind == "Constant"}
         nodes = [node for node in nodes if node.kind != "Constant"]
         read = {name for node in nodes for name in node.inputs} | set(self.outputs)
@@ -157,13 +151,7 @@ class TorchGraph(nn.Module):
     def _add_initialiser(
         self, name: str, tensor: onnx.TensorProto | None, uses: frozenset[str]
     ) -> None:
-        if tensor is None or tensor.data_type not in DTYPES:
-            kind = "sparse" if tensor is None else f"of data type {tensor.data_type}"
-            raise UntrainableError(
-                f"the model cannot be trained as a whole: its initialiser {name!r} is {kind}, "
-                f"expected a dense one of floats, integers or truth values; {self._remedy}"
-            )
-        value = to_torch(tensor)
+        value = to_torch(_dense(name, tensor, self._remedy))
         if not value.is_floating_point() or uses == {"setting"}:
             self._host[name] = value
             return
@@ -192,6 +180,50 @@ class TorchGraph(nn.Module):
         for name, key in self._keys.items():
             values[name] = getattr(self, key)
         return values
+
+
+def check_trainable(model: onnx.ModelProto, remedy: str = REMEDY) -> None:
+    """Refuse what :class:`TorchGraph` would, by an UntrainableError; its weights are not read.
+
+    So a model will do that names its weights in a file.
+    """
+    graph = _inlined(model)
+    nodes = _trainable_nodes(graph, _opset(model), [o.name for o in graph.output], remedy)
+    initialisers = {tensor.name: tensor for tensor in graph.initializer}
+    made = {name for node in nodes for name in node.outputs}
+    given = {"", *made, *(info.name for info in graph.input)} - initialisers.keys()
+    for name in sorted({name for node in nodes for name in node.inputs} - given):
+        _dense(name, initialisers.get(name), remedy)
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.GraphProto:
+    return (inliner.inline_local_functions(model) if model.functions else model).graph
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    return max((o.version for o in model.opset_import if o.domain in {"", "ai.onnx"}), default=0)
+
+
+def _trainable_nodes(
+    graph: onnx.GraphProto, opset: int, outputs: Sequence[str], remedy: str
+) -> list[GraphNode]:
+    """Give the nodes that outputs need; UntrainableError if any is lacking here."""
+    nodes = [_read(node, opset) for node in graph.node]
+    there = [i.name for i in graph.input] + [tensor.name for tensor in graph.initializer]
+    _check_names(outputs, [*dict.fromkeys(there), *(y for n in nodes for y in n.outputs)])
+    nodes = _needed(nodes, outputs)
+    _check_operators(nodes, opset, remedy)
+    return nodes
+
+
+def _dense(name: str, tensor: onnx.TensorProto | None, remedy: str) -> onnx.TensorProto:
+    if tensor is None or tensor.data_type not in DTYPES:
+        kind = "sparse" if tensor is None else f"of data type {tensor.data_type}"
+        raise UntrainableError(
+            f"the model cannot be trained as a whole: its initialiser {name!r} is {kind}, "
+            f"expected a dense one of floats, integers or truth values; {remedy}"
+        )
+    return tensor
 
 
 def _read(node: onnx.NodeProto, opset: int) -> GraphNode:

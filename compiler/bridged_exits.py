@@ -5,6 +5,7 @@ Where an answer has places, nothing that pools could answer, so these are all ex
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +16,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from offramp.bundle import Head
+from offramp.bundle import Answer, Head
 from offramp.calibration.bridge_training import TrainedBridge, count_samples, train_bridges
 from offramp.calibration.dataset import Dataset, DataSplit
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
-from offramp.calibration.torch_graph import REMEDY
+from offramp.calibration.torch_graph import REMEDY, check_trainable
 from offramp.compiler.bridges import Bridge, build_bridge
 from offramp.compiler.endings import CONFIDENCE, add_confidence, add_counts, add_principal
 from offramp.compiler.exits import (
@@ -32,12 +33,15 @@ from offramp.compiler.exits import (
     judge,
     time_heads,
 )
+from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.parts import DescribedTensor, PartBuilder
 from offramp.compiler.progress import Progress
 from offramp.compiler.recording import augmentation
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
+
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 BRIDGE = Head(kind="bridge")
@@ -51,6 +55,35 @@ SCREENING_EPOCHS = 2
 """Samples, and how often each is seen, that all bridges are tried on."""
 
 
+def needs_bridges(answer: Answer, options: CompileOptions) -> bool:
+    """Whether exits may be bridges: asked for, or as the answer has places."""
+    return options.heads in ("bridges", "both") or answer.task.is_dense
+
+
+def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
+    """Refuse bridges with operators that cannot be trained, before anything is run or timed.
+
+    UntrainableError that names them; with ``--heads both`` a warning, and the options with pooled
+    heads alone are given.
+    """
+    answer = sliced.model.answer
+    if not needs_bridges(answer, options):
+        return options
+    remedy = REMEDY
+    if answer.task.is_dense:
+        remedy = f"export the model without them: answers of {answer.task.kind} need bridges"
+    try:
+        for bridge in _bridges(sliced, sliced.model):
+            check_trainable(bridge.proto, remedy)
+    except UntrainableError as error:
+        reason = _OURS.sub("", str(error))  # as the operator is called in the user's file
+        if options.heads != "both":
+            raise UntrainableError(reason) from error
+        _log.warning("Bridges are left out, and heads pool: %s.", reason)
+        return replace(options, heads="pooled")
+    return options
+
+
 def find_bridged_exits(
     sliced: Sliced,
     parts: DataSplit,
@@ -62,8 +95,7 @@ def find_bridged_exits(
 ) -> FoundExits:
     """Try a bridge at every candidate, train the best, and keep those that net anything.
 
-    UntrainableError if a bridge has an operator that cannot be trained; DataError if the model
-    fails on a sample.
+    :func:`check_bridges` has looked at their operators. DataError if the model fails on a sample.
     """
     bridges = bridges_of(sliced)
     names = {name for bridge in bridges for name in bridge.reads}
@@ -136,30 +168,17 @@ class _BridgeSearch:
     ) -> list[TrainedBridge]:
         options = replace(self.options.training, epochs=epochs)
         with self.progress.step(title, count_samples(len(train), options)) as advance:
-            try:
-                return train_bridges(
-                    self.source,
-                    bridges,
-                    self.sliced.model.answer,
-                    taught=self.taught,
-                    train=train,
-                    tune=self.parts.tune,
-                    options=options,
-                    made=augmentation(self.sliced, train, self.options),
-                    remedy=self._remedy,
-                    progress=advance,
-                )
-            except UntrainableError as error:
-                reason = _OURS.sub("", str(error))  # as the operator is called in the user's file
-                raise UntrainableError(f"{self.options.model}: {reason}") from error
-
-    @property
-    def _remedy(self) -> str:
-        """What can be done about operators that no bridge can be trained through."""
-        answer = self.sliced.model.answer
-        if answer.task.is_dense:
-            return f"export the model without them: answers of {answer.task.kind} need bridges"
-        return REMEDY
+            return train_bridges(
+                self.source,
+                bridges,
+                self.sliced.model.answer,
+                taught=self.taught,
+                train=train,
+                tune=self.parts.tune,
+                options=options,
+                made=augmentation(self.sliced, train, self.options),
+                progress=advance,
+            )
 
     def _built(
         self, bridges: Sequence[Bridge], trained: Sequence[TrainedBridge]
@@ -197,7 +216,12 @@ def bridges_of(sliced: Sliced) -> list[Bridge]:
     A candidate has two where one is shorter: it leaves out what lies between the last cut point and
     the place where the model's own end begins.
     """
-    model, analysis = sliced.whole_model(), sliced.analysis
+    return _bridges(sliced, sliced.whole_model())
+
+
+def _bridges(sliced: Sliced, model: SourceModel) -> list[Bridge]:
+    """Build them of the sliced model, with its weights or without."""
+    analysis = sliced.analysis
     places = {point.tensors: place for place, point in enumerate(analysis.cuts)}
     bridges = []
     for candidate, cut in enumerate(sliced.cuts):

@@ -24,7 +24,7 @@ from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
-from offramp.compiler.bridged_exits import find_bridged_exits
+from offramp.compiler.bridged_exits import check_bridges, find_bridged_exits, needs_bridges
 from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
@@ -117,6 +117,7 @@ def compile_model(
             give_back()
             advance(1)
             with _naming(options.model):
+                options = check_bridges(sliced, options)
                 _verify(sliced, parts, options)
             sliced = sliced.without_weights()
         run = CompileRun(options=options, parts=parts, progress=progress, scratch=scratch)
@@ -163,16 +164,11 @@ def _find_exits(
     """Train the heads of the families that are asked for."""
     parts, options, progress = run.parts, run.options, run.progress
     bridged = None
-    if options.heads in ("bridges", "both") or sliced.model.answer.task.is_dense:
-        try:
-            bridged = find_bridged_exits(
-                sliced, parts, options, times, samples=samples, progress=progress
-            )
-        except UntrainableError as error:
-            if options.heads != "both":
-                raise
-            _log.warning("Bridges are left out, and heads pool: %s.", error)
-        if bridged is not None and options.heads != "both":
+    if needs_bridges(sliced.model.answer, options):
+        bridged = find_bridged_exits(
+            sliced, parts, options, times, samples=samples, progress=progress
+        )
+        if options.heads != "both":
             return bridged
     pooled = find_exits(
         sliced, parts, options, times, samples=samples, progress=progress, scratch=run.scratch
@@ -320,10 +316,10 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
 
 @contextmanager
 def _naming(model: Path) -> Iterator[None]:
-    """Have CompileErrors name the model's file, as those of reading it do."""
+    """Have errors about the model name its file, as those of reading it do."""
     try:
         yield
-    except CompileError as error:
+    except (CompileError, UntrainableError) as error:
         raise type(error)(f"{model}: {error}") from error
 
 

@@ -12,7 +12,7 @@ from offramp.bundle.criteria import Criterion
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import run_over
 from offramp.calibration.scratch import describe_bytes
-from offramp.calibration.torch_graph import TorchGraph
+from offramp.calibration.torch_graph import check_trainable
 from offramp.compiler.asked_task import WITHIN_SPREAD
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import serialised, weight_bytes
@@ -146,7 +146,7 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
             f"--train joint: the model has {describe_bytes(held)} of weights, and may have {most}, "
             "as one graph holds it with all exits; leave it out"
         )
-    TorchGraph(model.proto)  # or an error that names what cannot be trained
+    check_trainable(model.proto)
 
 
 def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> None:

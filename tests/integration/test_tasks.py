@@ -24,7 +24,6 @@ from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration import torch_graph
 from offramp.calibration.bridge_training import TrainedBridge
 from offramp.calibration.dataset import Dataset, split
-from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
 from offramp.certify import MODEL_END
 from offramp.compiler.bridged_exits import _built, bridges_of
@@ -251,21 +250,10 @@ def test_exits_of_answers_with_places_are_certified_and_answer(tmp_path: Path, n
     check(bundle, inputs, result)
 
 
-def test_operators_that_bridges_cannot_learn_through_are_named(
+def test_without_operators_for_bridges_heads_pool_where_both_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As they are called in the user's file; where answers have places nothing can be left out."""
     monkeypatch.delitem(torch_graph.OPERATORS, "Relu")
-    build, data, options = CASES["segmentation"]
-    with pytest.raises(UntrainableError) as refused:
-        compiled(build, data, tmp_path, **options)
-    told = str(refused.value)
-    assert told.startswith(f"{tmp_path / 'model.onnx'}: ")
-    assert "no gradients are known through Relu" in told
-    assert "export the model without them: answers of segmentation need bridges" in told
-    assert "offramp_exit" not in told
-    assert "--heads" not in told
-    (both := tmp_path / "both").mkdir()
-    bundle = compiled(models.residual_cnn, data, both, heads="both")
+    bundle = compiled(models.residual_cnn, images, tmp_path, heads="both")
     assert {e.head.kind for e in bundle.manifest.exits} == {"grid"}
     assert "Bridges are left out, and heads pool" in caplog.text

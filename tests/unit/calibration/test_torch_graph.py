@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tests.zoo.variants import Exported, Variant, export
 from torch import Tensor
 
 from offramp.calibration.errors import UntrainableError
-from offramp.calibration.torch_graph import TorchGraph
+from offramp.calibration.torch_graph import TorchGraph, check_trainable
 from offramp.calibration.torch_operators.node import plain
 from offramp.calibration.torch_operators.table import OPERATORS
 from offramp.compiler.runtime import random_inputs
@@ -375,15 +375,22 @@ def test_a_file_that_is_not_sorted_is_computed_in_order() -> None:
     assert answer.tolist() == [[-0.0, -2.0]]
 
 
-def test_a_circle_is_refused() -> None:
+Reads = Callable[[onnx.ModelProto], object]
+READS = pytest.mark.parametrize("read", [TorchGraph, check_trainable])
+"""What is refused is refused the same where only operators are looked at."""
+
+
+@READS
+def test_a_circle_is_refused(read: Reads) -> None:
     model = chain("Relu", "Neg")
     model.graph.node[0].input[0] = model.graph.node[1].output[0]
 
     with pytest.raises(UntrainableError, match="needs its own output; expected a graph without"):
-        TorchGraph(model)
+        read(model)
 
 
-def test_operators_that_are_lacking_are_all_named_with_the_first_node() -> None:
+@READS
+def test_operators_that_are_lacking_are_all_named_with_the_first_node(read: Reads) -> None:
     b = Builder()
     x = b.node("Relu", b.input("x", ["batch", 4]))
     x = b.node("NonMaxSuppression", x, x)
@@ -391,7 +398,7 @@ def test_operators_that_are_lacking_are_all_named_with_the_first_node() -> None:
     b.output(x, ["batch", 4])
 
     with pytest.raises(UntrainableError) as caught:
-        TorchGraph(b.build())
+        read(b.build())
 
     assert str(caught.value) == (
         "the model cannot be trained as a whole: no gradients are known through NonMaxSuppression, "
@@ -400,22 +407,25 @@ def test_operators_that_are_lacking_are_all_named_with_the_first_node() -> None:
     )
 
 
-def test_operators_of_other_domains_are_named_with_them() -> None:
+@READS
+def test_operators_of_other_domains_are_named_with_them(read: Reads) -> None:
     model = one_node("Gelu", ["x"], domain="com.microsoft")
 
     with pytest.raises(
         UntrainableError, match=r"through com\.microsoft\.Gelu; the first is .*'it'"
     ):
-        TorchGraph(model)
+        read(model)
 
 
-def test_an_old_opset_is_refused() -> None:
+@READS
+def test_an_old_opset_is_refused(read: Reads) -> None:
     with pytest.raises(UntrainableError, match="has opset 6, and operators of opset 7 or newer"):
-        TorchGraph(one_node("Relu", ["x"], opset=6))
+        read(one_node("Relu", ["x"], opset=6))
 
 
+@READS
 @pytest.mark.parametrize("kind", ["sparse", "of data type 13"])
-def test_initialisers_that_torch_has_nothing_for_are_refused(kind: str) -> None:
+def test_initialisers_that_torch_has_nothing_for_are_refused(kind: str, read: Reads) -> None:
     if kind == "sparse":
         model = one_node("Add", ["x", "w"])
         values, places = weight("w", 1.0), numpy_helper.from_array(np.array([2]), "places")
@@ -424,7 +434,18 @@ def test_initialisers_that_torch_has_nothing_for_are_refused(kind: str) -> None:
         model = one_node("Add", ["x", "w"], numpy_helper.from_array(np.ones(4, np.uint64), "w"))
 
     with pytest.raises(UntrainableError, match=f"initialiser 'w' is {kind}, expected a dense one"):
-        TorchGraph(model)
+        read(model)
+
+
+def test_what_can_be_trained_is_told_without_reading_weights() -> None:
+    model = residual_cnn()
+    check_trainable(model)
+    for tensor in model.graph.initializer:
+        if tensor.dims:
+            tensor.ClearField("raw_data")
+            tensor.data_location = TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="nowhere.bin")
+    check_trainable(model)
 
 
 def test_a_tensor_that_is_not_there_is_refused_with_those_of_like_names() -> None:

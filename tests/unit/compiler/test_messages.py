@@ -24,6 +24,7 @@ from tests.decoders import decoder, prompts
 from tests.models import Builder
 from tests.unit.compiler.test_answer import ending, trees
 
+from offramp.calibration import torch_graph
 from offramp.compiler import preparation, simplifier, slice_verification
 from offramp.compiler.cli import main
 from offramp.compiler.source_file import MAX_BYTES
@@ -497,3 +498,42 @@ def test_who_names_the_task_is_not_warned(
 ) -> None:
     inspecting(capfd, model, *arguments)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.fixture
+def without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradients are known through Relu; whatever runs the model, to time or record, fails."""
+    monkeypatch.delitem(torch_graph.OPERATORS, "Relu")
+
+    def too_late(*_arguments: Any, **_more: Any) -> None:
+        raise AssertionError("the model is run before its operators were looked at")
+
+    for name in ("verify", "measure_batch_effect", "timer_of", "find_exits"):
+        monkeypatch.setattr(f"offramp.compiler.compile.{name}", too_late)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ((), "export the model without them: answers of segmentation need bridges"),
+        (("--train", "joint"), "leave out --heads bridges and --train joint, or export it"),
+    ],
+    ids=["dense", "joint"],
+)
+@pytest.mark.usefixtures("without_relu")
+def test_operators_that_dense_answers_cannot_learn_through(capfd, arguments, remedy) -> None:
+    model = models.residual_cnn(dense="logits")
+    told = compiling(capfd, model, *arguments, image=samples(3, 16, 16))
+    assert told.startswith("eecompile: model.onnx: the model cannot be trained as a whole: no grad")
+    assert "no gradients are known through Relu; the first is Relu 'Relu:" in told
+    assert remedy in told
+    assert "offramp_exit" not in told, "as it is called in the user's file"
+
+
+@pytest.mark.parametrize("arguments", [("--heads", "bridges"), ("--train", "joint")])
+@pytest.mark.usefixtures("without_relu")
+def test_operators_that_classifiers_cannot_learn_through(capfd, arguments) -> None:
+    told = compiling(capfd, models.residual_cnn(), *arguments, image=samples(3, 16, 16))
+    assert told.startswith("eecompile: model.onnx: the model cannot be trained as a whole: no grad")
+    assert "through Relu; the first is Relu " in told
+    assert told.endswith("leave out --heads bridges and --train joint, or export it without them")
