@@ -401,18 +401,20 @@ def hidden_states(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
     return b.build()
 
 
-def mlp(*, layers: int = 3, width: int = 16, ending: str | None = None) -> onnx.ModelProto:
+def mlp(
+    *, layers: int = 3, width: int = 16, classes: int = 3, ending: str | None = None
+) -> onnx.ModelProto:
     """A plain chain of linear layers. Cut points: ``hidden{i}``."""
     b = Builder()
     x = b.input("x", ["batch", width])
     for i in range(layers):
         x = b.node("Relu", b.linear(x, width, width), out=f"hidden{i}")
-    logits = b.linear(x, width, 3, out="logits")
+    logits = b.linear(x, width, classes, out="logits")
     b.output(
         b.node(ending, logits, **({} if ending == "Sigmoid" else {"axis": -1}), out="answer")
         if ending
         else logits,
-        ["batch", 3],
+        ["batch", classes],
     )
     return b.build()
 

@@ -14,7 +14,9 @@ from tests.bundles import compile_tiny
 from tests.models import mlp
 
 
-def compile_small(folder: Path, *, seed: int = 0, **options: Any) -> tuple[Bundle, Path]:
+def compile_small(
+    folder: Path, *, seed: int = 0, classes: int = 3, **options: Any
+) -> tuple[Bundle, Path]:
     """Compile an MLP on slightly varied vectors of eight kinds; also gives inputs to serve.
 
     The inputs are of the same distribution, in an archive beside the bundle.
@@ -25,7 +27,11 @@ def compile_small(folder: Path, *, seed: int = 0, **options: Any) -> tuple[Bundl
         patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         bundle = compile_tiny(
-            mlp(layers=4), {"x": _vectors(1400, seed)}, folder, name="small", **options
+            mlp(layers=4, classes=classes),
+            {"x": _vectors(1400, seed)},
+            folder,
+            name="small",
+            **options,
         )
     inputs = folder / "inputs.npz"
     np.savez(inputs, x=_vectors(400, seed + 1))

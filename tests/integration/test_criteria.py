@@ -32,7 +32,15 @@ from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
 from offramp.server.cli import main as serve
 from offramp.tools.bench.cli import main as bench
-from offramp.tools.bench.methods import METHODS, _patient, _recorded, tune_methods
+from offramp.tools.bench.methods import (
+    ENTROPY,
+    METHODS,
+    _kept_entropies,
+    _patient,
+    _recorded,
+    _tuning_split,
+    tune_methods,
+)
 
 OWN = "mean_margin"
 
@@ -185,12 +193,85 @@ def test_methods_use_the_records_where_they_have_what_is_needed(bundles) -> None
     assert method.disagreement == pytest.approx((said != records.final_prediction).mean())
 
 
+def compiled_with(bundle: Bundle) -> Dataset:
+    return read_samples(bundle.path.parent / "data.npz", bundle.manifest)
+
+
+@pytest.mark.parametrize("criterion", ["probability", "learned", "patience"])
+def test_methods_tune_on_the_samples_that_the_bundle_was_tuned_on(bundles, criterion) -> None:
+    """Found again in the data that it was compiled with: its exits say there what was recorded."""
+    bundle = bundles[criterion]
+    dataset, own = data_of(bundle), compiled_with(bundle)
+    split = _tuning_split(bundle, own, 0, 1)
+    kept, found = ExitRecords.kept_by(bundle, TUNE), _recorded(bundle, split, ENTROPY, 1)
+    np.testing.assert_array_equal(found.prediction, kept.prediction)
+    np.testing.assert_array_equal(found.final_prediction, kept.final_prediction)
+    methods, rest = tune_methods(list(METHODS), bundle, dataset, threads=1, compiled_with=own)
+    assert rest is dataset, "nothing of the data is held back"
+    samples = len(kept.final_prediction)
+    assert {method.name: method.tuned_on for method in methods} == {
+        "branchynet": f"the {samples} samples that the bundle was tuned on",
+        "deebert": f"the {samples} samples that the bundle was tuned on",
+        "pabee": f"the bundle's {samples} tuning records",
+    }
+    left = first_exit(found.confidence, np.array(methods[0].thresholds))
+    said = np.vstack([found.prediction, found.final_prediction])[left, np.arange(samples)]
+    assert methods[0].disagreement == pytest.approx((said != found.final_prediction).mean())
+
+
+def test_data_that_the_bundle_was_not_compiled_with_does_not_tune(
+    bundles, tmp_path: Path, capsys
+) -> None:
+    bundle = bundles["probability"]
+    folder = bundle.path.parent
+    out, inputs, own = tmp_path / "out.json", str(folder / "inputs.npz"), str(folder / "data.npz")
+    command = ["compare", str(bundle.path), "--data", inputs, "--method", "deebert"]
+    brief = ["--batch-sizes", "8", "--rounds", "1", "--json", str(out)]
+    for more, message in (
+        (["--method-data", inputs], "these are not the data that the bundle was compiled with"),
+        (
+            ["--method-data", str(folder / "data.npz"), "--method-seed", "3"],
+            "another --seed than 3",
+        ),
+    ):
+        assert bench([*command, *more]) == 1
+        assert message in capsys.readouterr().err
+    assert bench([*command, *brief, "--method-data", own]) == 0
+    (method,) = json.loads(out.read_text())["environment"]["methods"].values()
+    assert "samples that the bundle was tuned on" in method["tuned_on"]
+    without = ["compare", str(bundle.path), "--data", inputs, "--method-data", inputs]
+    assert bench(without) == 1
+    assert "it tunes methods, and none is asked for" in capsys.readouterr().err
+    assert bench([*command, "--precision", str(bundle.path)]) == 1
+    assert "published methods are not measured with --precision" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("criterion", ["probability", "margin"])
+def test_of_two_classes_the_records_hold_entropies(tmp_path: Path, criterion: str) -> None:
+    """They are those that the exits' graphs compute of the same samples."""
+    folder = tmp_path / criterion
+    bundle, _ = compile_small(folder, criterion=criterion, classes=2)
+    kept = ExitRecords.kept_by(bundle, TUNE)
+    found = _kept_entropies(bundle, kept)
+    assert found is not None
+    split = _tuning_split(bundle, compiled_with(bundle), 0, 1)
+    graphs = _recorded(bundle, split, ENTROPY, 1)
+    np.testing.assert_allclose(found.records.confidence, graphs.confidence, rtol=0, atol=2e-6)
+    assert found.records.confidence.std() > 0.01
+    methods, rest = tune_methods(["branchynet", "deebert"], bundle, split, threads=1)
+    assert rest is split
+    assert {method.tuned_on for method in methods} == {
+        f"the bundle's {len(kept.final_prediction)} tuning records"
+    }
+
+
 def test_methods_that_cannot_be_measured_say_why(bundles, tmp_path: Path, capsys) -> None:
     bundle = bundles["probability"]
     few = tmp_path / "few.npz"
     np.savez(few, **data_of(bundle).take(slice(0, 40)))
     for method, message in (
-        ("deebert", "give at least 200"),
+        ("deebert", "the bundle's records hold no entropies (--criterion probability), so a quar"),
+        ("deebert", "give at least 200, or --method-data, what the bundle was compiled with"),
         ("deeberd", "unknown method 'deeberd'; there is deebert"),
     ):
         command = ["compare", str(bundle.path), "--data", str(few), "--method", method]

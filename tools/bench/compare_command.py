@@ -87,6 +87,14 @@ def add_parser(commands: Any) -> None:
         "threshold for each exit), deebert (entropy, one threshold), pabee (exits in a row that "
         "agree); on the CPU; may be repeated",
     )
+    add(
+        "--method-data",
+        type=Path,
+        metavar="NPZ",
+        help="what the bundle was compiled with: branchynet and deebert tune on the samples that "
+        "the bundle was tuned on then, and all of --data is measured",
+    )
+    add("--method-seed", type=int, default=0, metavar="K", help="--seed of that compilation")
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
     frontier_command.add_arguments(command)
     command.set_defaults(run=run)
@@ -100,8 +108,15 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     check_outputs(options.json)
     also, named = parse_also(options.also), parse_methods(options.method)
+    if options.method_data is not None and not named:
+        raise ValueError(
+            f"--method-data {options.method_data}: it tunes methods, and none is asked for; add "
+            "--method branchynet,deebert, or leave it out"
+        )
     bundle = open_runnable(options.bundle)
     dataset = read_samples(options.data, bundle.manifest)
+    tuning = options.method_data
+    compiled_with = None if tuning is None else read_samples(tuning, bundle.manifest)
     backend = make_backend(
         options.backend,
         threads=options.threads,
@@ -117,7 +132,14 @@ def run(options: argparse.Namespace) -> int:
             "not to be compared; add --backend onnxruntime"
         )
     others = {model.name: AlsoRunner(model, bundle, options.threads) for model in also}
-    methods, measured = tune_methods(named, bundle, dataset, threads=options.threads)
+    methods, measured = tune_methods(
+        named,
+        bundle,
+        dataset,
+        threads=options.threads,
+        compiled_with=compiled_with,
+        seed=options.method_seed,
+    )
     total = samples_run(
         measured, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )

@@ -166,6 +166,11 @@ class _Asked(NamedTuple):
                 f"--also {options.also[0]}: further models are not measured with --precision; "
                 "leave out one of the two"
             )
+        if options.method:
+            raise ValueError(
+                f"--method {','.join(options.method)}: published methods are not measured with "
+                "--precision; leave out one of the two"
+            )
         return cls(options.bounds or _BOUNDS, level, seed)
 
 

@@ -8,8 +8,11 @@ bundle's, so that what differs is how it is decided who leaves:
 * PABEE (3.3): so many exits in a row that give the same class, one number for all.
 
 Of the thresholds that keep the bundle's bound on the samples that tune, those are taken that are
-predicted to save most: nothing is promised of other samples. Where they need what the bundle's own
-records of its tuning split lack, the first samples of the data tune, and are not measured.
+predicted to save most: nothing is promised of other samples. All tune on the split that the
+bundle's own thresholds were tuned on, as far as that can be had. The records that the bundle keeps
+of it have classes, and one number for how sure each exit was, of which entropies follow where there
+are two classes; else the data that the bundle was compiled with has to be there. Without it the
+first samples of the data tune entropies, and are not measured.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +33,7 @@ from offramp.calibration.records import ExitRecords, record_answers
 from offramp.certify import FloatArray, Records, evaluate
 from offramp.certify.path import best_common_thresholds
 from offramp.compiler.certainty import with_certainty
+from offramp.compiler.engines.verification import part_data
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.search import search_thresholds
 from offramp.engine.control.published.thresholds import count_allowed
@@ -54,9 +58,10 @@ class Method:
     threshold for each exit."""
 
 
+ENTROPY: Final = Criterion(name="entropy")
 METHODS: Final[Mapping[str, Method]] = {
-    "branchynet": Method(criterion=Criterion(name="entropy"), search=search_thresholds),
-    "deebert": Method(criterion=Criterion(name="entropy"), search=best_common_thresholds),
+    "branchynet": Method(criterion=ENTROPY, search=search_thresholds),
+    "deebert": Method(criterion=ENTROPY, search=best_common_thresholds),
     "pabee": Method(
         criterion=Criterion(name=PATIENCE, depends_on_earlier=True), search=best_common_thresholds
     ),
@@ -94,43 +99,112 @@ def parse_methods(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def tune_methods(
-    names: Sequence[str], bundle: Bundle, dataset: Dataset, *, threads: int
+    names: Sequence[str],
+    bundle: Bundle,
+    dataset: Dataset,
+    *,
+    threads: int,
+    compiled_with: Dataset | None = None,
+    seed: int = 0,
 ) -> tuple[list[TunedMethod], Dataset]:
     """Find the thresholds of methods; gives them, and the data that is left to be measured.
 
-    ValueError where the bundle is none of classification, has no exits, or its data are too few.
+    ``compiled_with`` is the data that the bundle was compiled with, by this ``seed``. ValueError
+    where it is not, the bundle is none of classification or has no exits, or the data are too few.
     """
     manifest = bundle.manifest
     if not names:
         return [], dataset
+    asked = f"--method {','.join(names)}"
     if manifest.answer.task.kind != "classification":
         raise ValueError(
-            f"--method {','.join(names)}: entropy and patience are of classes; the bundle's task "
-            f"is {manifest.answer.task.kind}"
+            f"{asked}: entropy and patience are of classes; the bundle's task is "
+            f"{manifest.answer.task.kind}"
         )
     if not manifest.exits:
-        raise ValueError(f"--method {','.join(names)}: the bundle has no exits")
+        raise ValueError(f"{asked}: the bundle has no exits")
     kept = ExitRecords.kept_by(bundle, TUNE)
-    found: dict[str, tuple[ExitRecords, str]] = {
-        PATIENCE: (_patient(kept), f"the bundle's {len(kept.final_prediction)} tuning records")
-    }
-    entropy = Criterion(name="entropy")
-    if manifest.answer.criterion == entropy:
-        found["entropy"] = kept, found[PATIENCE][1]
-    elif any(METHODS[name].criterion == entropy for name in names):
-        count = min(int(TUNING_SHARE * len(dataset)), MOST_TUNING)
-        if count < _LEAST_TUNING:
-            raise ValueError(
-                f"--method {','.join(names)}: a quarter of the data tunes entropies, and that is "
-                f"{count} samples; give at least {round(_LEAST_TUNING / TUNING_SHARE)}"
-            )
-        part = dataset.subset(np.arange(count))
-        found["entropy"] = (
-            _recorded(bundle, part, entropy, threads),
-            f"the first {count} samples of the data, which are not measured",
-        )
-        dataset = dataset.subset(np.arange(count, len(dataset)))
+    found = {PATIENCE: _Tuning(_patient(kept), _RECORDS.format(len(kept.final_prediction)))}
+    if any(METHODS[name].criterion == ENTROPY for name in names):
+        entropies = _kept_entropies(bundle, kept)
+        if entropies is None and compiled_with is not None:
+            split = _tuning_split(bundle, compiled_with, seed, threads)
+            records = _recorded(bundle, split, ENTROPY, threads)
+            entropies = _Tuning(records, _SPLIT.format(len(split)))
+        if entropies is None:
+            entropies, dataset = _held_back(asked, bundle, dataset, threads)
+        found[ENTROPY.name] = entropies
     return [_tune(name, bundle, *found[METHODS[name].criterion.name]) for name in names], dataset
+
+
+class _Tuning(NamedTuple):
+    """What methods of a criterion are tuned on."""
+
+    records: ExitRecords
+    tuned_on: str
+    """In words."""
+
+
+_RECORDS: Final = "the bundle's {} tuning records"
+_SPLIT: Final = "the {} samples that the bundle was tuned on"
+
+
+def _kept_entropies(bundle: Bundle, kept: ExitRecords) -> _Tuning | None:
+    """Take entropies from the bundle's records; ``None`` where these do not have them.
+
+    Of two classes the largest probability says all, and so does the difference of both.
+    """
+    answer = bundle.manifest.answer
+    confidence = kept.confidence.astype(np.float64)
+    match answer.criterion.name:
+        case ENTROPY.name:
+            certainty = confidence
+        case "probability" if answer.classes == 2:
+            certainty = _certainty_of_two(confidence)
+        case "margin" if answer.classes == 2:
+            certainty = _certainty_of_two((1 + confidence) / 2)
+        case _:
+            return None
+    records = replace(kept, confidence=certainty.astype(np.float32))
+    return _Tuning(records, _RECORDS.format(len(kept.final_prediction)))
+
+
+def _certainty_of_two(largest: FloatArray) -> FloatArray:
+    """1 − the entropy over log 2, of the larger of two probabilities; 0 of no confidence."""
+    p = np.clip(largest, 0.5, 1)
+    other = np.maximum(1 - p, np.finfo(np.float64).tiny)
+    found: FloatArray = 1 + (p * np.log2(p) + other * np.log2(other))
+    return found
+
+
+def _tuning_split(bundle: Bundle, dataset: Dataset, seed: int, threads: int) -> Dataset:
+    """Find the samples that the bundle was tuned on; ValueError where they are not there."""
+    parts = part_data(bundle, dataset, seed=seed, threads=threads)
+    if not parts.certifies:
+        raise ValueError(
+            "--method-data: these are not the data that the bundle was compiled with, or it was "
+            f"compiled with another --seed than {seed} (--method-seed); give those, or leave it "
+            "out: then a part of --data tunes"
+        )
+    return parts.tune
+
+
+def _held_back(
+    asked: str, bundle: Bundle, dataset: Dataset, threads: int
+) -> tuple[_Tuning, Dataset]:
+    """Record entropies of the first samples; gives the others too, which may be measured."""
+    count = min(int(TUNING_SHARE * len(dataset)), MOST_TUNING)
+    if count < _LEAST_TUNING:
+        criterion = bundle.manifest.answer.criterion.name
+        least = round(_LEAST_TUNING / TUNING_SHARE)
+        raise ValueError(
+            f"{asked}: the bundle's records hold no entropies (--criterion {criterion}), so a "
+            f"quarter of the data tunes, and that is {count} samples; give at least {least}, or "
+            "--method-data, what the bundle was compiled with"
+        )
+    records = _recorded(bundle, dataset.subset(np.arange(count)), ENTROPY, threads)
+    told = f"the first {count} samples of the data, which are not measured"
+    return _Tuning(records, told), dataset.subset(np.arange(count, len(dataset)))
 
 
 def _tune(name: str, bundle: Bundle, records: ExitRecords, tuned_on: str) -> TunedMethod:
