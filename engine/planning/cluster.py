@@ -33,6 +33,9 @@ class ModelFacts:
     """[segments - 1]: bytes of a row that cross the border behind each segment; empty is none."""
     weight_bytes: tuple[float, ...] = ()
     """[segments]: bytes of weights of each, its exit's included; empty is none."""
+    exits: tuple[int, ...] = ()
+    """[exits]: what each is called in plans, such as its index in a bundle, of which not all may
+    be in use; empty is by their places here."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "segments", least=1)
@@ -45,6 +48,7 @@ class ModelFacts:
             ("going_on", len(self.exit_after)),
             ("row_bytes", self.segments - 1),
             ("weight_bytes", self.segments),
+            ("exits", len(self.exit_after)),
         ):
             found = len(getattr(self, name))
             if found != expected and (found or name == "going_on"):
@@ -53,6 +57,11 @@ class ModelFacts:
         check_numbers(self, "row_bytes", "weight_bytes", least=0)
         if any(a < b for a, b in itertools.pairwise(self.going_on)):
             raise ValueError(f"going_on {self.going_on} must not rise with depth")
+
+    @property
+    def exit_names(self) -> tuple[int, ...]:
+        """[exits]: what each is called in plans."""
+        return self.exits or tuple(range(len(self.exit_after)))
 
     @property
     def exit_at(self) -> NDArray[np.int64]:

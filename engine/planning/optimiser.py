@@ -333,7 +333,8 @@ class _Optimiser:
         start, end, kind, count = step
         exit_at = self._model.exit_at
         borders = [*times.exits_between(kind, start, end), end] if on else []
-        exits = tuple(int(exit_at[border]) for border in borders if exit_at[border] >= 0)
+        names = self._model.exit_names
+        exits = tuple(names[exit_at[border]] for border in borders if exit_at[border] >= 0)
         named = Replicas(
             device_type=self._cluster.types[kind].name,
             count=count,

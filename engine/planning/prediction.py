@@ -45,7 +45,8 @@ def replicas_of(
     """Time replicas as others are, with the exits that they have on."""
     (kind,) = [kind for kind in cluster.types if kind.name == like.device_type]
     first, last = segments
-    inside = [model.exit_after[exit_] + 1 for exit_ in like.exits]
+    after = dict(zip(model.exit_names, model.exit_after, strict=True))
+    inside = [after[exit_] + 1 for exit_ in like.exits]
     borders = [first, *(border for border in inside if border <= last), last + 1]
     stage_s, longest_s = seconds_with(
         kind.times, model, borders, batch_size, ends_with_exit=last + 1 in inside

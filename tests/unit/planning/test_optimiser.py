@@ -113,6 +113,13 @@ def test_a_batch_that_halves_is_filled_again_behind_the_exit() -> None:
     assert plan.latency_s == pytest.approx(2e-3 + 1.5 / 6e3 + 1.5 / 3e3)
 
 
+def test_exits_are_called_as_the_model_calls_them() -> None:
+    model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.5,), exits=(7,))
+    plan = make_cluster_plan(model, two_halves(3), FOUR).plan
+    assert plan.splits[0].replicas[0].exits == (7,)
+    assert predict(plan, model, two_halves(3), arrival_rps=6e3) == plan
+
+
 def test_an_exit_that_costs_more_than_it_saves_is_off_and_the_model_stays_whole() -> None:
     result = make_cluster_plan(HALF_LEAVE, two_halves(3, exit_s=2e-3), FOUR)
     assert result.plan == result.baseline
