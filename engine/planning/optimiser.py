@@ -158,7 +158,7 @@ class _Optimiser:
             (1 / float(rate[fine].max()) for rate, fine in self._whole_rates(most) if fine.any()),
             default=math.inf,
         )
-        for search in reversed(self._searches):
+        for search in self._most_promising_first(most):
             if search.least_latency_s() > most.latency_s:
                 continue
             periods = search.periods(0.0, best_s * (1 - ROUNDING))
@@ -174,6 +174,15 @@ class _Optimiser:
                     low = middle + 1
             best_s = float(periods[high])
         return best_s
+
+    def _most_promising_first(self, most: Limits) -> list[SplitSearch]:
+        """Sort batch sizes by how fast the whole model is: what is found first bounds the rest."""
+        best = dict.fromkeys((s.times.batch_size for s in self._searches), 0.0)
+        for whole in self._wholes:
+            size = whole.times.batch_size
+            fastest = whole.rate_rps[self._fine(whole, most)].max(initial=0.0)
+            best[size] = max(best[size], float(fastest))
+        return sorted(self._searches, key=lambda s: -best[s.times.batch_size])
 
     def _whole_rates(self, most: Limits) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
         return [(whole.rate_rps, self._fine(whole, most)) for whole in self._wholes]
@@ -191,7 +200,7 @@ class _Optimiser:
 
     def _possible(self, search: SplitSearch, period_s: float, most: Limits) -> bool:
         """Whether any plan of a batch size has a period of at most so much."""
-        steps = search.steps(period_s)
+        steps = search.steps(period_s, most.latency_s)
         counted = search.extend(
             self._others, steps, search.begin(self._others), counting=True, once=False
         )
@@ -202,8 +211,15 @@ class _Optimiser:
         splits = search.trace(self._others, steps, [counted], place, counting=True)
         if search.latency_of(splits) <= most.latency_s:
             return True
-        latency_s = self._latencies(search, period_s)
+        latency_s = self._latencies(search, period_s, most.latency_s)
         return bool(self._within(latency_s, most).any())
+
+    def _least_cost_of(self, search: SplitSearch, period_s: float, most: Limits) -> float:
+        """Bound the cost of the plans of a batch size from below; infinite if there is none."""
+        steps = search.steps(period_s, most.latency_s)
+        begun = search.begin(self._others)
+        counted = search.extend(self._others, steps, begun, counting=True, once=False)
+        return float(self._counted_cost(counted).min())
 
     def _counted_cost(self, counted: NDArray[np.float64]) -> NDArray[np.float64]:
         """[grid of the other types]: least cost of a plan, whatever its latency."""
@@ -212,10 +228,12 @@ class _Optimiser:
         cost = self._others_cost + np.where(finite, counts, 0.0) * self._price
         return np.where(finite, cost, np.inf)
 
-    def _latencies(self, search: SplitSearch, period_s: float) -> NDArray[np.float64]:
-        """[grid]: least latency of a plan of any number of splits."""
+    def _latencies(
+        self, search: SplitSearch, period_s: float, most_s: float = math.inf
+    ) -> NDArray[np.float64]:
+        """[grid]: least latency of a plan of any number of splits; infinite beyond ``most_s``."""
         begun = search.begin(self._grid)
-        steps = search.steps(period_s)
+        steps = search.steps(period_s, most_s)
         found = search.extend(self._grid, steps, begun, counting=False, once=False)
         least: NDArray[np.float64] = found[-1, :, :-1].min(axis=0)
         return least
@@ -229,12 +247,9 @@ class _Optimiser:
         for search in self._searches:
             if search.least_latency_s() > self._most.latency_s:
                 continue
-            steps = search.steps(period_s)
-            begun = search.begin(self._others)
-            counted = search.extend(self._others, steps, begun, counting=True, once=False)
-            bound = float(self._counted_cost(counted).min())
+            bound = self._least_cost_of(search, period_s, self._most)
             if bound < best * (1 - ROUNDING) and bound <= self._most.cost:
-                latency_s = self._latencies(search, period_s)
+                latency_s = self._latencies(search, period_s, self._most.latency_s)
                 fine = self._within(latency_s, self._most)
                 best = min(best, float(self._cost[fine].min(initial=math.inf)))
         return best
@@ -244,16 +259,17 @@ class _Optimiser:
         found = self._best_whole(period_s, most)
         if found is not None:
             return found
-        searches = [s for s in self._searches if s.least_latency_s() <= most.latency_s]
+        searches = [
+            search
+            for search in self._searches
+            if self._least_cost_of(search, period_s, most) <= most.cost < math.inf
+        ]
         counted = [search.begin(self._others) for search in searches]
+        steps = [search.steps(period_s, most.latency_s) for search in searches]
         for splits in range(1, self._model.segments + 1):
             for number, search in enumerate(searches):
                 counted[number] = search.extend(
-                    self._others,
-                    search.steps(period_s),
-                    counted[number],
-                    counting=True,
-                    once=True,
+                    self._others, steps[number], counted[number], counting=True, once=True
                 )
             bounds = [float(self._counted_cost(table).min()) for table in counted]
             found = self._cheapest(searches, bounds, splits, (period_s, most))
@@ -275,7 +291,7 @@ class _Optimiser:
             search = searches[number]
             if bounds[number] > best_cost * (1 + ROUNDING) or not math.isfinite(bounds[number]):
                 break
-            steps = search.steps(period_s)
+            steps = search.steps(period_s, most.latency_s)
             layers = [search.begin(self._grid)]
             for _ in range(splits):
                 layers.append(

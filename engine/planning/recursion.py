@@ -108,6 +108,7 @@ class SplitSearch:
         """[classes, types, K]: seconds of a link for each row that enters the model."""
         self.link_s = each_s * size + self._links.latency_s[:, :, None]
         """[classes, types, K]: of a batch."""
+        self._before_s, self._behind_s = self._least_latencies()
         eliminated = int(np.argmax(self.budget))
         self.eliminated = eliminated
         """The type whose count is minimised where latency does not matter: the most numerous."""
@@ -123,8 +124,12 @@ class SplitSearch:
         every = np.concatenate([*found, self.link_period_s[:, :, 1:].ravel()])
         return np.unique(every[(every > above) & (every < below)])
 
-    def steps(self, period_s: float) -> _Steps:
-        """List the splits that have a period of at most so much, and the replicas they need."""
+    def steps(self, period_s: float, latency_s: float = np.inf) -> _Steps:
+        """List the splits that have a period of at most so much, and the replicas they need.
+
+        Those through which no plan can be fast enough, however many devices there were, are left
+        out.
+        """
         with np.errstate(invalid="ignore"):
             wanted = np.ceil(self.need_s / period_s * (1 - ROUNDING))
         replicas = np.where(np.isfinite(wanted), np.maximum(wanted, 1.0), np.inf)
@@ -138,15 +143,17 @@ class SplitSearch:
             self.link_period_s[source, kind, start] <= period_s * (1 + ROUNDING),
             source == 0,
         )
-        start, end, kind, source = (array[allowed] for array in (start, end, kind, source))
         linked_s = np.where(start > 0, self.link_s[source, kind, start], 0.0)
+        took_s = self.times.longest_s[kind, start, end] + self.fill_s[start] + linked_s
+        allowed &= self._before_s[start] + took_s + self._behind_s[end] <= latency_s
+        start, end, kind, source = (array[allowed] for array in (start, end, kind, source))
         return _Steps(
             start=start,
             end=end,
             source=source,
             kind=kind,
             replicas=replicas[kind, start, end].astype(np.int64),
-            latency_s=self.times.longest_s[kind, start, end] + self.fill_s[start] + linked_s,
+            latency_s=took_s[allowed],
             bounds=np.searchsorted(end, np.arange(self._borders + 2)),
         )
 
@@ -230,12 +237,19 @@ class SplitSearch:
 
     def least_latency_s(self) -> float:
         """Give the least latency of any plan, however many devices there were."""
-        least_s = np.full(self._borders + 1, np.inf)
-        least_s[0] = 0.0
+        return float(self._before_s[-1])
+
+    def _least_latencies(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[K + 1] each: least latency before and behind every border, links left out."""
         fastest_s = self.times.longest_s.min(axis=0)
+        fastest_s[:-1] += self.fill_s[:, None]
+        before_s, behind_s = (np.full(self._borders + 1, np.inf) for _ in range(2))
+        before_s[0] = behind_s[-1] = 0.0
         for end in range(1, self._borders + 1):
-            least_s[end] = (least_s[:end] + self.fill_s[:end] + fastest_s[:end, end]).min()
-        return float(least_s[-1])
+            before_s[end] = (before_s[:end] + fastest_s[:end, end]).min()
+            start = self._borders - end
+            behind_s[start] = (fastest_s[start, start + 1 :] + behind_s[start + 1 :]).min()
+        return before_s, behind_s
 
     def latency_of(self, splits: Sequence[tuple[int, int, int, int]]) -> float:
         """Sum stages, waits and links of splits."""

@@ -49,9 +49,8 @@ def split_times(
     Without the ``wrapper`` all exits are on, as in most of the paper's evaluation; but for the
     whole model, which may always run as it is.
     """
-    found = [_times_of(model, kind.times, batch_size, wrapper=wrapper) for kind in cluster.types]
-    seconds: NDArray[np.float64] = np.stack([times for times, _, _ in found])
-    longest_s: NDArray[np.float64] = np.stack([times for _, times, _ in found])
+    tables = [kind.times for kind in cluster.types]
+    seconds, longest_s, last_exit = _times_of(model, tables, batch_size, wrapper=wrapper)
     whole_s = np.array(
         [float(kind.times.segments_s[:, batch_size].sum()) for kind in cluster.types]
     )
@@ -66,38 +65,43 @@ def split_times(
         batch_size=batch_size,
         seconds=seconds,
         longest_s=longest_s,
-        last_exit=np.stack([last for _, _, last in found]),
+        last_exit=last_exit,
         whole_s=whole_s,
     )
 
 
 def _times_of(
-    model: ModelFacts, times: DeviceTimes, batch_size: int, *, wrapper: bool
+    model: ModelFacts, tables: Sequence[DeviceTimes], batch_size: int, *, wrapper: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """[K + 1, K + 1] each: seconds between borders, at most so many, and the last exit before.
+    """[types, K + 1, K + 1] each: seconds between borders, at most so many, and the last exit.
 
     A recursion over the exits inside: what the last leg takes depends on the exit before it alone,
     as the share of rows behind that does.
     """
     count = model.segments
     exit_at, shares = model.exit_at, np.append(model.shares, 0.0)
-    legs = _legs(times, batch_size * shares[None, :] / shares[:-1, None], exit_at)
-    full = _legs(times, np.full((1, count + 1), float(batch_size)), exit_at)[0]
-    best, longest = (np.full((count + 1, count + 1), np.inf) for _ in range(2))
-    last = np.zeros((count + 1, count + 1), np.int64)
+    sizes = batch_size * shares[None, :] / shares[:-1, None]
+    fixed = np.full((1, count + 1), float(batch_size))
+    legs = np.stack([_legs(times, sizes, exit_at) for times in tables])
+    full = np.stack([_legs(times, fixed, exit_at)[0] for times in tables])
+    best, longest = (np.full((len(tables), count + 1, count + 1), np.inf) for _ in range(2))
+    last = np.zeros(best.shape, np.int64)
+    kinds = np.arange(len(tables))[:, None]
     for end in range(1, count + 1):
         starts = np.arange(end)
         inside = np.flatnonzero(exit_at[:end] >= 0)
-        direct = legs[starts, starts, end][:, None]
-        total = np.hstack([direct, best[:end, inside] + legs[:end, inside, end]])
+        direct = legs[:, starts, starts, end][..., None]
+        total = np.concatenate(
+            [direct, best[:, :end, inside] + legs[:, :end, inside, end]], axis=-1
+        )
         if len(inside) and (not wrapper or (end < count and exit_at[end] < 0)):
             # Behind an end without an exit, rows are as few as the last exit before it leaves.
-            total[: inside[-1], :-1] = np.inf
-        taken = total.argmin(axis=1)
-        best[:end, end] = total[starts, taken]
+            total[:, : inside[-1], :-1] = np.inf
+        taken = total.argmin(axis=-1)
+        best[:, :end, end] = total.min(axis=-1)
         before = np.where(taken == 0, starts, np.append(0, inside)[taken])
-        until = np.where(taken == 0, 0.0, longest[starts, before])
-        longest[:end, end], last[:end, end] = until + full[before, end], before
+        until = np.where(taken == 0, 0.0, longest[kinds, starts, before])
+        longest[:, :end, end], last[:, :end, end] = until + full[kinds, before, end], before
     return best, longest, last
 
 
