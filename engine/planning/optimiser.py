@@ -36,8 +36,8 @@ from offramp.engine.planning.whole_model import WholeModel
 
 NEAR: Final = 0.01
 """Of the best period: so much longer is as good, if it takes fewer splits or less cost."""
-MOST_COUNTS: Final = 200_000
-"""Combinations of counts of devices that are searched."""
+MOST_PLACES: Final = 10_000_000
+"""Types, times counts of a type, times combinations of all counts: eight bytes each."""
 
 
 def make_cluster_plan(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> PlanningResult:
@@ -55,10 +55,11 @@ class _Optimiser:
     def __init__(self, model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> None:
         self._model, self._cluster, self._goal = model, cluster, goal
         budget = [kind.count for kind in cluster.types]
-        if (combinations := math.prod(count + 1 for count in budget)) > MOST_COUNTS:
+        places = len(budget) * (max(budget) + 1) * math.prod(count + 1 for count in budget)
+        if places > MOST_PLACES:
             raise PlanError(
-                f"counts of devices {budget} make {combinations:,} combinations, expected at most "
-                f"{MOST_COUNTS:,}; leave types out, or plan for a part of the devices"
+                f"counts of devices {budget!s:.100} are {places:,} places to search, expected at "
+                f"most {MOST_PLACES:,}; leave types out, or plan for a part of the devices"
             )
         most = min(kind.times.max_batch_size for kind in cluster.types)
         sizes = sorted({size for size in goal.batch_sizes if size <= most})

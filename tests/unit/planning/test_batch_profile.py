@@ -73,6 +73,8 @@ def test_more_rows_than_were_decided_cannot_go_on() -> None:
         BatchProfileRecorder(1).observe(0, 4, 5, 0.0)
     with pytest.raises(ValueError, match="must be at most decided"):
         ProfileWindow(start_s=0.0, decided=(1,), went_on=(2,))
+    with pytest.raises(ValueError, match="went_on has -1, expected at least 0"):
+        ProfileWindow(start_s=0.0, decided=(1,), went_on=(-1,))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,17 @@ def test_a_higher_quantile_expects_more_rows() -> None:
     assert found[2] == pytest.approx(1 / (1 + np.exp(-expected)))
 
 
+@pytest.mark.parametrize(("windows", "own"), [(5, False), (6, True)])
+def test_five_errors_are_enough_for_a_quantile_of_their_own(windows: int, own: bool) -> None:
+    """Of an alternating series the last value is wrong by as much each time."""
+    shares = np.array([0.4, 0.6] * 3)[:windows]
+    series = log_odds(shares)
+    found = log_odds(np.array([forecast_share(shares, LastValue(), 0.75)]))[0] - series[-1]
+    step = series[1] - series[0]
+    spread = np.sqrt(((windows - 1) * step**2 + 0.3**2) / windows)
+    assert found == pytest.approx(step if own else spread * 0.6744897501960817)
+
+
 def test_exits_that_were_off_are_bounded_by_those_before() -> None:
     windows = [ProfileWindow(start_s=float(k), decided=(10, 0), went_on=(5, 0)) for k in range(9)]
     profile = BatchProfile(window_s=1.0, exits=2, windows=tuple(windows))
