@@ -266,7 +266,7 @@ def _export(options: argparse.Namespace, console: Console) -> int:
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.planning import PlanOptions, plan_bundle  # noqa: PLC0415
-    from offramp.compiler.printing_plan import print_plan  # noqa: PLC0415
+    from offramp.compiler.printing_plan import print_plan, render_page  # noqa: PLC0415
     from offramp.engine.planning.cluster_plan import PlanError  # noqa: PLC0415
 
     try:
@@ -275,6 +275,8 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     except PlanError as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
+    if options.report is not None:
+        options.report.write_text(render_page(planned, options.bundle.name), encoding="utf-8")
     print_plan(planned, Console(width=max(Console().width, 100)))
     return 0
 

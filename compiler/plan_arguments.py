@@ -21,6 +21,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cost-factor", type=_more_than_0, default=1.0, metavar="X",
                         help="most that a plan may cost, of all devices together (default: "
                         "%(default)s)")  # fmt: skip
+    parser.add_argument("--report", type=Path, metavar="FILE.html",
+                        help="draw the plan as a page that needs nothing beside it")  # fmt: skip
     parser.add_argument("--batch-profile", type=Path, metavar="FILE",
                         help="what was observed of the exits, window by window, to forecast from; "
                         "without it, the bundle's own records")  # fmt: skip

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offramp.compiler.planning import PlannedBundle
+from offramp.compiler.report.cluster import devices_of, exits_of, render_plan
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlannedSplit
 
 LABEL = (
@@ -27,6 +28,19 @@ def print_plan(planned: PlannedBundle, console: Console) -> None:
         console.print(escape(line), highlight=False, soft_wrap=True)
 
 
+def render_page(planned: PlannedBundle, name: str) -> str:
+    """Render the same as a page that needs nothing beside it."""
+    result = planned.result
+    return render_plan(
+        name,
+        result.plan,
+        result.baseline,
+        planned.model,
+        reasons=list(reasons(planned)),
+        label=LABEL,
+    )
+
+
 def _table(plan: ClusterPlan) -> Table:
     table = Table(
         title=f"PREDICTED: batches of {plan.batch_size}",
@@ -40,12 +54,11 @@ def _table(plan: ClusterPlan) -> Table:
     for name in columns:
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for number, split in enumerate(plan.splits):
-        exits = [",".join(map(str, replica.exits)) or "–" for replica in split.replicas]
         table.add_row(
             str(number),
             f"{split.first_segment}–{split.last_segment}",
-            " | ".join(dict.fromkeys(exits)),
-            devices_of(split),
+            exits_of(split.replicas),
+            escape(devices_of(split)),
             f"{split.share:.1%}",
             " | ".join(f"{1e3 * replica.stage_s:.3g}" for replica in split.replicas),
             f"{1e3 * split.fill_s:.3g}",
@@ -53,11 +66,6 @@ def _table(plan: ClusterPlan) -> Table:
             f"{split.period_s / plan.period_s:.0%}",
         )
     return table
-
-
-def devices_of(split: PlannedSplit) -> str:
-    """``4 × v100``, or several of such."""
-    return " + ".join(f"{r.count} × {escape(r.device_type)}" for r in split.replicas)
 
 
 def _compared(planned: PlannedBundle) -> Iterator[str]:

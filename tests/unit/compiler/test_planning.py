@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,20 @@ from offramp.compiler.planning import (
     plan_bundle,
     weight_bytes,
 )
+from offramp.compiler.report.cluster import draw_plan, render_plan
 from offramp.engine.planning.batch_profile import (
     BatchProfile,
     ProfileWindow,
     dump_batch_profile,
 )
-from offramp.engine.planning.cluster_plan import PlanError, parse_plan
+from offramp.engine.planning.cluster import ModelFacts
+from offramp.engine.planning.cluster_plan import (
+    ClusterPlan,
+    PlanError,
+    PlannedSplit,
+    Replicas,
+    parse_plan,
+)
 
 BUNDLE = Path(__file__).parents[2] / "golden" / "bundle"
 CLUSTER = """
@@ -154,3 +164,91 @@ def test_numbers_are_of_more_than_0(
     with pytest.raises(SystemExit):
         main(["plan", str(BUNDLE), "--cluster", str(cluster), flag, "0"])
     assert "0 is not a number of more than 0" in capsys.readouterr().err
+
+
+class Reader(HTMLParser):
+    """Collects the tags that are open, the numbers of boxes, and what is loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.boxes: list[dict[str, str | None]] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in {"meta"}:
+            self.open.append(tag)
+        if tag == "rect":
+            self.boxes.append(dict(attrs))
+        self.loads += [name for name, _ in attrs if name in {"src", "href"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def split_plan(name: str = "gpu") -> tuple[ClusterPlan, ModelFacts]:
+    """Half of the rows leave at exit 3; the other half runs on one device, over a link."""
+    model = ModelFacts(
+        segments=4, exit_after=(0, 1), going_on=(0.9, 0.5), row_bytes=(1e3,) * 3, exits=(2, 3)
+    )
+
+    def split(first: int, count: int, share: float, exits: tuple[int, ...]) -> PlannedSplit:
+        replicas = Replicas(
+            device_type=name, count=count, exits=exits, stage_s=1e-3, longest_s=2e-3
+        )
+        return PlannedSplit(
+            first_segment=first, last_segment=first + 1, replicas=(replicas,), share=share,
+            period_s=share * 1e-3 / count, fill_s=0.0, link_s=1e-4 * first,
+            link_period_s=2e-4 * first / 2,
+        )  # fmt: skip
+
+    splits = (split(0, 1, 1.0, (3,)), split(2, 2, 0.5, ()))
+    return ClusterPlan(batch_size=4, splits=splits, cost_per_hour=3.0), model
+
+
+def test_the_page_is_well_formed_stands_alone_and_says_that_it_is_predicted() -> None:
+    plan, model = split_plan()
+    page = render_plan("model.ee", plan, plan, model, reasons=["Because."], label="PREDICTED.")
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert reader.loads == []
+    assert page.count("<em>predicted</em>") == 3
+    assert "<p>Because.</p>" in page
+    assert "<b>1,000</b>" in page  # rows a second, one batch of one row a millisecond
+    assert "<b>4.20 ms</b>" in page  # two stages at worst, and the link
+    assert "2 splits, batches of 4" in page
+
+
+def test_the_drawing_shows_splits_exits_and_how_busy_they_are() -> None:
+    plan, model = split_plan()
+    picture = str(draw_plan(plan, model))
+    assert "Exit 2: off, as it earns nothing here; 90.0% of the rows go on" in picture
+    assert "Exit 3: on; 50.0% of the rows go on" in picture
+    assert "Split 1: busy for 25% of the time" in picture
+    assert "Link to split 1: busy for 20% of the time" in picture
+    assert "2 × gpu" in picture
+    reader = Reader()
+    reader.feed(picture)
+    for box in reader.boxes:
+        x, width = (float(box[key] or "nan") for key in ("x", "width"))
+        assert 0 <= x <= x + width <= 1080
+    # Four segments, two splits, two bars; the second is a quarter as high as the first.
+    assert len(reader.boxes) == 8
+    heights = [float(box["height"] or "nan") for box in reader.boxes[-2:]]
+    assert heights[1] == pytest.approx(heights[0] / 4)
+
+
+def test_names_of_devices_are_text() -> None:
+    plan, model = split_plan("<b>[red]&")
+    page = render_plan("<i>", plan, None, model, reasons=["<u>"], label="")
+    assert "&lt;b&gt;[red]&amp;" in page
+    assert not re.search("<[iu]>|<b>\\[", page)
+    assert "The model as it is meets no such goal" in page
+
+
+def test_the_command_writes_the_page(cluster: Path) -> None:
+    assert main(["plan", str(BUNDLE), "--cluster", str(cluster), "--report", "plan.html"]) == 0
+    page = Path("plan.html").read_text(encoding="utf-8")
+    assert "Offramp plan" in page
+    assert "What binds: the devices of split 0" in page
