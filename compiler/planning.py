@@ -149,6 +149,7 @@ def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
             row_bytes=crossing_bytes(bundle),
             weight_bytes=weight_bytes(bundle),
             exits=exits,
+            begins=manifest.source_begins,
         ),
         shares_from,
     )

@@ -36,9 +36,13 @@ class ModelFacts:
     exits: tuple[int, ...] = ()
     """[exits]: what each is called in plans, such as its index in a bundle, of which not all may
     be in use; empty is by their places here."""
+    begins: int = 0
+    """The segment that the unmodified model begins with: 0, or the last of a cascade, where a copy
+    stands before it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "segments", least=1)
+        check_numbers(self, "begins", least=0, below=self.segments)
         rising = [-1, *self.exit_after, self.segments - 1]
         if any(a >= b for a, b in itertools.pairwise(rising)) and self.exit_after:
             raise ValueError(

@@ -93,7 +93,7 @@ class ClusterPlan:
         check_numbers(self, "cost_per_hour", least=0)
         ends = [-1, *(split.last_segment for split in self.splits)]
         starts = [split.first_segment for split in self.splits]
-        if not starts or starts != [end + 1 for end in ends[:-1]]:
+        if not starts or starts[1:] != [end + 1 for end in ends[1:-1]]:
             raise ValueError(f"splits: they start at segments {starts}, expected each in turn")
         if not self.period_s > 0:
             raise ValueError("splits: none takes any time, expected a period of more than 0")

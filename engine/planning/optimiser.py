@@ -140,9 +140,10 @@ class _Optimiser:
 
     def _plan_whole(self, whole: WholeModel, place: int, arrival_rps: float) -> ClusterPlan:
         model, cluster, size = self._model, self._cluster, whole.times.batch_size
-        segments = (0, model.segments - 1)
+        first = 0 if whole.exits else model.begins
+        segments = (first, model.segments - 1)
         replicas = [
-            self._replicas(whole.times, (0, model.segments, kind, int(count)), on=whole.exits)
+            self._replicas(whole.times, (first, model.segments, kind, int(count)), on=whole.exits)
             for kind, count in enumerate(self._grid.counts[place])
             if count
         ]

@@ -72,7 +72,7 @@ def describe_split(
 ) -> PlannedSplit:
     """Put replicas together as a split: replicas share its rows by how fast they are."""
     first, last = segments
-    share = float(model.shares[first])
+    share = float(model.shares[first]) if senders else 1.0  # all enter at the first split
     each_rps = sum(replica.count * batch_size / replica.stage_s for replica in replicas)
     crossing = model.crossing_bytes(first) if senders else 0.0
     links = [

@@ -52,7 +52,7 @@ def split_times(
     tables = [kind.times for kind in cluster.types]
     seconds, longest_s, last_exit = _times_of(model, tables, batch_size, wrapper=wrapper)
     whole_s = np.array(
-        [float(kind.times.segments_s[:, batch_size].sum()) for kind in cluster.types]
+        [float(table.segments_s[model.begins :, batch_size].sum()) for table in tables]
     )
     if model.weight_bytes:
         before = np.concatenate([[0.0], np.cumsum(model.weight_bytes)])
@@ -60,7 +60,7 @@ def split_times(
         needed = before[None, :] - before[:, None]
         seconds[needed[None] > memory[:, None, None]] = np.inf
         longest_s[needed[None] > memory[:, None, None]] = np.inf
-        whole_s[before[-1] > memory] = np.inf
+        whole_s[before[-1] - before[model.begins] > memory] = np.inf
     return SplitTimes(
         batch_size=batch_size,
         seconds=seconds,

@@ -40,6 +40,7 @@ def random_instance(seed: int) -> tuple[ModelFacts, Cluster, PlanningGoal]:
         going_on=tuple(float(share) for share in going_on),
         row_bytes=tuple(float(b) for b in rng.uniform(0, 2e3, segments - 1)),
         weight_bytes=tuple(float(b) for b in rng.uniform(1, 4, segments)),
+        begins=segments - 1 if rng.random() < 0.15 else 0,
     )
     kinds = int(rng.integers(1, 4))
     types = [random_type(rng, number, model) for number in range(kinds)]
@@ -129,9 +130,9 @@ def split_time(
 
 
 def as_it_is(model: ModelFacts, kind: DeviceType, size: int) -> float:
-    if sum(model.weight_bytes) > kind.memory_bytes:
+    if sum(model.weight_bytes[model.begins :]) > kind.memory_bytes:
         return math.inf
-    return float(kind.times.segments_s[:, size].sum())
+    return float(kind.times.segments_s[model.begins :, size].sum())
 
 
 def mixes(cluster: Cluster) -> Iterator[tuple[int, ...]]:

@@ -113,6 +113,17 @@ def test_a_batch_that_halves_is_filled_again_behind_the_exit() -> None:
     assert plan.latency_s == pytest.approx(2e-3 + 1.5 / 6e3 + 1.5 / 3e3)
 
 
+def test_the_model_as_it_is_has_no_copy_before_it() -> None:
+    """Of a cascade the last segment is the model: here as fast as its copy, which helps nobody."""
+    model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.9,), begins=1)
+    result = make_cluster_plan(model, two_halves(3), FOUR)
+    assert result.baseline == result.plan
+    (split,) = result.plan.splits
+    assert (split.first_segment, split.last_segment, split.share) == (1, 1, 1.0)
+    assert result.plan.rate_rps == pytest.approx(12e3)  # 4 rows in 1 ms on each of three
+    assert predict(result.plan, model, two_halves(3), arrival_rps=12e3) == result.plan
+
+
 def test_exits_are_called_as_the_model_calls_them() -> None:
     model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.5,), exits=(7,))
     plan = make_cluster_plan(model, two_halves(3), FOUR).plan
