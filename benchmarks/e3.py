@@ -8,7 +8,8 @@ leave after the first; a half takes L(b) = 5 ms · (8 + b) / 16, so that a batch
 as much as one of 1 (the devices are not saturated at batch 8); exits and moving data cost nothing.
 Requests are evenly spaced, as the paper's uniform arrivals; a rate is sustained if 99.9 % of the
 second half of the requests of 60 SLOs (6 s) are in time: the first half may fill a backlog. E3
-dedicates devices to each half; here every device serves both.
+dedicates devices to each half; here every device serves both: benchmarks/e3_plans.py predicts what
+dedicated ones bring.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.tasks import TASK_KINDS
 from offramp.compiler import help_texts
 from offramp.compiler.engine_arguments import add_engine_arguments
+from offramp.compiler.plan_arguments import add_plan_arguments
 
 _MOST_GIB = 2**20
 _SEEDS = 2**63
@@ -217,6 +218,15 @@ def export_parser() -> argparse.ArgumentParser:
                         help="add the outputs exit (index of the exit that answered, -1 for the "
                         "model's end) and confidence")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    return parser
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``eecompile plan``."""
+    parser = _parser("plan", help_texts.PLAN, argparse.RawDescriptionHelpFormatter)
+    _add_bundle(parser, "plan for")
+    add_plan_arguments(parser)
+    _add_json(parser)
     return parser
 
 

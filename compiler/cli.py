@@ -264,6 +264,23 @@ def _export(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.planning import PlanOptions, plan_bundle  # noqa: PLC0415
+    from offramp.compiler.printing_plan import print_plan, render_page  # noqa: PLC0415
+    from offramp.engine.planning.cluster_plan import PlanError  # noqa: PLC0415
+
+    try:
+        with console.status("planning"):
+            planned = plan_bundle(_read(PlanOptions, options))
+    except PlanError as error:
+        print(f"eecompile: {error}", file=sys.stderr)
+        return 1
+    if options.report is not None:
+        options.report.write_text(render_page(planned, options.bundle.name), encoding="utf-8")
+    print_plan(planned, Console(width=max(Console().width, 100)))
+    return 0
+
+
 def _build(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.build import BuildOptions  # noqa: PLC0415
 
@@ -301,6 +318,7 @@ COMMANDS = {
     "profile": Command(arguments.profile_parser, _profile),
     "build": Command(arguments.build_parser, _build),
     "export": Command(arguments.export_parser, _export),
+    "plan": Command(arguments.plan_parser, _plan),
 }
 """By name; anything else compiles a model. A model file called like one is given as ./NAME."""
 

@@ -19,6 +19,7 @@ within --max-disagreement.
   eecompile build model.ee --device cuda:0        builds its TensorRT engines, where the GPU is
   eecompile export model.ee --data calibration.npz --output fast.onnx
                                                   makes one ONNX file of it, for any ONNX Runtime
+  eecompile plan model.ee --cluster cluster.toml  predicts which devices should run which segments
 """
 SUPERNET: Final = """\
 Make a bundle of a supernet: a model that holds smaller ones in the same weights (SuperServe).
@@ -63,4 +64,13 @@ with the bundle on every sample of --data, and written only if it answers the sa
 exits.
 
   eecompile export model.ee --data calibration.npz --output fast.onnx
+"""
+PLAN: Final = """\
+Plan a bundle on a cluster (E3): how many splits, which segments and exits in each, on which and
+how many devices, at which batch size. Prints the plan beside the model as it is on the same
+devices, and what binds. Everything is predicted, from profiles and from how many rows leave at
+each exit; nothing is run, and nothing serves by a plan yet.
+
+  eecompile plan model.ee --cluster cluster.toml --slo-ms 100
+  eecompile plan model.ee --cluster cluster.toml --slo-ms 100 --rate 6000 --json plan.json
 """

@@ -37,6 +37,8 @@ CAMPAIGNS: Final[Mapping[str, str]] = {
     "onnx": "tests.fuzz.files:Onnx",
     "weights": "tests.fuzz.weights:Weights",
     "state": "tests.fuzz.state:State",
+    "cluster": "tests.fuzz.planning:ClusterFiles",
+    "plan": "tests.fuzz.planning:PlanningJson",
     "messages": "tests.fuzz.messages:Messages",
 }
 """Those that a worker runs, by name; ``server`` and ``bundle`` are processes of their own."""

@@ -47,6 +47,8 @@ COUNTS = {
     "onnx": 100,
     "weights": 1000,
     "state": 15,
+    "cluster": 400,
+    "plan": 2000,
     "messages": 1500,
     "server": 2000,
 }

@@ -14,6 +14,7 @@ import pytest
 from offramp.compiler.cli import COMMANDS as SUBCOMMANDS
 from offramp.compiler.cli import COMPILE
 from offramp.engine.options import ModelOptions
+from offramp.engine.planning.cluster_file import parse_cluster
 from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server.arguments import make_parser
 from offramp.tools.bench.cli import _parser as bench_parser
@@ -64,8 +65,11 @@ def test_python_blocks_compile() -> None:
 
 
 def test_the_configuration_that_is_shown_is_one() -> None:
-    (shown,) = re.findall(r"```toml\n(.*?)```", COMMANDS, re.DOTALL)
-    document = tomllib.loads(shown)
+    shown = re.findall(r"```toml\n(.*?)```", COMMANDS, re.DOTALL)
+    (cluster,) = [text for text in shown if "[devices." in text]
+    assert [device.name for device in parse_cluster(cluster.encode()).devices] == ["fast", "slow"]
+    (text,) = [text for text in shown if text != cluster]
+    document = tomllib.loads(text)
     assert set(document) == {"engine", "defaults", "models"}
     known = {field.name for field in fields(ModelOptions)} | {"path", "policy"}
     assert set(document["models"]["fashion"]) <= known

@@ -1,0 +1,223 @@
+"""``eecompile plan``: plan a bundle on a cluster of devices (E3 3.2); all figures are predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from offramp.bundle import Bundle, Profile
+from offramp.bundle.files import parse_json
+from offramp.bundle.npz import open_regular
+from offramp.bundle.profile import upgraded
+from offramp.bundle.serde import from_plain
+from offramp.certify import NEVER
+from offramp.engine.assembly import assemble
+from offramp.engine.backends.custom_ops import open_runnable
+from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.deployment import zeros
+from offramp.engine.plan import carried_over
+from offramp.engine.planning.batch_profile import BatchProfile, parse_batch_profile
+from offramp.engine.planning.cluster import Cluster, ModelFacts
+from offramp.engine.planning.cluster_file import MOST_FILE_BYTES, make_cluster, parse_cluster
+from offramp.engine.planning.cluster_plan import PlanError, dump_plan
+from offramp.engine.planning.forecasting import default_forecaster, forecast_going_on
+from offramp.engine.planning.goal import PlanningGoal, PlanningResult
+from offramp.engine.planning.optimiser import make_cluster_plan
+from offramp.engine.scheduling import going_on
+
+MATTERS = 0.01
+"""Share of rate or cost from which a constraint is said to bind."""
+_MOST_PROFILE_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """One run of ``eecompile plan``."""
+
+    bundle: Path
+    cluster: Path
+    slo_ms: float | None = None
+    rate: float | None = None
+    """Rows a second to be served at the least cost; ``None`` is as many as can be."""
+    slack: float = 0.2
+    cost_factor: float = 1.0
+    batch_profile: Path | None = None
+    """What was observed of the exits; ``None`` is the bundle's own records."""
+    json: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedBundle:
+    """A bundle's plan, and why it is that one."""
+
+    result: PlanningResult
+    goal: PlanningGoal
+    model: ModelFacts
+    cluster: Cluster
+    shares_from: str
+    """Where the shares of the exits come from, in words."""
+    without_slo: PlanningResult | None
+    """The plan, were there no objective; ``None`` if there is none."""
+
+    @property
+    def slo_binds(self) -> bool:
+        """Whether the objective costs a hundredth of rate or cost, or more."""
+        if self.without_slo is None:
+            return False
+        free, plan = self.without_slo.plan, self.result.plan
+        if self.goal.rate_rps is None:
+            return free.rate_rps > plan.rate_rps * (1 + MATTERS)
+        return free.cost_per_hour < plan.cost_per_hour * (1 - MATTERS)
+
+
+def plan_bundle(options: PlanOptions) -> PlannedBundle:
+    """Plan a bundle on a cluster, and write the plan if asked.
+
+    Raises:
+        PlanError: The cluster file or the batch profile is malformed, or no plan meets the goal.
+        BundleError: There is no bundle.
+    """
+    bundle = open_runnable(options.bundle)
+    content = _read(options.cluster, MOST_FILE_BYTES)
+    file = parse_cluster(content, str(options.cluster))
+    own = bundle.profile()
+    named = {entry.profile for entry in file.devices if entry.profile is not None}
+    profiles = {name: _profile(options.cluster.parent / name) for name in named}
+    sizes = _sizes(own, profiles)
+    cluster = make_cluster(file, own, profiles, max(sizes))
+    model, shares_from = _facts(bundle, options)
+    goal = PlanningGoal(
+        slo_s=math.inf if options.slo_ms is None else options.slo_ms / 1e3,
+        slack=options.slack,
+        rate_rps=options.rate,
+        cost_factor=options.cost_factor,
+        # An exit that looks at earlier ones needs them on: E3's dependent exits (3.4).
+        wrapper=not bundle.manifest.answer.criterion.depends_on_earlier,
+        batch_sizes=sizes,
+    )
+    result = make_cluster_plan(model, cluster, goal)
+    if options.json is not None:
+        options.json.write_text(dump_plan(result.plan))
+    without_slo = None
+    if options.slo_ms is not None:
+        without_slo = make_cluster_plan(model, cluster, replace(goal, slo_s=math.inf))
+    return PlannedBundle(
+        result=result,
+        goal=goal,
+        model=model,
+        cluster=cluster,
+        shares_from=shares_from,
+        without_slo=without_slo,
+    )
+
+
+def _sizes(own: Profile, profiles: Mapping[str, Profile]) -> tuple[int, ...]:
+    """List the profiled batch sizes that no profile has to be continued for."""
+    most = min(max(profile.batch_sizes) for profile in (own, *profiles.values()))
+    return tuple(size for size in own.batch_sizes if size <= most) or (most,)
+
+
+def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
+    """Gather what plans know of a bundle, with the shares of the exits that are in use."""
+    manifest = bundle.manifest
+    active = [a for a in bundle.policy.active if a.threshold < NEVER]
+    exits = tuple(a.exit for a in active)
+    if options.batch_profile is None:
+        placed = [(stage, a.exit, a.threshold) for stage, a in enumerate(active)]
+        each = going_on(placed, bundle.records(), len(active) + 1)
+        shares = tuple(np.cumprod(each[: len(active)]).tolist())
+        shares_from = "the bundle's certify split"
+    else:
+        profile = _batch_profile(options.batch_profile, len(manifest.exits))
+        forecaster = default_forecaster()
+        every = forecast_going_on(profile, forecaster)
+        shares = tuple(every[exit_] for exit_ in exits)
+        shares_from = (
+            f"a conservative forecast ({forecaster.name}) of {len(profile.windows)} windows in "
+            f"{options.batch_profile}"
+        )
+    return (
+        ModelFacts(
+            segments=len(manifest.segments),
+            exit_after=tuple(manifest.exits[exit_].after_segment for exit_ in exits),
+            going_on=shares,
+            row_bytes=crossing_bytes(bundle),
+            weight_bytes=weight_bytes(bundle),
+            exits=exits,
+            begins=manifest.source_begins,
+        ),
+        shares_from,
+    )
+
+
+def crossing_bytes(bundle: Bundle) -> tuple[float, ...]:
+    """[segments - 1]: bytes of a row that cross the border behind each segment.
+
+    Cut tensors and graph inputs that what follows reads, at the shapes of the calibration data;
+    those of cut tensors are found by running the segments on one row of zeros.
+    """
+    manifest = bundle.manifest
+    inputs = zeros(manifest, 1)
+    sizes = {name: array.nbytes for name, array in inputs.items()}
+    inner = manifest.segments[: manifest.source_begins or len(manifest.segments)]
+    names = list(dict.fromkeys(name for segment in inner for name in segment.outputs))
+    graph = assemble([bundle.read(segment.file) for segment in inner], names)
+    session = make_session(graph, 1)
+    given = {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()}
+    sizes |= {n: a.nbytes for n, a in zip(names, session.run(names, given), strict=True)}
+    return tuple(
+        float(sum(sizes[name] for name in carried_over(manifest, k, k + 1)))
+        for k in range(len(manifest.segments) - 1)
+    )
+
+
+def weight_bytes(bundle: Bundle) -> tuple[float, ...]:
+    """[segments]: bytes of the weights of each segment, and of the exit that follows it."""
+    manifest = bundle.manifest
+    sizes = [_weights_of(bundle.read(segment.file)) for segment in manifest.segments]
+    for exit_ in manifest.exits:
+        sizes[exit_.after_segment] += _weights_of(bundle.read(exit_.file))
+    return tuple(sizes)
+
+
+def _weights_of(graph: bytes) -> float:
+    """Bytes of the weights of a graph."""
+    total = 0.0
+    for tensor in onnx.load_model_from_string(graph).graph.initializer:
+        width = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+        total += float(math.prod(tensor.dims) * width)
+    return total
+
+
+def _batch_profile(path: Path, exits: int) -> BatchProfile:
+    text = _read(path, _MOST_PROFILE_BYTES).decode(errors="replace")
+    profile = parse_batch_profile(text, str(path))
+    if profile.exits != exits:
+        raise PlanError(
+            f"{path}: is of {profile.exits} exits, expected {exits} as the bundle has; give what "
+            "was observed of this bundle"
+        )
+    return profile
+
+
+def _profile(path: Path) -> Profile:
+    plain = parse_json(_read(path, _MOST_PROFILE_BYTES), str(path))
+    return from_plain(Profile, upgraded(plain), str(path))
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        with open_regular(path) as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise PlanError(
+            f"{path}: cannot be read: {error.strerror}; name a file that is there"
+        ) from error
+    if len(content) > most:
+        raise PlanError(f"{path}: has more than {most:,} bytes; is it the file that was meant?")
+    return content

@@ -1,0 +1,274 @@
+"""Reads ``cluster.toml``: the devices to plan for, what they cost, how they are connected.
+
+Each ``[devices.NAME]`` has ``count``, ``cost_per_hour``, and the speed of the device: ``profile``,
+the file of a bundle's profile that was measured on it (as ``profiles/cpu.json`` of a bundle), or
+``speed``, how many times as fast it is as the bundle's own profile. ``[link]`` is the connection
+between any two splits, ``[[links]]`` those between two types. Sans I/O: files are read by others.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Final
+
+import numpy as np
+
+from offramp.bundle import Profile
+from offramp.engine.planning.cluster import Cluster, DeviceLink, DeviceTimes, DeviceType
+from offramp.engine.planning.cluster_plan import PlanError
+from offramp.engine.scheduling import stage_seconds
+
+MOST_FILE_BYTES: Final = 2**20
+_MOST: Final = 1e12
+"""Of any number: what is beyond is a slip."""
+_MOST_COUNT: Final = 100_000
+_MOST_NAME: Final = 60
+_TOP: Final = ("devices", "link", "links")
+_DEVICE: Final = ("count", "cost_per_hour", "speed", "profile", "memory_gib")
+_LINK: Final = ("gbit_per_s", "latency_ms")
+_TOML_TYPES: Final = {
+    bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array",
+    dict: "a table",
+}  # fmt: skip
+
+
+class ClusterFileError(PlanError):
+    """A cluster file that cannot be read; one line: key, value, what was expected, remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEntry:
+    """One ``[devices.NAME]``."""
+
+    name: str
+    count: int
+    cost_per_hour: float
+    speed: float | None
+    """Times as fast as the bundle's own profile; ``None`` where there is a profile."""
+    profile: str | None
+    """The file of a profile, relative to the cluster file."""
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFile:
+    """A cluster as its file has it, before any profile was read."""
+
+    devices: tuple[DeviceEntry, ...]
+    link: DeviceLink
+    links: tuple[tuple[str, str, DeviceLink], ...]
+
+
+def parse_cluster(content: bytes, where: str = "cluster.toml") -> ClusterFile:
+    """Read the content of a cluster file; ClusterFileError says in a line what is wrong."""
+    if len(content) > MOST_FILE_BYTES:
+        raise ClusterFileError(
+            f"{where}: has {len(content):,} bytes, expected at most {MOST_FILE_BYTES:,}; give "
+            "types of devices, not single ones"
+        )
+    try:
+        document = tomllib.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise ClusterFileError(f"{where}: is not UTF-8, as TOML has to be: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterFileError(f"{where}: is not TOML: {_one_line(str(error))}") from error
+    except (RecursionError, ValueError) as error:
+        reason = _one_line(str(error)).partition(";")[0]
+        raise ClusterFileError(
+            f"{where}: is nested too deep or has a number out of range: {reason}; expected tables "
+            "of single values"
+        ) from error
+    _refuse_unknown(document, _TOP, where)
+    devices = _table(document.get("devices", {}), f"{where} [devices]")
+    if not devices:
+        raise ClusterFileError(
+            f"{where} [devices]: names no type, expected one at least, for instance [devices.gpu] "
+            "with count = 4 and cost_per_hour = 1.5"
+        )
+    entries = tuple(_device(name, table, where) for name, table in devices.items())
+    names = [entry.name for entry in entries]
+    links = document.get("links", [])
+    if not isinstance(links, list):
+        raise ClusterFileError(f"{where} [[links]] is {_kind(links)}, expected an array of tables")
+    between = tuple(
+        _between(table, names, f"{where} [[links]] {number}")
+        for number, table in enumerate(links, 1)
+    )
+    pairs = [(a, b) for a, b, _ in between]
+    for number, pair in enumerate(pairs):
+        if pair in pairs[:number]:
+            raise ClusterFileError(
+                f"{where} [[links]] {number + 1}: from {pair[0]} to {pair[1]} is there already; "
+                "leave one out"
+            )
+    place = f"{where} [link]"
+    return ClusterFile(
+        devices=entries,
+        link=_link(_table(document.get("link", {}), place), place),
+        links=between,
+    )
+
+
+def make_cluster(
+    file: ClusterFile, own: Profile, profiles: Mapping[str, Profile], most_rows: int
+) -> Cluster:
+    """Make a cluster with times up to batches of ``most_rows``.
+
+    ``own`` is the bundle's profile, ``profiles`` those that the file names, by that name, of the
+    same bundle on other devices.
+    """
+    types = []
+    for entry in file.devices:
+        profile = own if entry.profile is None else profiles[entry.profile]
+        if (found := _parts(profile)) != (expected := _parts(own)):
+            raise ClusterFileError(
+                f"[devices.{entry.name}] profile = {entry.profile!r}: is of {found[0]} segments "
+                f"and {found[1]} exits, expected {expected[0]} and {expected[1]}; measure this "
+                "bundle on that device (eecompile profile)"
+            )
+        types.append(
+            DeviceType(
+                name=entry.name,
+                count=entry.count,
+                cost_per_hour=entry.cost_per_hour,
+                times=times_of(profile, most_rows, speed=entry.speed or 1.0),
+                memory_bytes=entry.memory_bytes,
+            )
+        )
+    return Cluster(types=tuple(types), link=file.link, links=file.links)
+
+
+def times_of(profile: Profile, most_rows: int, *, speed: float = 1.0) -> DeviceTimes:
+    """Give the seconds of a profile's segments and exits by batch size, on a device so fast."""
+    segments, exits = _parts(profile)
+    rows = [(k, k, None) for k in range(segments)]
+    plain = np.array(stage_seconds(profile, rows, most_rows))
+    ended = np.array(stage_seconds(profile, [(0, 0, e) for e in range(exits)], most_rows))
+    added = ended.reshape(exits, most_rows + 1) - plain[0]
+    return DeviceTimes(segments_s=plain / speed, exits_s=np.maximum(added, 0.0) / speed)
+
+
+def _parts(profile: Profile) -> tuple[int, int]:
+    return len(profile.segments_ms), len(profile.exits_ms)
+
+
+def _device(name: str, table: object, where: str) -> DeviceEntry:
+    place = f"{where} [devices.{_shown_name(name)}]"
+    if not name or len(name) > _MOST_NAME or not name.isprintable():
+        raise ClusterFileError(
+            f"{place}: expected a name of 1 to {_MOST_NAME} printable characters; name it otherwise"
+        )
+    content = _table(table, place)
+    _refuse_unknown(content, _DEVICE, place)
+    for key in ("count", "cost_per_hour"):
+        if key not in content:
+            raise ClusterFileError(f"{place} has no {key}; expected for instance {key} = 4")
+    count = content["count"]
+    if type(count) is not int or not 1 <= count <= _MOST_COUNT:
+        raise ClusterFileError(
+            f"{place} count = {_shown(count)}, expected a whole number from 1 to {_MOST_COUNT:,}; "
+            "leave the type out if there is none"
+        )
+    profile = content.get("profile")
+    if profile is not None and (
+        type(profile) is not str or not profile or not profile.isprintable()
+    ):
+        raise ClusterFileError(
+            f"{place} profile = {_shown(profile)}, expected the file of a profile, for instance "
+            '"gpu/profiles/cpu.json"'
+        )
+    if (profile is None) == ("speed" not in content):
+        what = "both speed and profile" if profile is not None else "neither speed nor profile"
+        raise ClusterFileError(
+            f"{place} has {what}, expected one: profile = a file measured on that device, or "
+            "speed = how many times as fast it is as the bundle's own profile"
+        )
+    memory_gib = _number(content, "memory_gib", place, above=0.0, default=math.inf)
+    return DeviceEntry(
+        name=name,
+        count=count,
+        cost_per_hour=_number(content, "cost_per_hour", place, least=0.0),
+        speed=None if profile is not None else _number(content, "speed", place, above=0.0),
+        profile=profile,
+        memory_bytes=memory_gib * 2**30,
+    )
+
+
+def _between(table: object, names: Sequence[str], place: str) -> tuple[str, str, DeviceLink]:
+    content = _table(table, place)
+    _refuse_unknown(content, ("from", "to", *_LINK), place)
+    for key in ("from", "to"):
+        if content.get(key) not in names:
+            raise ClusterFileError(
+                f"{place} {key} = {_shown(content.get(key))}, expected a type of [devices]: "
+                f"{', '.join(names)!s:.200}"
+            )
+    rest = {key: value for key, value in content.items() if key in _LINK}
+    return content["from"], content["to"], _link(rest, place)
+
+
+def _link(content: Mapping[str, Any], place: str) -> DeviceLink:
+    _refuse_unknown(content, _LINK, place)
+    gbit_per_s = _number(content, "gbit_per_s", place, above=0.0, default=math.inf)
+    latency_ms = _number(content, "latency_ms", place, least=0.0, default=0.0)
+    return DeviceLink(bytes_per_s=gbit_per_s * 1e9 / 8, latency_s=latency_ms / 1e3)
+
+
+def _number(
+    content: Mapping[str, Any],
+    key: str,
+    place: str,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    default: float | None = None,
+) -> float:
+    if key not in content and default is not None:
+        return default
+    value = content[key]
+    bound = "more than 0" if above == 0.0 else "at least 0"
+    fine = type(value) in (int, float) and least <= value <= _MOST and value > above
+    if not fine or (0 < value < 1 / _MOST):
+        raise ClusterFileError(
+            f"{place} {key} = {_shown(value)}, expected a number of {bound}, and at most "
+            f"{_MOST:g}; mind the unit"
+        )
+    return float(value)
+
+
+def _table(value: object, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ClusterFileError(f"{place} is {_kind(value)}, expected a table")
+    return value
+
+
+def _refuse_unknown(content: Mapping[str, Any], known: Sequence[str], place: str) -> None:
+    for key in content:
+        if key not in known:
+            near = get_close_matches(key, known, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ClusterFileError(
+                f"{place}: unknown key {_shown(key)}{hint}, expected {', '.join(known)}"
+            )
+
+
+def _kind(value: object) -> str:
+    return _TOML_TYPES.get(type(value), "a date or time")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 1023:
+        return f"an integer of {value.bit_length():,} bits"
+    return f"{value!r:.80}"
+
+
+def _shown_name(name: str) -> str:
+    return name if name.isprintable() and len(name) <= _MOST_NAME else f"{name!r:.80}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]

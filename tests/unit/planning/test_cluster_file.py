@@ -1,0 +1,144 @@
+"""cluster.toml: what it says, and a line for each way to say it wrong."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offramp.bundle import Profile
+from offramp.engine.planning.cluster import DeviceLink
+from offramp.engine.planning.cluster_file import (
+    ClusterFileError,
+    make_cluster,
+    parse_cluster,
+)
+
+FULL = """
+[devices.fast]
+count = 2
+cost_per_hour = 3
+profile = "fast.json"
+memory_gib = 16
+
+[devices.slow]
+count = 8
+cost_per_hour = 0.5
+speed = 0.25
+
+[link]
+gbit_per_s = 10
+latency_ms = 0.2
+
+[[links]]
+from = "slow"
+to = "fast"
+gbit_per_s = 1
+"""
+
+
+def profile(segments: int = 2, slower: float = 1.0) -> Profile:
+    return Profile(
+        device="cpu",
+        threads=1,
+        batch_sizes=(1, 4),
+        source_ms=(slower * segments, slower * 2 * segments),
+        segments_ms=((slower, 2 * slower),) * segments,
+        exits_ms=((0.1, 0.4),),
+        stages_ms=((0.2, 0.2),),
+    )
+
+
+def test_a_cluster_is_read_with_its_units() -> None:
+    file = parse_cluster(FULL.encode())
+    fast, slow = file.devices
+    assert (fast.name, fast.count, fast.cost_per_hour) == ("fast", 2, 3.0)
+    assert (fast.profile, fast.speed, fast.memory_bytes) == ("fast.json", None, 16 * 2**30)
+    assert (slow.profile, slow.speed, slow.memory_bytes) == (None, 0.25, math.inf)
+    assert file.link == DeviceLink(bytes_per_s=1.25e9, latency_s=2e-4)
+    assert file.links == (("slow", "fast", DeviceLink(bytes_per_s=1.25e8)),)
+
+
+def test_times_are_of_the_profile_and_of_the_speed() -> None:
+    file = parse_cluster(FULL.encode())
+    cluster = make_cluster(file, profile(), {"fast.json": profile(slower=0.1)}, 4)
+    fast, slow = cluster.types
+    np.testing.assert_allclose(fast.times.segments_s[0], [0, 1e-4, 4e-4 / 3, 5e-4 / 3, 2e-4])
+    np.testing.assert_allclose(slow.times.segments_s[1], np.array([0, 12, 16, 20, 24]) / 3e3)
+    np.testing.assert_allclose(slow.times.exits_s[0, [1, 4]], [1.2e-3, 2.4e-3])
+    assert cluster.link_between("slow", "fast").bytes_per_s == 1.25e8
+    assert cluster.link_between("fast", "slow").bytes_per_s == 1.25e9
+
+
+def test_a_profile_of_another_bundle_is_refused() -> None:
+    with pytest.raises(ClusterFileError, match="is of 3 segments and 1 exits, expected 2 and 1"):
+        make_cluster(parse_cluster(FULL.encode()), profile(), {"fast.json": profile(3)}, 4)
+
+
+DEVICE = "[devices.gpu]\ncount = 1\ncost_per_hour = 1\nspeed = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"c.toml \[devices\]: names no type, expected one at least"),
+        ("devices = 3", r"\[devices\] is an integer, expected a table"),
+        ("a =", "is not TOML"),
+        ("[device.gpu]", r"unknown key 'device' \(did you mean devices\?\), expected devices, li"),
+        (DEVICE + "cuont = 1", r"\[devices.gpu\]: unknown key 'cuont' \(did you mean count\?\)"),
+        (DEVICE.replace("count = 1", ""), r"\[devices.gpu\] has no count; expected for instance"),
+        (DEVICE.replace("count = 1", "count = 0"), "count = 0, expected a whole number from 1"),
+        (DEVICE.replace("count = 1", "count = true"), "count = True, expected a whole number"),
+        (DEVICE.replace("cost_per_hour = 1", "cost_per_hour = -1"), "cost_per_hour = -1, expected"),
+        (DEVICE.replace("speed = 1", "speed = 0"), "speed = 0, expected a number of more than 0"),
+        (DEVICE.replace("speed = 1", "speed = nan"), "speed = nan, expected a number"),
+        (DEVICE.replace("speed = 1", ""), "has neither speed nor profile, expected one"),
+        (DEVICE + 'profile = "a"', "has both speed and profile, expected one"),
+        (DEVICE.replace("speed = 1", "profile = 3"), "profile = 3, expected the file of a profile"),
+        (DEVICE + "[link]\ngbit_per_s = 0", r"\[link\] gbit_per_s = 0, expected a number of more"),
+        (DEVICE + "[link]\nmbit = 0", r"\[link\]: unknown key 'mbit'"),
+        (DEVICE + "[links]", r"\[\[links\]\] is a table, expected an array of tables"),
+        (
+            DEVICE + '[[links]]\nfrom = "gpu"',
+            r"\[\[links\]\] 1 to = None, expected a type of .*gpu",
+        ),
+        (
+            DEVICE + 2 * '[[links]]\nfrom = "gpu"\nto = "gpu"\n',
+            r"\[\[links\]\] 2: from gpu to gpu is there already; leave one out",
+        ),
+        ('[devices."a\\nb"]', "expected a name of 1 to 60 printable characters"),
+        (DEVICE.replace("speed = 1", f"speed = {'9' * 400}"), "speed = an integer of 1,329 bits"),
+        ("x = " + "[" * 5000, "is nested too deep"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(text: str, message: str) -> None:
+    with pytest.raises(ClusterFileError, match=message) as caught:
+        parse_cluster(text.encode(), "c.toml")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("c.toml")
+
+
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(ClusterFileError, match="is not UTF-8"):
+        parse_cluster(b"\xff")
+    with pytest.raises(ClusterFileError, match="has 1,048,577 bytes, expected at most 1,048,576"):
+        parse_cluster(b"#" * (2**20 + 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0, len(FULL)), insert=st.text(max_size=6), cut=st.integers(0, 12))
+def test_whatever_is_altered_is_read_or_refused_in_a_line(at: int, insert: str, cut: int) -> None:
+    text = FULL[:at] + insert + FULL[at + cut :]
+    try:
+        content = text.encode()
+    except UnicodeEncodeError:
+        return
+    try:
+        file = parse_cluster(content)
+    except ClusterFileError as error:
+        assert str(error).isprintable()
+    else:
+        assert all(device.count >= 1 for device in file.devices)

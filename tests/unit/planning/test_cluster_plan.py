@@ -1,0 +1,74 @@
+"""Plans as JSON: there and back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from offramp.engine.planning.cluster_plan import (
+    ClusterPlan,
+    PlanError,
+    PlannedSplit,
+    Replicas,
+    dump_plan,
+    parse_plan,
+)
+
+
+def split(first: int, last: int, count: int, share: float = 1.0) -> PlannedSplit:
+    return PlannedSplit(
+        first_segment=first,
+        last_segment=last,
+        replicas=(
+            Replicas(device_type="gpu", count=count, exits=(0,), stage_s=2e-3, longest_s=3e-3),
+        ),
+        share=share,
+        period_s=share * 2e-3 / count,
+        fill_s=1e-3,
+        link_period_s=1e-5,
+        link_s=1e-4,
+    )
+
+
+PLAN = ClusterPlan(batch_size=1, splits=(split(0, 2, 4), split(3, 3, 1, 0.5)), cost_per_hour=5.0)
+
+
+def test_a_plan_is_the_same_behind_json() -> None:
+    assert parse_plan(dump_plan(PLAN)) == PLAN
+    predicted = json.loads(dump_plan(PLAN))["predicted"]
+    assert predicted["period_s"] == PLAN.period_s == 1e-3
+    assert predicted["rate_rps"] == pytest.approx(1000.0)
+    assert predicted["latency_s"] == pytest.approx(2 * (3e-3 + 1e-3 + 1e-4))
+    assert PLAN.devices() == {"gpu": 5}
+
+
+def altered(**changes: Any) -> str:
+    document = json.loads(dump_plan(PLAN))
+    document["plan"].update(changes)
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan: is not JSON"),
+        ("[1]", r"plan: schema \[1\], expected 1; plan again"),
+        ('{"schema": 2}', "plan: schema 2, expected 1; plan again"),
+        (altered(more=1), r"plan: unknown fields \['more'\], missing fields \[\]; plan again"),
+        (altered(batch_size=0), "batch_size has 0, expected at least 1; plan again"),
+        (altered(splits=[]), "expected each in turn; plan again"),
+        (altered(cost_per_hour="5"), "expected a value of type float, found '5'; plan again"),
+        ("[" * 100_000, "plan: is not JSON"),
+    ],
+)
+def test_what_is_no_plan_is_refused_in_a_line(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        parse_plan(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_splits_have_to_follow_each_other() -> None:
+    with pytest.raises(ValueError, match=r"start at segments \[0, 4\]"):
+        ClusterPlan(batch_size=1, splits=(split(0, 2, 4), split(4, 5, 1)), cost_per_hour=5.0)
