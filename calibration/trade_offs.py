@@ -225,6 +225,10 @@ Judged: TypeAlias = Sequence[tuple[RecordedVariant, ExitRecords]]
 """Variants, the full model first, and the records of each that trade-offs are counted on."""
 
 
+Worth: TypeAlias = Callable[[TradeOff], float]
+"""How well a trade-off answers."""
+
+
 def same_samples(judged: Judged) -> bool:
     """Whether all were recorded on the same samples: what the full model says of them tells.
 
@@ -271,9 +275,7 @@ def accuracy_worth(point: TradeOff) -> float:
     return point.agreement if point.accuracy is None else point.accuracy
 
 
-def front_of(
-    points: Iterable[TradeOff], worth: Callable[[TradeOff], float] = agreement_worth
-) -> tuple[TradeOff, ...]:
+def front_of(points: Iterable[TradeOff], worth: Worth = agreement_worth) -> tuple[TradeOff, ...]:
     """Give what no other point dominates: the cheapest first, each worth more than those before."""
     front: list[TradeOff] = []
     for point in sorted(points, key=lambda p: (p.cost, -worth(p), p.variant, len(p.active))):
@@ -283,7 +285,7 @@ def front_of(
 
 
 def cheapest_at(
-    points: Iterable[TradeOff], level: float, worth: Callable[[TradeOff], float] = agreement_worth
+    points: Iterable[TradeOff], level: float, worth: Worth = agreement_worth
 ) -> TradeOff | None:
     """Find the point of least time that is worth a level; ``None`` if none is."""
     reaching = (p for p in points if worth(p) >= level - 1e-12)
