@@ -32,9 +32,11 @@ from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.results import EngineResult
 from offramp.engine.scheduling import PolicyName
+from offramp.engine.served_model import scheduler_of
 from offramp.engine.statistics import ModelStatistics
 from offramp.server.metrics import render_metrics
 from offramp.server.status import render_status
+from offramp.tools.bench.simulation import SimulatedLoad, model_of, simulate
 
 ROWS = 60
 BITS = (4, 2)
@@ -261,6 +263,28 @@ def test_the_cheapest_point_is_the_smallest_variant(compiled: Compiled) -> None:
         assert (result.variants == 2).all()
 
     serve(compiled.bundle, body, policy="cheapest")
+
+
+def test_the_simulator_runs_the_variants_that_would_serve(compiled: Compiled) -> None:
+    """The smallest to its end: it agrees as often as was recorded."""
+    bundle = compiled.quiet
+    options = ModelOptions(scheduling=PolicyName.parse(fixed(bundle, 2)), max_batch_size=8)
+    model = model_of(bundle, Mode.LEAVE, options)
+    assert [len(variant.seconds) for variant in model.smaller] == [2, 2]
+    scheduler = scheduler_of(model.points, options, streams=1)
+    every = model.behaviour.leaves_at.size
+    load = SimulatedLoad(
+        arrivals_s=np.arange(every) * 1.0, records=np.arange(every), duration_s=float(every)
+    )
+    outcomes = simulate(
+        model.behaviour, scheduler, model.seconds, load, streams=1, smaller=model.smaller
+    )
+    assert (outcomes.variant == 2).all()
+    assert (outcomes.exit == own(bundle, 2)).all()
+    assert outcomes.agrees.mean() == bundle.manifest.variants[1].agreement
+    assert outcomes.accuracy == bundle.manifest.variants[1].exits[-1].accuracy
+    whole = replace(options, scheduling=PolicyName("run-through"))
+    assert model_of(bundle, Mode.LEAVE, whole).smaller == ()
 
 
 def test_metrics_and_status_page_name_variants(compiled: Compiled) -> None:
