@@ -38,6 +38,7 @@ from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.certify import MODEL_END
 from offramp.engine.deployment import STAGE_OVERHEAD_S
+from offramp.engine.errors import OptionsError
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import OperatingPoint, PolicyName, make_scheduler
@@ -84,7 +85,7 @@ class ObjectiveCase:
         reaching = [
             (name, row)
             for name, row in self.rows.items()
-            if name.startswith("fixed:") and (row.attainment or 0.0) >= GOAL
+            if (name.startswith("fixed:") or name == FASTEST) and (row.attainment or 0.0) >= GOAL
         ]
         return max(reaching, key=lambda item: item[1].agreement or 0.0, default=None)
 
@@ -290,7 +291,12 @@ async def measured(options: argparse.Namespace, console: Console) -> dict[str, A
     rounds: dict[str, list[Summary]] = {}
     for _ in range(options.rounds):
         for policy in simulation.policies:
-            rounds.setdefault(policy, []).append(await bench.under(policy, trace, slo_s))
+            try:
+                summary = await bench.under(policy, trace, slo_s)
+            except OptionsError:  # profiled anew where it is served, another one dominates it
+                console.print(f"{policy} is no operating point of the engine this time")
+                continue
+            rounds.setdefault(policy, []).append(summary)
     rows = {name: median_of(found) for name, found in rounds.items()}
     case = ObjectiveCase(trace=trace, slo_s=slo_s, rows=rows)
     title = f"MEASURED, {trace.name}, SLO {1e3 * slo_s:.1f} ms; agree is accuracy"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from benchmarks.superserve_example import ObjectiveCase, tightest
 
@@ -53,6 +55,12 @@ def test_slackfit_is_held_against_the_best_fixed_point_that_is_in_time() -> None
 @pytest.mark.parametrize("ours", [summary(0.9995, 0.805), summary(0.99, 0.9)])
 def test_the_goal_takes_both_attainment_and_accuracy(ours: Summary) -> None:
     assert case(ours, small=summary(1.0, 0.80)).describe().endswith("goal NOT reached")
+
+
+def test_the_fastest_point_is_a_fixed_one_too() -> None:
+    found = case(summary(0.9995, 0.82), small=summary(1.0, 0.80))
+    found = replace(found, rows={**found.rows, "cheapest": summary(1.0, 0.85)})
+    assert found.gain == pytest.approx(-0.03)
 
 
 def test_where_no_fixed_point_is_in_time_there_is_nothing_to_compare() -> None:
