@@ -26,6 +26,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -313,7 +314,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.8, help="of the fastest point's capacity")
     parser.add_argument("--requests", type=int, default=60_000, help="of each drawn trace")
     parser.add_argument("--lost-every-s", type=float, default=12.0)
-    parser.add_argument("--data", help=".npz of unseen samples: measure one case too")
+    parser.add_argument("--data", type=Path, help=".npz of unseen samples: measure a case too")
     parser.add_argument("--measured-share", type=float, default=0.6, help="of measured capacity")
     parser.add_argument("--measured-slo-ms", type=float, default=0.0, help="0: look for it")
     parser.add_argument("--duration-s", type=float, default=10.0, help="of the measured trace")

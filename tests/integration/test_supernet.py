@@ -93,6 +93,15 @@ def test_the_report_compares_exits_and_subnets(compiled: Compiled) -> None:
     ]
 
 
+def test_a_profile_that_is_measured_anew_keeps_the_comparison(
+    compiled: Compiled, tmp_path: Path
+) -> None:
+    with brief_measurements():
+        arguments = ["profile", compiled.bundle.path, "--output", tmp_path / "again.ee"]
+        assert main([str(a) for a in arguments]) == 0
+    assert "Exits × subnets" in (tmp_path / "again.ee" / "report.html").read_text()
+
+
 def test_each_variant_answers_as_its_extracted_subnet_does(compiled: Compiled) -> None:
     """That is a graph of its own, in a session of its own, with weights of its own."""
     bundle, unseen = compiled.bundle, images(UNSEEN, seed=7)
