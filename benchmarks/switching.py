@@ -266,7 +266,7 @@ def _print(found: Any, names: Mapping[str, str], size: int) -> None:
         for kind in ("switched", "same"):
             values = [f"{value:.3f}" for value in found[name][kind].values()]
             table.add_row(names[name] if kind == "switched" else "", kind, *values)
-    wide_console().print(table)
+    wide_console(120).print(table)
 
 
 if __name__ == "__main__":
