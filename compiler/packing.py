@@ -33,6 +33,7 @@ from offramp.calibration.dataset import DataSplit
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
+from offramp.calibration.trade_offs import RecordedVariant
 from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, exit_prefix
@@ -136,6 +137,10 @@ def pack(
         measured=measured,
         maps=maps,
         weights=packed.sizes,
+        variants=[
+            (RecordedVariant.of(manifest, policy, profile, tune), certify),
+            *((variant.recorded, variant.certify) for variant in variants),
+        ],
     )
     small = {
         PROFILE: dump(profile),
@@ -160,6 +165,9 @@ class BuiltVariant:
     """Segments and exits, by path in the bundle."""
     files: Mapping[str, bytes]
     """All others."""
+    recorded: RecordedVariant
+    certify: ExitRecords
+    """What its exits say of the certify split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

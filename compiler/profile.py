@@ -17,12 +17,13 @@ import onnx
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.files import dump
-from offramp.bundle.records import CERTIFY
+from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
+from offramp.calibration.trade_offs import RecordedVariant, kept_variants
 from offramp.compiler.exits import Samples
 from offramp.compiler.graph import default_opset
 from offramp.compiler.heads import build_empty
@@ -192,7 +193,16 @@ def _write(bundle: Bundle, options: ProfileOptions, target: Path, profile: Profi
     manifest = replace(bundle.manifest, name=bundle_name(target))
     certify = ExitRecords.kept_by(bundle, CERTIFY)
     sizes = WeightSizes.of(bundle)
-    report = render_report(manifest, policy, profile, certify, rehearsed, weights=sizes)
+    full = RecordedVariant.of(manifest, policy, profile, ExitRecords.kept_by(bundle, TUNE))
+    report = render_report(
+        manifest,
+        policy,
+        profile,
+        certify,
+        rehearsed,
+        weights=sizes,
+        variants=[(full, certify), *kept_variants(bundle)[1:]],
+    )
     changed = {PROFILE: dump(profile), REPORT: report.encode()}
     rewrite(bundle, target, manifest, policy, changed, overwrite=options.replaces)
 

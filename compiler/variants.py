@@ -17,6 +17,7 @@ from offramp.bundle.bundle import POLICY, RECORDS
 from offramp.bundle.files import dump
 from offramp.bundle.parts import folder_of
 from offramp.calibration.records import dump_records
+from offramp.calibration.trade_offs import RecordedVariant
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, measure_copy
 from offramp.compiler.cascade import slice_subnet
 from offramp.compiler.exits import find_exits
@@ -87,4 +88,13 @@ def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) 
         exits=tuple(replace(judged(e, certify), file=folder + e.file) for e in draft.exits),
     )
     graphs = {folder + name: draft.files[name] for name in names}
-    return BuiltVariant(variant=variant, graphs=graphs, files=files)
+    recorded = RecordedVariant(
+        variant=index,
+        name=drawn.name,
+        tune=blueprint.tune,
+        cost=blueprint.choice.cost(blueprint.choice.batch_size),
+        in_use=tuple(active.exit for active in policy.active),
+    )
+    return BuiltVariant(
+        variant=variant, graphs=graphs, files=files, recorded=recorded, certify=certify
+    )

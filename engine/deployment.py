@@ -211,10 +211,13 @@ def served_variants(
     None does where nothing leaves early anyway (release mode, off), where the policy never chooses
     them or may not (their answers are mostly outside the promise), or on a GPU.
     """
-    may = mode in (Mode.LEAVE, Mode.AUDIT) and options.forced_exits and backend.on_cpu
-    if not may or not chooses_points(options.scheduling):
-        return ()
-    return bundle.variants()[1:]
+    return bundle.variants()[1:] if backend.on_cpu and variants_may_serve(mode, options) else ()
+
+
+def variants_may_serve(mode: Mode, options: ModelOptions) -> bool:
+    """Whether a mode and a policy, on the CPU, serve anything but the full model."""
+    may = mode in (Mode.LEAVE, Mode.AUDIT) and options.forced_exits
+    return may and chooses_points(options.scheduling)
 
 
 def _as_fast_as(here: Profile, compiled: Profile, of_variant: Profile) -> Profile:

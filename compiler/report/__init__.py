@@ -12,9 +12,11 @@ from offramp.bundle import ExitPolicy, Manifest, Measured, Profile
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
+from offramp.calibration.trade_offs import Judged
 from offramp.compiler.report import numbers, words
 from offramp.compiler.report.charts import exit_curves, latency_chart, latency_rows, savings_chart
 from offramp.compiler.report.figures import PolicyFigures
+from offramp.compiler.report.frontier import NAMES, frontier_view
 from offramp.compiler.report.pictures import EarlyMap, views
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
@@ -37,16 +39,18 @@ def render_report(
     measured: Measured | None = None,
     maps: Sequence[EarlyMap] = (),
     weights: WeightSizes | None = None,
+    variants: Judged = (),
 ) -> str:
     """Render the bundle's ``report.html``: one page that needs nothing beside it.
 
     ``profile`` is of the device that the savings were predicted for; ``rehearsed`` says how the
     exits in use were chosen, if by a rehearsal, and ``limit`` what kept all out of use. ValueError
     if the parts do not belong together. ``maps`` are a few answers to look at, ``weights`` how much
-    room the large ones take.
+    room the large ones take, ``variants`` the model and its subnets, where it has any.
     """
     found = PolicyFigures.of(manifest, policy, profile, certify)
     judged = None if measured is None else words.SavingsCheck.of(found, measured)
+    promised = None if policy.promise is None else 1 - policy.promise.max_disagreement
     page = _template().render(
         found=found,
         manifest=manifest,
@@ -65,6 +69,8 @@ def render_report(
         facts=words.facts(found, rehearsed, weights),
         judged=judged,
         maps=views(maps),
+        frontier=frontier_view(variants, promised),
+        ways=NAMES,
         training=training_view(manifest),
     )
     # file names may hold bytes that are no text; the page is written as UTF-8
@@ -82,6 +88,7 @@ def _template() -> Template:
     )
     environment.filters.update(
         percent=numbers.percent,
+        bare=numbers.plain_percent,
         ms=numbers.milliseconds,
         threshold=numbers.threshold,
         count=numbers.count,

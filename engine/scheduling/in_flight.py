@@ -80,6 +80,8 @@ class InFlight:
         """Oldest first; new batches start under the last."""
         self.buffered = 0
         """Samples that wait at splits."""
+        self.suspended: set[int] = set()
+        """Streams that are out of service."""
         self._cancelled: dict[int, DropCause] = {}
         """Withdrawn requests of which samples run."""
         self.late = 0
@@ -94,10 +96,11 @@ class InFlight:
         """Make a plan the one that new batches start under; the queue is its from here on."""
         if self.plans:
             old = self.plans[-1].waiting
-            self.plans[-1].waiting = Waiting(SampleQueue(0, full=1), old.buffered)
+            empty = SampleQueue(0, full=1)
+            self.plans[-1].waiting = Waiting(empty, old.buffered, self.suspended)
         stages = max(table.stages for table in latencies.variants)
         splits = tuple(BufferedQueue(discarded=self._discarded) for _ in range(stages))
-        plan = ServedPlan(number, policy, latencies, Waiting(queue, splits))
+        plan = ServedPlan(number, policy, latencies, Waiting(queue, splits, self.suspended))
         self.plans.append(plan)
         self.forget_old_plans()
         return plan

@@ -6,7 +6,7 @@ promises; a policy only looks at what waits and chooses, and may be asked at any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -57,6 +57,8 @@ class Waiting:
     """For stage 0."""
     buffered: Sequence[BufferedQueue]
     """[stages]: survivors that wait for each stage; the first is always empty."""
+    suspended: Collection[int] = frozenset()
+    """The streams that are out of service now."""
 
     def ready(self, now_s: float) -> Bucket | Wait | Idle:
         """Find the bucket that the next batch is formed of, or how long to wait for one."""

@@ -66,7 +66,6 @@ class ModelScheduler:
         self._in_flight = InFlight()
         self._current = self._in_flight.add_plan(plan, policy, latencies, queue)
         self._streams = frozenset(range(streams))
-        self._suspended: set[int] = set()
         self._parallel = parallel or ParallelLimit(latencies.max_batch_size)
         self.retried = 0
         """Samples of failed batches that were tried again."""
@@ -231,11 +230,11 @@ class ModelScheduler:
 
     def suspend(self, stream: int) -> None:
         """Say that a stream, which has no batch, is out of service."""
-        self._suspended.add(stream)
+        self._in_flight.suspended.add(stream)
 
     def resume(self, stream: int) -> None:
         """Say that a stream is in service again."""
-        self._suspended.discard(stream)
+        self._in_flight.suspended.discard(stream)
 
     def flush(self) -> None:
         """Wait for batch mates no longer, from now on: the server is draining."""
@@ -280,7 +279,7 @@ class ModelScheduler:
 
     def _next_retry(self, plan: ServedPlan, stream: int) -> ScheduledBatch | None:
         """Take the first that this stream may try: it failed elsewhere, or no other can."""
-        alone = not self._streams - self._suspended - {stream}
+        alone = not self._streams - self._in_flight.suspended - {stream}
         for retry in self._in_flight.retries:
             if retry.plan is plan and (alone or retry.failed_on != stream):
                 self._in_flight.retries.remove(retry)

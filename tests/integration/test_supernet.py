@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from tests.elastic_torch import ElasticCnn, exported, shaken
 
 from offramp.bundle import Bundle, ExitPolicy
 from offramp.calibration.dataset import read_dataset, split
+from offramp.calibration.trade_offs import kept_variants
 from offramp.certify import samples_needed
 from offramp.compiler.cli import main
 from offramp.compiler.model import read_model
+from offramp.compiler.report.frontier import frontier_view
 from offramp.compiler.supernet import Supernet, read_spec
 from offramp.compiler.supernet.extract import extract_subnet
 from offramp.compiler.supernet.norm import SubnetNorm
@@ -76,6 +79,27 @@ def test_subnets_are_variants_with_weights_of_the_model(compiled: Compiled) -> N
         assert shown.manifest.exits[-1].head.kind == "own"
         assert shown.manifest.subnet == bundle.manifest.variants[shown.number - 1].name
         assert {s.file for s in shown.manifest.segments[:-1]} <= set(bundle.manifest.graphs)
+
+
+def test_the_report_compares_exits_and_subnets(compiled: Compiled) -> None:
+    """What is compared while it is compiled is what the bundle keeps."""
+    page = (compiled.bundle.path / "report.html").read_text()
+    assert "Exits × subnets" in page
+    view = frontier_view(kept_variants(compiled.bundle), 0.95)
+    assert view is not None
+    assert view.sentence in unescape(page)
+    assert [row.name for row in view.subnets[1:]] == [
+        variant.name for variant in compiled.bundle.manifest.variants
+    ]
+
+
+def test_a_profile_that_is_measured_anew_keeps_the_comparison(
+    compiled: Compiled, tmp_path: Path
+) -> None:
+    with brief_measurements():
+        arguments = ["profile", compiled.bundle.path, "--output", tmp_path / "again.ee"]
+        assert main([str(a) for a in arguments]) == 0
+    assert "Exits × subnets" in (tmp_path / "again.ee" / "report.html").read_text()
 
 
 def test_each_variant_answers_as_its_extracted_subnet_does(compiled: Compiled) -> None:

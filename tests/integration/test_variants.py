@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import pytest
+from benchmarks import switching
+from benchmarks.switching import NotingBackend
 from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny
@@ -25,6 +27,7 @@ from offramp.bundle.files import dump
 from offramp.calibration import profiling
 from offramp.compiler.model import SourceModel
 from offramp.engine import model_runtime
+from offramp.engine.backends import make_backend
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.core import Engine
 from offramp.engine.errors import OptionsError
@@ -32,9 +35,11 @@ from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.results import EngineResult
 from offramp.engine.scheduling import PolicyName
+from offramp.engine.served_model import scheduler_of
 from offramp.engine.statistics import ModelStatistics
 from offramp.server.metrics import render_metrics
 from offramp.server.status import render_status
+from offramp.tools.bench.simulation import SimulatedLoad, model_of, simulate
 
 ROWS = 60
 BITS = (4, 2)
@@ -261,6 +266,55 @@ def test_the_cheapest_point_is_the_smallest_variant(compiled: Compiled) -> None:
         assert (result.variants == 2).all()
 
     serve(compiled.bundle, body, policy="cheapest")
+
+
+def test_nothing_is_prepared_when_batches_change_between_variants(compiled: Compiled) -> None:
+    backend = NotingBackend(make_backend("onnxruntime", threads=1, max_rows=8))
+    defaults = ModelOptions(scheduling=PolicyName("slackfit"), max_batch_size=8)
+    options = EngineOptions(mode=Mode.LEAVE, threads=1, keep_state=False, defaults=defaults)
+
+    async def run() -> None:
+        async with await Engine.open(
+            {switching.MODEL: compiled.bundle.path}, options, backend=backend
+        ) as engine:
+            policy = switching.put_in_force(engine, 8, seed=0)
+            prepared = backend.prepared
+            assert prepared > 0
+            backend.runs.clear()
+            for row in range(ROWS):
+                sample = {name: array[row : row + 1] for name, array in compiled.unseen.items()}
+                result = await engine.infer(switching.MODEL, sample)
+                assert result.variants[0] == policy.decisions[-1][1]
+            assert {variant for _, variant in policy.decisions} == {0, 1, 2}
+            assert backend.prepared == prepared
+            assert len(backend.runs) >= ROWS
+
+    try:
+        asyncio.run(run())
+    finally:
+        backend.close()
+
+
+def test_the_simulator_runs_the_variants_that_would_serve(compiled: Compiled) -> None:
+    """The smallest to its end: it agrees as often as was recorded."""
+    bundle = compiled.quiet
+    options = ModelOptions(scheduling=PolicyName.parse(fixed(bundle, 2)), max_batch_size=8)
+    model = model_of(bundle, Mode.LEAVE, options)
+    assert [len(variant.seconds) for variant in model.smaller] == [2, 2]
+    scheduler = scheduler_of(model.points, options, streams=1)
+    every = model.behaviour.leaves_at.size
+    load = SimulatedLoad(
+        arrivals_s=np.arange(every) * 1.0, records=np.arange(every), duration_s=float(every)
+    )
+    outcomes = simulate(
+        model.behaviour, scheduler, model.seconds, load, streams=1, smaller=model.smaller
+    )
+    assert (outcomes.variant == 2).all()
+    assert (outcomes.exit == own(bundle, 2)).all()
+    assert outcomes.agrees.mean() == bundle.manifest.variants[1].agreement
+    assert outcomes.accuracy == bundle.manifest.variants[1].exits[-1].accuracy
+    whole = replace(options, scheduling=PolicyName("run-through"))
+    assert model_of(bundle, Mode.LEAVE, whole).smaller == ()
 
 
 def test_metrics_and_status_page_name_variants(compiled: Compiled) -> None:

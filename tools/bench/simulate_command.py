@@ -174,7 +174,15 @@ def _runs(
         runs_on = running_on(system.mode, len(trace.arrivals_s), options)
         started_s = time.perf_counter()
         behaviour, stage_s, streams = model.behaviour, model.seconds, options.workers
-        outcomes = simulate(behaviour, scheduler, stage_s, load, streams=streams, runs_on=runs_on)
+        outcomes = simulate(
+            behaviour,
+            scheduler,
+            stage_s,
+            load,
+            streams=streams,
+            runs_on=runs_on,
+            smaller=model.smaller,
+        )
         speed = len(trace.arrivals_s) / (time.perf_counter() - started_s)
         yield Simulated(label=system.label, outcomes=outcomes, requests_per_second=speed)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.records import CERTIFY
 from offramp.certify import leaves
-from offramp.engine.deployment import points_of
+from offramp.engine.deployment import points_of, variants_may_serve, with_variants
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.scheduling import (
@@ -46,6 +46,8 @@ class Behaviour:
     """[records]: first stage where the sample is sure enough."""
     agrees: NDArray[np.bool_]
     """[stages, records]: whether the stage's answer is the source model's."""
+    right: NDArray[np.bool_] | None = None
+    """[stages, records]: whether it is the label; ``None`` without labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +66,14 @@ class SimulatedOutcomes(Outcomes):
 
     variant: NDArray[np.int16]
     """[n]: 0 is the full model; means something where OK."""
+    right: NDArray[np.int8]
+    """[n]: 1 answered like the label, 0 unlike, -1 unknown."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the answered that are answered like their labels, if those are known."""
+        known = self.right[self.answered & (self.right >= 0)]
+        return float(known.mean()) if known.size else None
 
     @property
     def variant_shares(self) -> dict[int, float]:
@@ -82,6 +92,8 @@ class SimulatedModel:
     """For the policy."""
     seconds: tuple[tuple[float, ...], ...]
     """[stages][max_batch_size + 1]: what stages take."""
+    smaller: tuple[SimulatedVariant, ...] = ()
+    """Its variants 1, 2 …, where the policy and the mode serve them."""
 
 
 def model_of(
@@ -94,29 +106,53 @@ def model_of(
 ) -> SimulatedModel:
     """Simulate a bundle by its profile, and its records of the certify split (unseen data).
 
+    Its variants are simulated where the mode and the policy of ``options`` serve them.
     ``stage_overhead_s`` is what each stage takes beyond its graph; the scheduler knows it.
     ``slowdown`` is how much longer stages take than that; the scheduler finds out.
     """
-    plan = make_plan(bundle, mode=mode)
-    records = bundle.records()
+    full, *smaller = (
+        _variant_of(shown, mode, options, stage_overhead_s)
+        for shown in (bundle.variants() if variants_may_serve(mode, options) else (bundle,))
+    )
+    points = with_variants(full[1], [points for _, points in smaller])
+    return SimulatedModel(
+        behaviour=full[0],
+        points=points,
+        seconds=_slowed(full[1], slowdown),
+        smaller=tuple(
+            SimulatedVariant(behaviour=behaviour, seconds=_slowed(points, slowdown))
+            for behaviour, points in smaller
+        ),
+    )
+
+
+def _variant_of(
+    shown: Bundle, mode: Mode, options: ModelOptions, overhead_s: float
+) -> tuple[Behaviour, OperatingPoints]:
+    """Simulate what a bundle shows as one of its variants, by its own profile and records."""
+    plan = make_plan(shown, mode=mode)
+    records = shown.records()
     chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]
-    count = int(chosen.sum())
-    leaves_at = np.full(count, len(plan.stages) - 1)
-    agrees = np.ones((len(plan.stages), count), np.bool_)
+    leaves_at = np.full(len(final), len(plan.stages) - 1)
+    said = np.tile(final, (len(plan.stages), 1))
     for stage in reversed(plan.stages):
         if not stage.final:
             confidence = records["confidence"][stage.answered_by][chosen]
             sure = leaves(confidence, np.float32(stage.threshold))
             leaves_at[sure] = stage.index
-            agrees[stage.index] = records["prediction"][stage.answered_by][chosen] == final
-    exits = tuple(stage.answered_by for stage in plan.stages)
-    points = points_of(bundle.profile(), records, plan, options, overhead_s=stage_overhead_s)
-    return SimulatedModel(
-        behaviour=Behaviour(exits=exits, leaves_at=leaves_at, agrees=agrees),
-        points=points,
-        seconds=tuple(tuple(slowdown * s for s in row) for row in points.latencies.profiled_s),
+            said[stage.index] = records["prediction"][stage.answered_by][chosen]
+    behaviour = Behaviour(
+        exits=tuple(stage.answered_by for stage in plan.stages),
+        leaves_at=leaves_at,
+        agrees=said == final,
+        right=said == records["label"][chosen] if "label" in records else None,
     )
+    return behaviour, points_of(shown.profile(), records, plan, options, overhead_s=overhead_s)
+
+
+def _slowed(points: OperatingPoints, slowdown: float) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(slowdown * s for s in row) for row in points.latencies.profiled_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,7 +176,7 @@ def draw_load(
     return SimulatedLoad(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
 
 
-def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a request costs
+def simulate(  # noqa: PLR0912, PLR0915 - one loop, and few calls in it: it is what a request costs
     model: Behaviour,
     scheduler: ModelScheduler,
     stage_s: Sequence[Sequence[float]],
@@ -149,13 +185,15 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
     streams: int,
     runs_on: NDArray[np.bool_] | None = None,
     smaller: Sequence[SimulatedVariant] = (),
+    losing_s: Sequence[float] = (),
 ) -> SimulatedOutcomes:
     """Run a load to its end on virtual time.
 
     ``stage_s``, [stages][max_batch_size + 1], is what stages take by batch size; what the scheduler
     predicts may differ. The scheduler is fresh, and made for as many streams. ``runs_on``,
     [requests], says which run on after an early answer; ``None`` is none. ``smaller`` are the
-    variants 1, 2 … that the scheduler's operating points may name.
+    variants 1, 2 … that the scheduler's operating points may name. At each of the rising times
+    ``losing_s`` a stream is lost for good, the last one first; what it runs is tried elsewhere.
     """
     behaviours = [model, *(variant.behaviour for variant in smaller)]
     leaves_at = [behaviour.leaves_at[load.records] for behaviour in behaviours]
@@ -168,11 +206,22 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
     running: dict[int, Run] = {}
     idle = list(range(streams))
     """The last is asked first: it has just been busy, and may have a batch that goes on."""
-    wake_s = _NEVER
+    losses = [*losing_s, _NEVER]
+    wake_s, loss_s, lost = _NEVER, losses[0], 0
     while True:
         end_s = ends[0][0] if ends else _NEVER
         goes_on = False
-        if arrival_s <= end_s and arrival_s <= wake_s:
+        if loss_s < _NEVER and loss_s <= min(arrival_s, end_s, wake_s):
+            now_s, stream, lost = loss_s, streams - 1 - lost, lost + 1
+            loss_s = losses[lost]
+            if stream in idle:
+                idle.remove(stream)
+            else:
+                del running[stream]
+                ends = sorted(end for end in ends if end[1] != stream)  # a heap too
+                scheduler.failed(stream, now_s)
+            scheduler.suspend(stream)
+        elif arrival_s <= end_s and arrival_s <= wake_s:
             if arrival_s == _NEVER:
                 break
             now_s = arrival_s
@@ -256,7 +305,7 @@ class _Log:
         for item in dropped:
             late = item.cause in {DropCause.EXPIRED, DropCause.INFEASIBLE}
             status[item.request] = Status.EXPIRED if late else Status.FAILED
-        exit_, forced, agrees = _answers(behaviours, load.records, stage, variant)
+        exit_, forced, agrees, right = _answers(behaviours, load.records, stage, variant)
         return SimulatedOutcomes(
             intended_s=load.arrivals_s,
             latency_s=latency_s,
@@ -267,6 +316,7 @@ class _Log:
             batch_size=batch_size,
             duration_s=load.duration_s,
             variant=variant,
+            right=right,
         )
 
 
@@ -275,18 +325,20 @@ def _answers(
     records: NDArray[np.int64],
     stage: NDArray[np.int64],
     variant: NDArray[np.int16],
-) -> tuple[NDArray[np.int16], NDArray[np.bool_], NDArray[np.int8]]:
-    """[n] each: the exit of a stage of a variant, whether it is outside the promise, and agrees.
+) -> tuple[NDArray[np.int16], NDArray[np.bool_], NDArray[np.int8], NDArray[np.int8]]:
+    """[n] each: the exit of a stage of a variant, if it is outside the promise, agrees, is right.
 
     Outside is what leaves below its threshold, and whatever is not the full model's answer.
     """
     count = len(records)
     exit_, forced = np.zeros(count, np.int16), np.zeros(count, np.bool_)
-    agrees = np.zeros(count, np.int8)
+    agrees, right = np.zeros(count, np.int8), np.full(count, -1, np.int8)
     for number, behaviour in enumerate(behaviours):
         mine = variant == number
         at, sample = stage[mine], records[mine]
         exit_[mine] = np.array(behaviour.exits, np.int16)[at]
         forced[mine] = (behaviour.leaves_at[sample] > at) | (number > 0)
         agrees[mine] = behaviour.agrees[at, sample]
-    return exit_, forced, agrees
+        if behaviour.right is not None:
+            right[mine] = behaviour.right[at, sample]
+    return exit_, forced, agrees, right

@@ -73,7 +73,7 @@ class SlackPolicy(NeverBuffers, ABC):
     def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
         self._points = points
         self._max_batch_size = max_batch_size
-        self._streams = streams
+        self._streams = self._in_service = streams
         self._busy_s = [table.shrinking.busy_s for table in points.latencies.variants]
         self._early_drop: EarlyDrop | None = None
         self._arrivals = ArrivalRate()
@@ -92,8 +92,10 @@ class SlackPolicy(NeverBuffers, ABC):
         bucket = waiting.ready(now_s)
         if not isinstance(bucket, Bucket):
             return bucket
-        if self._early_drop is None:
-            self._early_drop = EarlyDrop(list(self._settings()), self._streams)
+        in_service = max(self._streams - len(waiting.suspended), 1)
+        if self._early_drop is None or in_service != self._in_service:
+            self._in_service = in_service
+            self._early_drop = EarlyDrop(list(self._settings()), in_service)
         latency_margin = self._points.latencies.latency_margin
         queue = waiting.queue
         self._arrivals.look(queue.arrived, now_s)

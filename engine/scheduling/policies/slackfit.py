@@ -93,7 +93,7 @@ class SlackFit(BareSlackFit):
         if bucket is None:
             return None
         best, best_rate = self._chosen[bucket]
-        wanted_rate /= self._streams
+        wanted_rate /= self._in_service
         while best_rate < wanted_rate and bucket:
             bucket -= 1
             setting, rate = self._chosen[bucket]
@@ -129,7 +129,7 @@ class SlackFit(BareSlackFit):
             if seconds[rows] <= whole_s:
                 return Setting.at(point, rows)
             part = Setting.at(point, bisect_right(seconds, part_s, 0, rows) - 1)
-            if part.batch_size > 0 and self._rate(part) * self._streams >= wanted_rate:
+            if part.batch_size > 0 and self._rate(part) * self._in_service >= wanted_rate:
                 return part
         return setting
 

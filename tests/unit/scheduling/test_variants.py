@@ -30,7 +30,11 @@ from offramp.engine.scheduling import (
     make_scheduler,
     pareto_front,
 )
+from offramp.engine.scheduling.base import wait_until
 from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
+from offramp.engine.scheduling.policy import Choice, NeverBuffers, Waiting
+from offramp.engine.scheduling.queue import SampleQueue
+from offramp.engine.scheduling.scheduler import ModelScheduler
 
 SMALL, MIDDLE, FULL = [0.0, 0.25, 0.5], [0.0, 0.5, 1.0], [0.0, 1.0, 2.0]
 THREE = [[FULL], [MIDDLE], [SMALL]]
@@ -268,3 +272,42 @@ def test_a_second_try_needs_the_time_of_its_own_variant() -> None:
         started(s.next(0, 0.0))
         s.failed(0, 1.0)
         assert len(s.take_dropped()) == dropped
+
+
+def test_slackfit_keeps_up_with_the_streams_that_are_in_service() -> None:
+    """1.5 rows a second are 0.75 for each of two streams, and variant 1's for one alone."""
+    points = front_of(latencies_of(THREE), [1.0, 0.9, 0.8])
+    policy = make_policy(PolicyName.parse("slackfit"), points, 2, 2)
+    assert isinstance(policy, SlackPolicy)
+    queue = SampleQueue(8, full=2)
+    queue.push(Submission(1, 1, 9.0), 0.0)
+    suspended: set[int] = set()
+    waiting = Waiting(queue, (), suspended)
+    for out, variant in (((), 0), ((1,), 1), ((0, 1), 1), ((), 0)):
+        suspended.clear()
+        suspended.update(out)
+        policy.choose(waiting, 0.0)
+        assert policy.setting(float("inf"), 1.5) == Setting(2, 0, variant)
+
+
+def test_a_scheduler_tells_its_policy_which_streams_are_out_of_service() -> None:
+    seen = []
+
+    class Looking(NeverBuffers):
+        name = "looking"
+
+        def choose(self, waiting: Waiting, now_s: float) -> Choice:
+            seen.append(set(waiting.suspended))
+            return wait_until(now_s + 1.0)
+
+    latencies = latencies_of(THREE)
+    queue = SampleQueue(8, full=2)
+    s = ModelScheduler(Looking(), latencies, queue, streams=3)
+    s.suspend(2)
+    s.next(0, 0.0)
+    s.hot_swap(1, Looking(), latencies)
+    s.suspend(1)
+    s.next(0, 0.0)
+    s.resume(2)
+    s.next(0, 0.0)
+    assert seen == [{2}, {1, 2}, {1}]

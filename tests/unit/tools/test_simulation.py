@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from offramp.engine.scheduling import (
     StageTable,
     make_scheduler,
 )
-from offramp.tools.bench.outcomes import Outcomes, Status
+from offramp.tools.bench.outcomes import Status
 from offramp.tools.bench.simulation import (
     Behaviour,
     SimulatedLoad,
@@ -43,7 +44,9 @@ def run(
     streams: int = 1,
     max_queue: int = 100,
     runs_on: Sequence[bool] | None = None,
-) -> Outcomes:
+    losing_s: Sequence[float] = (),
+    behaviour: Behaviour = BEHAVIOUR,
+) -> SimulatedOutcomes:
     latencies = Latencies(SECONDS)
     points = OperatingPoints(
         points=(
@@ -56,7 +59,9 @@ def run(
         PolicyName.parse(policy), points, max_batch_size=2, max_queue=max_queue, streams=streams
     )
     drawn = None if runs_on is None else np.array(runs_on)
-    return simulate(BEHAVIOUR, scheduler, SECONDS, load, streams=streams, runs_on=drawn)
+    return simulate(
+        behaviour, scheduler, SECONDS, load, streams=streams, runs_on=drawn, losing_s=losing_s
+    )
 
 
 def load(*requests: tuple[float, int], slo_s: float = float("inf")) -> SimulatedLoad:
@@ -91,6 +96,33 @@ def test_two_streams_run_side_by_side() -> None:
     """The second stream takes the second request at once, and the third at 1.5."""
     found = run(load((0.0, 1), (0.5, 0), (0.5, 1)), streams=2)
     np.testing.assert_allclose(found.latency_s, [3.0, 1.0, 4.0])
+
+
+def test_what_a_lost_stream_ran_is_tried_on_another_one() -> None:
+    """Stream 1 runs the first request until it is lost at 1.25; stream 0 is free at 3.5."""
+    found = run(load((0.0, 1), (0.5, 1)), streams=2, losing_s=[1.25])
+    np.testing.assert_allclose(found.latency_s, [6.5, 3.0])
+    whole = run(load((0.0, 1), (0.5, 1)), streams=2)
+    np.testing.assert_allclose(whole.latency_s, [3.0, 3.0])
+
+
+def test_an_idle_stream_that_is_lost_takes_nothing_with_it() -> None:
+    found = run(load((0.0, 1), (3.5, 1), (3.6, 1)), streams=2, losing_s=[3.25])
+    np.testing.assert_allclose(found.latency_s, [3.0, 3.0, 5.9])
+
+
+def test_without_any_stream_left_nobody_is_answered() -> None:
+    found = run(load((0.0, 1), (4.0, 1)), losing_s=[1.0])
+    assert not found.answered.any()
+
+
+def test_accuracy_is_of_the_answered_and_known_with_labels_only() -> None:
+    right = np.array([[True, False], [False, True]])
+    labelled = replace(BEHAVIOUR, right=right)
+    requests = load((0.0, 0), (5.0, 1), (10.0, 1))
+    assert run(requests, behaviour=labelled).accuracy == 1.0
+    assert run(requests, "cheapest", behaviour=labelled).accuracy == pytest.approx(1 / 3)
+    assert run(requests).accuracy is None
 
 
 def test_what_has_no_room_is_rejected_and_what_is_late_expires() -> None:

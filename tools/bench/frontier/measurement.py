@@ -225,7 +225,7 @@ class _Measuring:
         """By place among the systems, of those that have a policy."""
         self._runners: dict[int, BatchRunner] = {}
         self._agreement = agreement_of(pair.exits.manifest.answer)
-        stages = {bundle.path: _SharedStages(backend) for bundle in pair.bundles}
+        stages = {bundle.path: SharedStages(backend) for bundle in pair.bundles}
         for place, system in enumerate(systems):
             bundle = pair.bundle_of(system.system)
             if system.policy is not None:
@@ -268,7 +268,7 @@ class _Measuring:
             first = next(iter(compared.values()))
             for place, system in compared.items():
                 plan = self._plans.get(place)
-                points[place].append(_point(system, first, plan, size, labels))
+                points[place].append(point_of(system, first, plan, size, labels))
             of_source.append(Rounds(times_ms=np.array([_by_round(first.busy_ms)]).T))
         load = MachineLoad(
             wall_s=time.perf_counter() - started_s,
@@ -277,7 +277,7 @@ class _Measuring:
         return points, disturbances("frontier", load, of_source)
 
 
-class _SharedStages:
+class SharedStages:
     """The stages of a bundle, each prepared once: policies differ in thresholds, or in few exits.
 
     Without it a large model would be loaded once for every policy.
@@ -303,13 +303,14 @@ def whole_copy(cascade: Bundle) -> tuple[bytes, str]:
     return assemble([cascade.read(segment.file) for segment in front], [answer]), answer
 
 
-def _point(
+def point_of(
     system: ComparedSystem,
     source: ComparedSystem,
     plan: Plan | None,
     size: int,
     labels: NDArray[np.int64] | None,
 ) -> FrontierPoint:
+    """Give the figures of a system, beside the source model's of the same rounds."""
     prediction, truth = system.codes(source), source.codes(source)
     stage = np.concatenate(system.stage)
     ends = {} if plan is None else {exit_label(s.answered_by): s.index for s in plan.stages}
