@@ -149,8 +149,8 @@ def _write_subnets(
     from offramp.calibration.dataset import read_dataset  # noqa: PLC0415
     from offramp.compiler.model import read_model  # noqa: PLC0415
     from offramp.compiler.supernet import (  # noqa: PLC0415
-        Supernet,
         SubnetNorm,
+        Supernet,
         extract_subnet,
         laid_out,
         read_spec,
