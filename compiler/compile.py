@@ -43,7 +43,7 @@ from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.prompts import check_lengths
 from offramp.compiler.rounding import warn_of_overflow
 from offramp.compiler.settling import check_teacher, settle_task
-from offramp.compiler.sharing import measure_sharing
+from offramp.compiler.sharing import measure_sharing, packed_bytes
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.subnets import find_variants, read_elastic
@@ -265,10 +265,10 @@ def _certify_and_write(
 def _measure_sharing(
     chosen: Blueprint, drawn: Sequence[DrawnVariant], run: CompileRun
 ) -> tuple[SharingCost, ...]:
-    """Measure what it costs the full model and its variants to share weights; nothing if alone."""
-    if not drawn:
-        return ()
+    """Measure what it costs the full model and its variants to share weights, if there are any."""
     protos = [chosen.sliced.model.proto, *(variant.proto for variant in drawn)]
+    if not drawn or not packed_bytes(protos[0]):
+        return ()
     found = []
     with run.progress.step("Measure shared weights", len(protos)) as advance:
         for number, proto in enumerate(protos):

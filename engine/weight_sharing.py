@@ -92,7 +92,7 @@ def share_weights(
     elif asked == "always":
         forms, audits = [shared] * (1 + served), shared
     else:
-        cheap = {n for n, cost in costs.items() if cost.more_time <= MOST_MORE_TIME}
+        cheap = {n for n, cost in costs.items() if cost.time_ratio <= 1 + MOST_MORE_TIME}
         forms = [packed, *(shared if n in cheap else packed for n in range(1, 1 + served))]
         audits = shared
     ratios = {
