@@ -44,7 +44,8 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.engine.backends.onnxruntime import make_session, shrink_arena
+from offramp.engine.backends.host import Execute
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, shrink_arena
 from offramp.engine.external_weights import WeightForm
 from offramp.tools.bench.output import (
     check_outputs,
@@ -211,33 +212,38 @@ def _child(step: str, folder: Path, *arguments: str) -> Any:
     return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
-def _sessions(folder: Path, form: str) -> list[ort.InferenceSession]:
+def _execute(folder: Path, form: str) -> list[Execute]:
+    """Load the subnets, and give what runs each: for the outputs that are named, and inputs."""
     count = len(list(folder.glob("own-*.onnx")))
     if form == "own":
-        return [_ordinary((folder / f"own-{n}.onnx").read_bytes()) for n in range(count)]
-    graphs = [(folder / f"{n}.onnx").read_bytes() for n in range(count)]
-    return [make_session(graph, 1, folder, WeightForm(form)) for graph in graphs]
+        return [_ordinary(folder / f"own-{n}.onnx").run for n in range(count)]
+    backend, graphs = OnnxRuntimeBackend(), [folder / f"{n}.onnx" for n in range(count)]
+    return [backend.load(g.read_bytes(), folder, WeightForm(form)).execute for g in graphs]
 
 
-def _ordinary(graph: bytes) -> ort.InferenceSession:
-    """Load a graph as ONNX Runtime does by itself, with an arena of its own, on one thread."""
+def _ordinary(graph: Path) -> ort.InferenceSession:
+    """Load a graph as ONNX Runtime does by itself, with an arena of its own, on one thread.
+
+    It is loaded from its file: Python's sessions keep the bytes that they are given.
+    """
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = settings.inter_op_num_threads = 1
     settings.log_severity_level = 3
-    return ort.InferenceSession(graph, settings, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(str(graph), settings, providers=["CPUExecutionProvider"])
 
 
 def _load(options: argparse.Namespace) -> dict[str, float]:
     """Load all subnets in one form, run them, and say what that took."""
     shrink_arena()  # makes the arena, and its session
+    inputs, output = _inputs(options.folder, 1)
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before, begun = memory_mib(), time.perf_counter()
-    sessions = _sessions(options.folder, options.form)
+    subnets = _execute(options.folder, options.form)
     loaded = time.perf_counter()
-    inputs = _inputs(sessions[0], 1)
     for _ in range(3):
-        for session in sessions:
-            session.run(None, inputs)
+        for execute in subnets:
+            execute([output], inputs, None)
     gc.collect()
     shrink_arena()
     ctypes.CDLL(None).malloc_trim(0)
@@ -248,13 +254,13 @@ def _load(options: argparse.Namespace) -> dict[str, float]:
 
 def _speed(options: argparse.Namespace) -> dict[str, Any]:
     """Run all forms of each subnet in turns, and count the time of the thread that computes."""
-    sessions = {form: _sessions(options.folder, form) for form in FORMS}
+    subnets = {form: _execute(options.folder, form) for form in FORMS}
     found: dict[str, Any] = {"largest_difference": 0.0}
     for size in BATCH_SIZES:
-        inputs = _inputs(sessions["own"][0], size)
+        inputs, output = _inputs(options.folder, size)
         rows = []
-        for number in range(len(sessions["own"])):
-            runs = {form: _runner(of[number], inputs) for form, of in sessions.items()}
+        for number in range(len(subnets["own"])):
+            runs = {form: _runner(of[number], output, inputs) for form, of in subnets.items()}
             answers = {form: run() for form, run in runs.items()}
             scale = np.abs(answers["own"]).max()
             for form in FORMS[1:]:
@@ -266,10 +272,10 @@ def _speed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _runner(
-    session: ort.InferenceSession, inputs: Mapping[str, NDArray[Any]]
+    execute: Execute, output: str, inputs: Mapping[str, NDArray[Any]]
 ) -> Callable[[], NDArray[Any]]:
     def run() -> NDArray[Any]:
-        (answer,) = session.run(None, inputs)
+        (answer,) = execute([output], inputs, None)
         return answer
 
     return run
@@ -289,9 +295,9 @@ def _times(runs: Mapping[str, Callable[[], object]], count: int) -> dict[str, An
     return {**medians, "shared_to_packed": statistics.median(ratios)}
 
 
-def _inputs(session: ort.InferenceSession, rows: int) -> dict[str, NDArray[Any]]:
-    """Make up samples; what is free is the batch."""
-    rng = np.random.default_rng(0)
+def _inputs(folder: Path, rows: int) -> tuple[dict[str, NDArray[Any]], str]:
+    """Make up samples, of which the batch is free; gives them, and the name of the answer."""
+    rng, session = np.random.default_rng(0), _ordinary(folder / "own-0.onnx")
     made: dict[str, NDArray[Any]] = {}
     for tensor in session.get_inputs():
         shape = [rows, *tensor.shape[1:]]
@@ -299,7 +305,7 @@ def _inputs(session: ort.InferenceSession, rows: int) -> dict[str, NDArray[Any]]
         made[tensor.name] = rng.integers(0, 200, shape).astype(dtype)
         if "mask" in tensor.name:
             made[tensor.name] = np.ones(shape, dtype)
-    return made
+    return made, session.get_outputs()[0].name
 
 
 # ---------------------------------------------------------------------------------------------
