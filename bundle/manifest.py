@@ -25,6 +25,7 @@ from offramp.bundle.manifest_checks import (
     check_chain,
     check_precision,
     check_samples,
+    check_sharing,
     check_unique,
     check_variants,
 )
@@ -32,6 +33,7 @@ from offramp.bundle.padding import Padding, check_paddings
 from offramp.bundle.parts import Exit, Segment, Variant, last_beginning
 from offramp.bundle.serde import LEFT_OUT, check_numbers
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
+from offramp.bundle.weight_sharing import SharingCost
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
@@ -212,6 +214,9 @@ class Manifest:
     """What the copy that exits follow keeps of the source model, where it is a subnet of it."""
     variants: tuple[Variant, ...] = field(default=(), metadata=LEFT_OUT)
     """Subnets that may serve in place of the model (SuperServe 3); variant 0 is the model."""
+    weight_sharing: tuple[SharingCost, ...] = field(default=(), metadata=LEFT_OUT)
+    """What sessions of the model and of each variant cost that share weights in memory, by number;
+    empty where that was not measured."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -235,6 +240,7 @@ class Manifest:
         check_precision(self)
         check_chain(self)
         check_variants(self)
+        check_sharing(self)
 
     @property
     def graphs(self) -> tuple[str, ...]:
@@ -268,4 +274,5 @@ class Manifest:
             subnet=variant.name,
             training=None,
             variants=(),
+            weight_sharing=(),
         )

@@ -158,6 +158,16 @@ def check_variants(manifest: Manifest) -> None:
             raise ValueError(f"{where}: {error}") from error
 
 
+def check_sharing(manifest: Manifest) -> None:
+    """What sharing weights costs is said of the model and of each variant, or of none."""
+    said = [cost.variant for cost in manifest.weight_sharing]
+    if said and said != [*range(len(manifest.variants) + 1)]:
+        raise ValueError(
+            f"weight_sharing: of variants {said!s:.100}, expected one for each from 0 to "
+            f"{len(manifest.variants)}, in order"
+        )
+
+
 def check_chain(manifest: Manifest) -> None:
     """Each segment reads what those before it give, and graph inputs; exits do likewise.
 

@@ -30,6 +30,7 @@ from offramp.calibration.estimates import (
 from offramp.engine.backends import Slot
 from offramp.engine.backends.host import HostBatch
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
+from offramp.engine.external_weights import WeightForm
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
 from offramp.engine.timing import Effort, Timer, clock_of, disturbances, repeats_of, time_rounds
@@ -44,9 +45,9 @@ Tensors = Mapping[str, NDArray[Any]]
 class TimedGraph:
     """A loaded graph that can be timed on the inputs that it reads."""
 
-    def __init__(self, model: bytes, threads: int) -> None:
+    def __init__(self, model: bytes, threads: int, form: WeightForm = WeightForm.PACKED) -> None:
         self._clock = clock_of(threads)
-        self.session: ort.InferenceSession = make_session(model, threads)
+        self.session: ort.InferenceSession = make_session(model, threads, form=form)
         self._inputs = [tensor.name for tensor in self.session.get_inputs()]
         self._outputs = [tensor.name for tensor in self.session.get_outputs()]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from offramp.bundle import Bundle, InputRanges, Padding, write_bundle
+from offramp.bundle import Bundle, InputRanges, Padding, SharingCost, write_bundle
 from offramp.bundle.bundle import check_target
 from offramp.bundle.placing import check_space
 from offramp.calibration import limits
@@ -43,6 +43,7 @@ from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.prompts import check_lengths
 from offramp.compiler.rounding import warn_of_overflow
 from offramp.compiler.settling import check_teacher, settle_task
+from offramp.compiler.sharing import measure_sharing, packed_bytes
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.subnets import find_variants, read_elastic
@@ -195,6 +196,7 @@ def _certify_and_write(
             rehearsal=path.rehearsal, shipped=shipped, data_sha256=parts.train.sha256
         )
     variants = [build_variant(n, variant, run, len(drawn)) for n, variant in enumerate(drawn, 1)]
+    sharing = _measure_sharing(chosen, drawn, run)
     measured = None
     if policy.active:
         stages = plan_stages(draft, draft.read, policy.active)
@@ -235,6 +237,7 @@ def _certify_and_write(
         batch_effect=run.batch_effect,
         paddings=paddings,
         variants=tuple(built.variant for built in variants),
+        weight_sharing=sharing,
     )
     with progress.step("Write the bundle", 1):
         content = pack(
@@ -253,6 +256,21 @@ def _certify_and_write(
             variants=variants,
         )
         return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
+
+
+def _measure_sharing(
+    chosen: Blueprint, drawn: Sequence[DrawnVariant], run: CompileRun
+) -> tuple[SharingCost, ...]:
+    """Measure what it costs the full model and its variants to share weights, if there are any."""
+    protos = [chosen.sliced.model.proto, *(variant.proto for variant in drawn)]
+    if not drawn or not packed_bytes(protos[0]):
+        return ()
+    found = []
+    with run.progress.step("Measure shared weights", len(protos)) as advance:
+        for number, proto in enumerate(protos):
+            found.append(measure_sharing(number, proto, run))
+            advance(1)
+    return tuple(found)
 
 
 def _withheld(frozen: Blueprint) -> Blueprint:

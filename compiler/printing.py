@@ -61,6 +61,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         )
     for line in _variants(bundle):
         say(escape(line))
+    for line in words.shared_weights(manifest):
+        say(escape(f"With shared weights (--share-weights of eeserve), {line}"))
     if manifest.batch_effect is not None:
         say(escape(f"{manifest.batch_effect.describe()}."))
     for padding in manifest.paddings:

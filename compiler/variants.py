@@ -33,6 +33,8 @@ class DrawnVariant:
 
     name: str
     blueprint: Blueprint
+    proto: onnx.ModelProto
+    """The subnet as one graph, which holds its weights or names them in the model's file."""
 
 
 def draw_variant(
@@ -59,7 +61,9 @@ def draw_variant(
     )
     exits = [*found.built, own_exit(sliced, times, plain, run)]
     blueprint = draw(sliced.without_weights(), exits, run, timer=timer, times=times)
-    return DrawnVariant(name=name, blueprint=blueprint)
+    weights = plain.sliced.weights
+    kept = subnet if weights is None else weights.light(subnet)
+    return DrawnVariant(name=name, blueprint=blueprint, proto=kept)
 
 
 def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) -> BuiltVariant:

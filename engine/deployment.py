@@ -30,6 +30,7 @@ from offramp.engine.scheduling import (
     pareto_front,
     stage_seconds,
 )
+from offramp.engine.weight_sharing import share_weights
 
 STAGE_OVERHEAD_S: Final = 60e-6
 """What a stage costs the executor beyond its graph, about (``benchmarks.executor``)."""
@@ -71,7 +72,7 @@ class Deployment:
 class DeploymentMaker:
     """Makes the deployments of a bundle, one after another; used by one thread at a time.
 
-    ``profile`` says what the model's parts take on the backend.
+    ``profile`` says what the model's parts take on the backend, with packed weights.
     """
 
     def __init__(
@@ -87,12 +88,18 @@ class DeploymentMaker:
         self._backend = backend
         self._mode = mode
         self._options = options
-        self._profile = profile
         self._records = bundle.records()
         compiled = bundle.profile()
+        served = served_variants(bundle, backend, mode, options)
+        sharing = share_weights(bundle.manifest, options.share_weights, backend, served=len(served))
+        self._profile, self._sharing = sharing.slowed(profile, 0), sharing
         self._smaller = [
-            (shown, _as_fast_as(profile, compiled, shown.profile()), shown.records())
-            for shown in served_variants(bundle, backend, mode, options)
+            (
+                shown,
+                sharing.slowed(_as_fast_as(profile, compiled, shown.profile()), shown.number),
+                shown.records(),
+            )
+            for shown in served
         ]
         self._stages: OrderedDict[_Unit, Stage] = OrderedDict()
         self._number = 0
@@ -124,7 +131,7 @@ class DeploymentMaker:
             stage = self._stage(spec)
             if self._backend.missing(stage) is None:
                 return stage
-            return renewed.setdefault(_unit_of(spec), self._backend.prepare(spec))
+            return renewed.setdefault(_unit_of(spec), self._prepare(spec))
 
         pipeline = Pipeline(self._backend, self._in_shadow_mode(exits), prepare=prepare)
         self._warm_up(pipeline)
@@ -188,9 +195,12 @@ class DeploymentMaker:
         """Prepare a stage, unless it is there: its graph does not depend on thresholds."""
         key = _unit_of(spec)
         if key not in self._stages:
-            self._stages[key] = self._backend.prepare(spec)
+            self._stages[key] = self._prepare(spec)
         self._stages.move_to_end(key)
         return self._stages[key]
+
+    def _prepare(self, spec: StageSpec) -> Stage:
+        return self._backend.prepare(self._sharing.of(spec))
 
     def _evict(self, plan: Plan) -> None:
         """Forget what was not used for longest; the deployments that run it keep it alive."""

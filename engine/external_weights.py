@@ -4,6 +4,10 @@ A graph may name a file for its weights instead of holding them (ONNX's external
 maps them from there: sessions beside each other do not hold a copy each of what they do not pack
 anew, and none parses weights out of the graph, which took more memory than the weights themselves.
 
+What kernels want otherwise they pack when they are loaded, into a copy of each session's own
+(:attr:`WeightForm.PACKED`). Sessions may do without, run on the mapped file itself, and take longer
+(:attr:`WeightForm.SHARED`): many subnets of a supernet then hold its weights once (SuperServe, 3).
+
 A name in a file from elsewhere must lead nowhere: a bundle's graphs are looked at before a session
 is made of them (:mod:`offramp.bundle.graph_weights`). And the file must always hold the true bytes,
 as ONNX Runtime may read it even where the values were given to it otherwise.
@@ -14,11 +18,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
+_MAKE_WEIGHTS: Final = (
+    *("ConvMulFusion", "ConvAddFusion", "ConvBNFusion", "MatmulBNFusion"),
+    *("AttentionFusion", "GemmTransposeFusion", "TransposeOptimizer"),
+)
+"""Optimisers that make new weights of old ones, which no file has: of a layer and the scale and
+shift behind it, as SubnetNorm has them; of the three products of an attention; turned ones."""
+_RUN_ON_FILE: Final = (
+    ("session.use_external_initializer_file_buffers_directly", "1"),
+    ("session.disable_prepacking", "1"),
+    ("optimization.disable_specified_optimizers", ";".join(_MAKE_WEIGHTS)),
+)
 _folder: ContextVar[Path | None] = ContextVar("_folder", default=None)
+
+
+class WeightForm(StrEnum):
+    """How a session has its weights in memory."""
+
+    PACKED = "packed"
+    """As its kernels like them best, in copies of its own."""
+    SHARED = "shared"
+    """As they are in the file, which all sessions map; those that are in the graph are private."""
 
 
 @contextmanager
@@ -39,3 +64,12 @@ def name_weights(options: Any, folder: Path | None = None) -> None:
     folder = folder or _folder.get()
     if folder is not None:
         options.add_session_config_entry(_FOLDER_KEY, str(folder))
+
+
+def run_on_file(options: Any) -> None:
+    """Have a session of ONNX Runtime run on the weights that it maps, and make no others of them.
+
+    Blocked layouts of convolutions have to be off beside it: their weights are always copies.
+    """
+    for key, value in _RUN_ON_FILE:
+        options.add_session_config_entry(key, value)

@@ -20,6 +20,8 @@ _MOST_ROWS, _MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
 exhaust the machine before anything is served."""
 CONTROLLERS = ("certified", "apparate", "static")
 """The controllers that a model may have in release and audit mode."""
+SHARE_WEIGHTS = ("auto", "always", "never")
+"""What may be asked of weights in memory: that a bundle's models have one copy of them."""
 _ON_CPU = ("onnxruntime", "openvino")
 """The backends whose streams are the machine's cores."""
 
@@ -68,6 +70,10 @@ class ModelOptions:
     """Whether exits answer, and the controller learns from, samples whose inputs are far outside of
     what calibration saw."""
 
+    share_weights: str = "auto"
+    """One of :data:`SHARE_WEIGHTS`: whether the model and its variants run on one copy of their
+    weights (:mod:`offramp.engine.weight_sharing`)."""
+
     def __post_init__(self) -> None:
         _refuse_unless(self, lambda v: v >= 1, "at least 1", "max_batch_size", "max_queue_samples")
         _refuse_unless(self, lambda v: v <= _MOST_ROWS, f"at most {_MOST_ROWS}", "max_batch_size")
@@ -86,6 +92,11 @@ class ModelOptions:
         if self.controller not in CONTROLLERS:
             known = ", ".join(CONTROLLERS)
             raise ValueError(f"there is no controller {self.controller!r}; known: {known}")
+        if self.share_weights not in SHARE_WEIGHTS:
+            known = ", ".join(SHARE_WEIGHTS)
+            raise ValueError(
+                f"share_weights is {self.share_weights!r:.60}, expected one of {known}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from offramp.bundle.parts import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
 from offramp.engine.assembly import assemble
+from offramp.engine.external_weights import WeightForm
 from offramp.engine.quantised_borders import carries_steps, give_steps, take_steps
 
 ReadPart: TypeAlias = Callable[[str], bytes]
@@ -110,6 +111,8 @@ class StageSpec:
     threshold: float
     """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
     leaves below it); 0 in the last stage, where everything leaves."""
+    weight_form: WeightForm = WeightForm.PACKED
+    """How the stage has its weights in memory, where the backend maps them from the bundle."""
     bundle: Bundle | None = field(default=None, compare=False, repr=False)
     """The stage's bundle, for backends that have more in one than graphs; ``None`` while there is
     none yet."""

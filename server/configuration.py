@@ -31,7 +31,7 @@ from typing import Any, Final, TypeAlias, get_args, get_type_hints
 from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.npz import open_regular
 from offramp.engine.backends.factory import BACKENDS
-from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
+from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
 from offramp.server.options import DEFAULT_MODE
@@ -143,6 +143,7 @@ _KINDS_BY_FIELD: Final = {
     "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
     "controller": _Kind("a string", (str,), _one_of(*CONTROLLERS)),
     "precision": _Kind("a string", (str,), _one_of(*PRECISIONS)),
+    "share_weights": _Kind("a string", (str,), _one_of(*SHARE_WEIGHTS)),
 }
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that are not called like their field."""

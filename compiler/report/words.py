@@ -158,6 +158,7 @@ def facts(
         *([("Other batches", effect.describe())] if (effect := manifest.batch_effect) else []),
         *(("Other lengths", padding.describe()) for padding in manifest.paddings),
         *([("Large weights", kept_once(weights))] if weights and weights.file_bytes else []),
+        *(("Shared in memory", line) for line in shared_weights(manifest)),
     ]
     machine = [
         ("Profiled on", found.profile.device),
@@ -177,6 +178,16 @@ def kept_once(weights: WeightSizes) -> str:
         f"{numbers.mebibytes(weights.file_bytes)} in {WEIGHTS}, each once; in every graph that has "
         f"them they would be {numbers.mebibytes(weights.graph_bytes)} (counted)"
     )
+
+
+def shared_weights(manifest: Manifest) -> list[str]:
+    """Say of the model and each variant what it costs to share weights in memory, and saves."""
+    size = manifest.calibration.reference_batch_size
+    names = ["the full model", *(variant.name for variant in manifest.variants)]
+    return [
+        f"{names[cost.variant]} at batch {size}: {cost.describe()}"
+        for cost in manifest.weight_sharing
+    ]
 
 
 def precision(manifest: Manifest) -> str:

@@ -26,6 +26,7 @@ from offramp.engine.criteria import (
 )
 from offramp.engine.errors import BackendError
 from offramp.engine.exit_check import confidence_of
+from offramp.engine.external_weights import WeightForm
 from offramp.engine.plan import LightGraph, StageSpec
 
 _EMPTY = np.empty(0, np.float32)
@@ -79,14 +80,15 @@ class HostStage:
 def load_stage(
     spec: StageSpec,
     runtime: str,
-    load: Callable[[bytes, Path | None], LoadedGraph],
+    load: Callable[[bytes, Path | None, WeightForm], LoadedGraph],
     *,
     maps_weights: bool = False,
 ) -> HostStage:
     """Load a stage's graph, which gives a confidence too where that can be added.
 
     ``runtime`` is a name for messages; if it ``maps_weights``, ``load`` gets graphs that name them,
-    and the folder where they are. BackendError if the graph cannot be loaded, or does not read
+    and the folder where they are; the form is that of the stage, unless it
+    holds all of its weights itself. BackendError if the graph cannot be loaded, or does not read
     and give what the manifest says.
     """
     added = False
@@ -96,7 +98,9 @@ def load_stage(
         if spec.answer and not spec.confidence and of_logits:
             with_it = with_confidence(model, spec.answer)
             model, added = with_it or model, with_it is not None
-        read, given, execute = load(model, weights)
+        read, given, execute = load(
+            model, weights, spec.weight_form if weights else WeightForm.PACKED
+        )
     except Exception as error:  # runtimes' own classes derive from Exception or RuntimeError only
         reason = " ".join(str(error).split())
         raise BackendError(f"{runtime} cannot load stage {spec.index}: {reason}") from error
@@ -138,10 +142,16 @@ class HostBackend:
         """Describe what executes: times measured with it hold for nothing else."""
         return f"{self.runtime_name} {self._version}, {self._threads} threads"
 
-    def load(self, model: bytes, weights: Path | None = None) -> LoadedGraph:
+    def load(
+        self,
+        model: bytes,
+        weights: Path | None = None,
+        form: WeightForm = WeightForm.PACKED,
+    ) -> LoadedGraph:
         """Load a serialised graph; raises whatever the runtime does.
 
-        ``weights`` is the folder of those that it names, which it may if :attr:`maps_weights`.
+        ``weights`` is the folder of those that it names, which it may if :attr:`maps_weights`;
+        ``form`` is how these are to be in memory, for such runtimes.
         """
         raise NotImplementedError
 

@@ -2,20 +2,27 @@
 
 A batch is a dict of numpy arrays. ``InferenceSession.run`` on numpy was measured faster than IO
 binding for small CNNs, so that is what is used. The full optimisation level stays on (blocked
-convolution layouts: extended only is 1.6 to 2 times slower on CNNs).
+convolution layouts: extended only is 1.6 to 2 times slower on CNNs), unless weights are shared.
+
+Stages of one graph are one session, whoever asks for them: behind each variant of a bundle stands
+the same unmodified model.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import weakref
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import onnxruntime as ort
 
+from offramp.bundle.graph_weights import WEIGHTS
 from offramp.engine.backends.custom_ops import load_session, session_options
-from offramp.engine.backends.host import Execute, HostBackend, LoadedGraph
+from offramp.engine.backends.host import HostBackend, LoadedGraph
+from offramp.engine.external_weights import WeightForm, run_on_file
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.onnx_subset import has_half_precision
 
@@ -30,13 +37,25 @@ _USES_IT: Final = ("session.use_env_allocators", "1")
 """Configures a session to use the process's arena."""
 
 
-def make_session(model: bytes, threads: int, weights: Path | None = None) -> ort.InferenceSession:
+_Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]
+"""Of a session: its graph's hash, the form and the folder of its weights, and which file is there,
+as a bundle may be replaced by another at the same place."""
+
+
+def make_session(
+    model: bytes,
+    threads: int,
+    weights: Path | None = None,
+    form: WeightForm = WeightForm.PACKED,
+) -> ort.InferenceSession:
     """Load a graph as Offramp runs it on the CPU; weights that it names are in a folder."""
     options = session_options(weights=weights)
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    if has_half_precision(model):
+    if form is WeightForm.SHARED:
+        run_on_file(options)
+    if has_half_precision(model) or form is WeightForm.SHARED:
         # ONNX Runtime 1.30 and 1.31 crashed in their blocked layouts of float16 convolutions.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     # Stages share one arena, so that a stage writes where the one before it has just read. With an
@@ -47,7 +66,7 @@ def make_session(model: bytes, threads: int, weights: Path | None = None) -> ort
     options.enable_mem_pattern = False
     # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return load_session(enter_blocked(model), options)
+    return load_session(model if form is WeightForm.SHARED else enter_blocked(model), options)
 
 
 def shrink_arena() -> None:
@@ -79,15 +98,21 @@ def _share_arena() -> ort.InferenceSession:
     return session
 
 
-def _run_of(session: ort.InferenceSession) -> Execute:
-    """Get what ``session.run`` calls in the end.
+def _native(session: ort.InferenceSession) -> Any:
+    """Get the native session, whose ``run`` ``session.run`` calls in the end.
 
     That looks at the names of all inputs first, at every run; so does the native session itself.
     Between two convolutions, with cold caches, that was 20 µs, 0.6 % of a small CNN a stage.
     """
-    native = getattr(session, "_sess", session)
-    run: Execute = native.run
-    return run
+    return session._sess  # noqa: SLF001 - there is no other way to it
+
+
+def _key(model: bytes, weights: Path | None, form: WeightForm) -> _Key:
+    identity: tuple[int, ...] = ()
+    if weights is not None:
+        found = (weights / WEIGHTS).stat()
+        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    return hashlib.sha256(model).hexdigest(), str(form), str(weights), identity
 
 
 class OnnxRuntimeBackend(HostBackend):
@@ -99,12 +124,23 @@ class OnnxRuntimeBackend(HostBackend):
 
     def __init__(self, *, threads: int = 1) -> None:
         super().__init__(version=ort.__version__, threads=threads)
+        self._sessions: weakref.WeakValueDictionary[_Key, Any] = weakref.WeakValueDictionary()
+        """Native sessions that some stage still has; that two threads load one twice is no harm."""
 
-    def load(self, model: bytes, weights: Path | None = None) -> LoadedGraph:
+    def load(
+        self,
+        model: bytes,
+        weights: Path | None = None,
+        form: WeightForm = WeightForm.PACKED,
+    ) -> LoadedGraph:
         """Load a serialised graph as a session; raises ONNX Runtime's own exceptions."""
-        session = make_session(model, self._threads, weights)
+        key = _key(model, weights, form)
+        session = self._sessions.get(key)
+        if session is None:
+            made = make_session(model, self._threads, weights, form)
+            session = self._sessions[key] = _native(made)
         return LoadedGraph(
-            read={tensor.name for tensor in session.get_inputs()},
-            given={output.name for output in session.get_outputs()},  # names may be no UTF-8
-            execute=_run_of(session),
+            read={tensor.name for tensor in session.inputs_meta},
+            given={output.name for output in session.outputs_meta},  # names may be no UTF-8
+            execute=session.run,
         )

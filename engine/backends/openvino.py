@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from offramp.engine.backends.host import HostBackend, LoadedGraph
 from offramp.engine.errors import BackendError
+from offramp.engine.external_weights import WeightForm
 from offramp.engine.onnx_subset import ModelProto
 
 if TYPE_CHECKING:
@@ -63,7 +64,12 @@ class OpenVinoBackend(HostBackend):
             "ENABLE_CPU_PINNING": False,  # threads are ours, and other work has its turn on them
         }
 
-    def load(self, model: bytes, weights: Path | None = None) -> LoadedGraph:  # noqa: ARG002
+    def load(
+        self,
+        model: bytes,
+        weights: Path | None = None,  # noqa: ARG002
+        form: WeightForm = WeightForm.PACKED,  # noqa: ARG002
+    ) -> LoadedGraph:
         """Load a serialised graph; raises whatever OpenVINO does."""
         compiled = self._core.compile_model(self._core.read_model(model), "CPU", self._settings)
         graph = _Graph(compiled, ModelProto.FromString(model).graph)

@@ -9,8 +9,9 @@ from typing import Any, Final, TypeAlias
 
 from offramp.bundle.engines import PRECISIONS
 from offramp.engine.backends.factory import BACKENDS
-from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
+from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
+from offramp.engine.weight_sharing import MOST_MORE_TIME
 from offramp.server.arguments.values import integer, mode, number, policy, share
 from offramp.server.options import DEFAULT_MODE, ServerOptions
 
@@ -264,6 +265,13 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="never make a sample leave at an exit that it is not sure enough at, however short "
         "its time: the promise of agreement then holds for every answer",
+    )
+    add(
+        "--share-weights",
+        "whether the model and its variants run on one copy of their weights in memory, which "
+        "takes longer: always, never, or, auto, variants of which compiling measured that it takes "
+        f"at most {MOST_MORE_TIME:.0%} longer".replace("%", "%%"),
+        choices=SHARE_WEIGHTS,
     )
     parser.add_argument_group("policies", "\n".join(_describe_policies()))
 

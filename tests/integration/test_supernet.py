@@ -18,6 +18,7 @@ from offramp.bundle import Bundle, ExitPolicy
 from offramp.calibration.dataset import read_dataset, split
 from offramp.calibration.trade_offs import kept_variants
 from offramp.certify import samples_needed
+from offramp.compiler import sharing, weights
 from offramp.compiler.cli import main
 from offramp.compiler.model import read_model
 from offramp.compiler.report.frontier import frontier_view
@@ -67,7 +68,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     np.savez(folder / "data.npz", image=images(2 * SAMPLES, seed=1))
     arguments = ["supernet", path, "--elastic", folder / "spec.toml", "--data"]
     arguments += [folder / "data.npz", "--epochs", "2", "--max-disagreement", "0.05"]
-    with brief_measurements():
+    with pytest.MonkeyPatch.context() as patched, brief_measurements():
+        for module in (weights, sharing):  # else all weights of this model stay in its graphs
+            patched.setattr(module, "LEAST_BYTES", 64)
         assert main([str(a) for a in arguments]) == 0
     yield Compiled(Bundle.open(folder / "model.ee"), folder)
 
@@ -100,6 +103,16 @@ def test_a_profile_that_is_measured_anew_keeps_the_comparison(
         arguments = ["profile", compiled.bundle.path, "--output", tmp_path / "again.ee"]
         assert main([str(a) for a in arguments]) == 0
     assert "Exits × subnets" in (tmp_path / "again.ee" / "report.html").read_text()
+
+
+def test_what_it_costs_to_share_weights_is_measured_and_told(compiled: Compiled) -> None:
+    bundle = compiled.bundle
+    costs = bundle.manifest.weight_sharing
+    assert [c.variant for c in costs] == [*range(len(bundle.manifest.variants) + 1)]
+    assert costs[0].packed_bytes > max(c.packed_bytes for c in costs[1:]) > 0
+    report = unescape((bundle.path / "report.html").read_text())
+    for cost in costs:
+        assert cost.describe() in report
 
 
 def test_each_variant_answers_as_its_extracted_subnet_does(compiled: Compiled) -> None:

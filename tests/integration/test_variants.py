@@ -15,7 +15,7 @@ from benchmarks import switching
 from benchmarks.switching import NotingBackend
 from numpy.typing import NDArray
 from tests import models
-from tests.bundles import compile_tiny
+from tests.bundles import compile_tiny, sharing_weights
 from tests.integration.test_cascade import time_ms
 from tests.integration.test_compile_tiny import Arrays, images
 from tests.quantised import Rounded
@@ -27,10 +27,11 @@ from offramp.bundle.files import dump
 from offramp.calibration import profiling
 from offramp.compiler.model import SourceModel
 from offramp.engine import model_runtime
-from offramp.engine.backends import make_backend
+from offramp.engine.backends import make_backend, onnxruntime
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.core import Engine
 from offramp.engine.errors import OptionsError
+from offramp.engine.external_weights import WeightForm
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.results import EngineResult
@@ -195,6 +196,36 @@ def test_a_variant_answers_what_its_subnet_does(compiled: Compiled) -> None:
             assert engine.model("m").variants == ("4 bits", "2 bits")
 
         serve(quiet, body, policy=fixed(quiet, number))
+
+
+@pytest.mark.parametrize(("asked", "least"), [("never", 0), ("auto", 1), ("always", 4)])
+def test_a_variant_answers_the_same_however_its_weights_are_in_memory(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, least: int
+) -> None:
+    """Nothing was measured of these: ``auto`` shares the full model that audits run, and that once.
+
+    Where all share, there are the two variants and the full model without them, too.
+    """
+    forms: list[WeightForm] = []
+
+    def observed(*given: Any) -> Any:
+        forms.append(given[3])
+        return make_session(*given)
+
+    monkeypatch.setattr(onnxruntime, "make_session", observed)
+    bundle = sharing_weights(compiled.quiet, tmp_path / "named.ee")
+    copy = compiled.answers(compiled.copies[0])
+
+    async def body(engine: Engine) -> None:
+        result = await engine.infer("m", compiled.unseen)
+        assert (result.variants == 1).all()
+        np.testing.assert_allclose(
+            answers_of(result), copy, rtol=1e-5, atol=1e-5 * np.abs(copy).max()
+        )
+        shared = forms.count(WeightForm.SHARED)
+        assert shared == least if asked != "always" else shared >= least
+
+    serve(bundle, body, policy=fixed(bundle, 1), share_weights=asked)
 
 
 def test_what_a_variants_certified_exits_answer_is_not_forced(

@@ -13,7 +13,7 @@ from tests.unit.bundle import examples
 from tests.unit.bundle.cascades import CASCADE_FILES, CASCADE_PROFILE, OWN, SEGMENTS
 from tests.unit.bundle.examples import MANIFEST, rewrite_manifest
 
-from offramp.bundle import Bundle, BundleSchemaError, ExitPolicy, Variant
+from offramp.bundle import Bundle, BundleSchemaError, ExitPolicy, SharingCost, Variant
 from offramp.bundle.files import dump
 from offramp.bundle.parts import folder_of
 
@@ -118,6 +118,37 @@ def test_variants_that_are_none_are_refused(
     rewrite_manifest(path, change)
     with pytest.raises(BundleSchemaError, match=told):
         Bundle.open(path)
+
+
+COSTS = tuple(
+    SharingCost(variant=number, time_ratio=1.2, half_width=0.02, packed_bytes=3 * 2**20)
+    for number in range(2)
+)
+
+
+def test_what_sharing_weights_costs_is_read_as_it_was_written(tmp_path: Path) -> None:
+    manifest = replace(MANIFEST, variants=(variant(),), weight_sharing=COSTS)
+    written = examples.write(tmp_path, manifest=manifest, files=files(variant()))
+    bundle = Bundle.open(written.path)
+    assert bundle.manifest.weight_sharing == COSTS
+    assert bundle.variant(1).manifest.weight_sharing == ()
+    told = "20 % longer (measured), 3.0 MiB less of its own (counted)"
+    assert COSTS[1].describe() == told
+    assert replace(COSTS[1], time_ratio=0.99).describe().startswith("no longer (measured)")
+
+
+def test_bundles_where_it_was_not_measured_say_nothing_of_it(tmp_path: Path) -> None:
+    """Older ones do not: they are read."""
+    bundle = write(tmp_path, variant())
+    assert "weight_sharing" not in json.loads((bundle.path / "manifest.json").read_text())
+    assert Bundle.open(bundle.path).manifest.weight_sharing == ()
+
+
+def test_what_sharing_costs_is_said_of_all_or_none() -> None:
+    with pytest.raises(ValueError, match=r"weight_sharing: of variants \[0\], .* from 0 to 1, in"):
+        replace(MANIFEST, variants=(variant(),), weight_sharing=COSTS[:1])
+    with pytest.raises(ValueError, match="time_ratio has 0"):
+        replace(COSTS[0], time_ratio=0.0)
 
 
 def test_a_variants_policy_names_its_own_exits(tmp_path: Path) -> None:

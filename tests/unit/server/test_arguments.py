@@ -42,7 +42,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "--policy fixed:2 --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
         "--device cuda:1 --precision fp16 --no-cuda-graphs "
         "--max-disagreement 0.005 --confidence 0.99 --controller apparate --audit-budget 0.1 "
-        "--ramp-budget 0.25 --no-state --no-padding "
+        "--ramp-budget 0.25 --no-state --no-padding --share-weights always "
         "--max-message-mib 128 --max-queue-mib 512 --max-concurrent-requests 99 --access-log "
         "--max-connections 9 --drain-delay-s 1 --shutdown-timeout-s 0 --log-level debug "
         "--log-format json"
@@ -57,7 +57,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
             scheduling=PolicyName("fixed", 2), max_batch_size=8, max_queue_delay_ms=1.5,
             max_queue_samples=64, slo_ms=250.0, forced_exits=False,
             max_disagreement=0.005, confidence=0.99, controller="apparate", audit_budget=0.1,
-            ramp_budget=0.25, padding=False,
+            ramp_budget=0.25, padding=False, share_weights="always",
         ),
     )  # fmt: skip
     assert isinstance(arguments.engine.mode, Mode)
@@ -143,6 +143,7 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
         ("m.ee --max-message-mib 2048", "'2048' is not a whole number from 1 to 2047"),
         ("m.ee --mode on", "choose from 'leave', 'audit', 'release', 'off'"),
         ("m.ee --controller best", "invalid choice: 'best'"),
+        ("m.ee --share-weights yes", "--share-weights: invalid choice: 'yes'"),
         ("m.ee --max-disagreement 1", "'1' is not a share: a number above 0, below 1"),
         ("m.ee --confidence 95", "'95' is not a share"),
         ("m.ee --ramp-budget -1", "'-1' is not a number from 0 on"),
@@ -188,7 +189,7 @@ def test_help_names_every_option_and_its_default() -> None:
         "--drain-delay-s": "5.0", "--shutdown-timeout-s": "30.0", "--max-connections": "1024",
         "--log-level": "info",
         "--log-format": "human", "--confidence": "0.95", "--controller": "certified",
-        "--audit-budget": "0.05", "--device": "cuda:0",
+        "--audit-budget": "0.05", "--device": "cuda:0", "--share-weights": "auto",
         "--max-disagreement": "what the bundle was compiled for",
         "--precision": "the least of those that were built",
     }.items():  # fmt: skip

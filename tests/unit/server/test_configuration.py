@@ -142,7 +142,7 @@ VALUES = {
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
     "trust_inputs": ("true", True), "padding": ("false", False),
     "keep_state": ("false", False), "device": ('"cuda:1"', "cuda:1"), "graphs": ("false", False),
-    "precision": ('"fp16"', "fp16"),
+    "precision": ('"fp16"', "fp16"), "share_weights": ('"always"', "always"),
 }  # fmt: skip
 """For each field, a value that is not its default: in the file, and read."""
 
