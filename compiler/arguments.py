@@ -9,6 +9,7 @@ from pathlib import Path
 from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.tasks import TASK_KINDS
 from offramp.compiler import help_texts
+from offramp.compiler.argument_types import share_from_0
 from offramp.compiler.engine_arguments import add_engine_arguments
 from offramp.compiler.plan_arguments import add_plan_arguments
 
@@ -306,7 +307,7 @@ def _add_rehearsing(
 ) -> None:
     group.add_argument("--rehearsal-batch", type=_positive, default=batch, metavar="N",
                        help="rows of a batch that is rehearsed")  # fmt: skip
-    group.add_argument("--max-violations", type=_tolerance, default=violations, metavar="SHARE",
+    group.add_argument("--max-violations", type=share_from_0, default=violations, metavar="SHARE",
                        help="largest share of such batches that an exit may make later than the "
                        "unmodified model would")  # fmt: skip
 
@@ -365,13 +366,6 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds; give for instance 60")
-    return value
-
-
-def _tolerance(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or between 0 and 1")
     return value
 
 

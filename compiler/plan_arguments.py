@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from offramp.compiler.argument_types import share_from_0
+
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a plan is asked for."""
@@ -12,7 +14,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the devices, what they cost, and how they are connected")  # fmt: skip
     parser.add_argument("--slo-ms", type=_more_than_0, metavar="MS",
                         help="latency objective; without it, there is none")  # fmt: skip
-    parser.add_argument("--slack", type=_slack, default=0.2, metavar="SHARE",
+    parser.add_argument("--slack", type=share_from_0, default=0.2, metavar="SHARE",
                         help="of the objective, left for queues and bursts (default: "
                         "%(default)s)")  # fmt: skip
     parser.add_argument("--rate", type=_more_than_0, metavar="N",
@@ -32,11 +34,4 @@ def _more_than_0(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of more than 0")
-    return value
-
-
-def _slack(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or between 0 and 1")
     return value

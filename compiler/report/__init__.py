@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Template
 
 from offramp.bundle import ExitPolicy, Manifest, Measured, Profile
 from offramp.calibration.limits import BindingLimit
@@ -17,6 +17,7 @@ from offramp.compiler.report import numbers, words
 from offramp.compiler.report.charts import exit_curves, latency_chart, latency_rows, savings_chart
 from offramp.compiler.report.figures import PolicyFigures
 from offramp.compiler.report.frontier import NAMES, frontier_view
+from offramp.compiler.report.pages import page_template
 from offramp.compiler.report.pictures import EarlyMap, views
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
@@ -79,20 +80,11 @@ def render_report(
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("offramp.compiler"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        percent=numbers.percent,
+    return page_template(
+        "report.html",
         bare=numbers.plain_percent,
-        ms=numbers.milliseconds,
         threshold=numbers.threshold,
         count=numbers.count,
         plural=numbers.plural,
         ratio=words.ratio,
     )
-    return environment.get_template("report.html")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Template
 from markupsafe import Markup
 
 from offramp.compiler.report import numbers, svg
+from offramp.compiler.report.pages import page_template
 from offramp.compiler.report.svg import Scale
 from offramp.engine.planning.cluster import ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
@@ -141,14 +142,4 @@ def _cut(text: str, most: int) -> str:
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("offramp.compiler"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        percent=numbers.percent, ms=numbers.milliseconds, devices=devices_of, exits=exits_of
-    )
-    return environment.get_template("plan.html")
+    return page_template("plan.html", devices=devices_of, exits=exits_of)
