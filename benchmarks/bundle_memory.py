@@ -24,8 +24,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.common import make_parser
+from benchmarks.common import in_a_process, make_parser, memory_mib
 from numpy.typing import NDArray
 from rich.table import Table
 
@@ -51,7 +49,6 @@ from offramp.tools.bench.output import (
 FORMS = ("held", "named")
 CASES = ("serve", "both")
 BATCH_SIZES = (1, 8)
-_MEMORY = {"Pss": "pss", "Pss_Anon": "anonymous"}
 _MEASURES = ("open_s", "load_s", "pss_mib", "anonymous_mib", "peak_mib")
 
 
@@ -142,8 +139,7 @@ def _size(bundle: Bundle) -> float:
 
 
 def _child(arguments: Sequence[str]) -> Any:
-    command = [sys.executable, "-m", "benchmarks.bundle_memory", *arguments]
-    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return in_a_process("benchmarks.bundle_memory", *arguments)
 
 
 def _summary(
@@ -175,18 +171,18 @@ def _load(options: argparse.Namespace) -> dict[str, float]:
     inputs = _inputs(bundle, 1)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far, which a parent may have left
-    before = _memory()
+    before = memory_mib()
     begun = time.perf_counter()
     run = _runner(bundle, backend, options.case)
     loaded = time.perf_counter()
     for _ in range(3):
         run(inputs)
     gc.collect()
-    after = _memory()
+    after = memory_mib()
     return {
         "open_s": opened - start,
         "load_s": loaded - begun,
-        **{f"{name}_mib": after[name] - before[name] for name in _MEMORY.values()},
+        **{f"{name}_mib": after[name] - before[name] for name in ("pss", "anonymous")},
         "peak_mib": after["peak"] - before["rss"],
     }
 
@@ -256,15 +252,6 @@ def _inputs(bundle: Bundle, rows: int) -> dict[str, NDArray[Any]]:
         else:
             made[tensor.name] = rng.integers(0, 200, shape).astype(dtype)
     return made
-
-
-def _memory() -> dict[str, float]:
-    """Give what the process has, in MiB."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    lines += Path("/proc/self/status").read_text().splitlines()
-    told = dict(line.split(":", 1) for line in lines)
-    wanted = {**_MEMORY, "Rss": "rss", "VmHWM": "peak"}
-    return {our: int(told[their].split()[0]) / 1024 for their, our in wanted.items()}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
-"""The parts that several benchmarks share: their command line and timing."""
+"""The parts that several benchmarks share: their command line, timing, and memory."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def make_parser(
@@ -30,3 +34,18 @@ def time_ms(action: Callable[[], object], repeat: int = 5) -> float:
         action()
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
+
+
+def in_a_process(module: str, *arguments: str) -> Any:
+    """Run a module in a process of its own; gives what it prints, which is JSON."""
+    command = [sys.executable, "-m", module, *arguments]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def memory_mib() -> dict[str, float]:
+    """What this process has, in MiB: ``pss``, ``anonymous`` (of it), ``rss``, and its ``peak``."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    lines += Path("/proc/self/status").read_text().splitlines()
+    told = dict(line.split(":", 1) for line in lines)
+    wanted = {"Pss": "pss", "Pss_Anon": "anonymous", "Rss": "rss", "VmHWM": "peak"}
+    return {our: int(told[their].split()[0]) / 1024 for their, our in wanted.items()}

@@ -28,8 +28,6 @@ import ctypes
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +36,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from benchmarks.bundle_memory import _memory as memory_mib
-from benchmarks.common import make_parser
+from benchmarks.common import in_a_process, make_parser, memory_mib
 from numpy.typing import NDArray
 from rich.table import Table
 
@@ -207,9 +204,8 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _child(step: str, folder: Path, *arguments: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks.variant_memory", f"--step={step}"]
-    command += [f"--folder={folder}", *arguments]
-    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    given = (f"--step={step}", f"--folder={folder}", *arguments)
+    return in_a_process("benchmarks.variant_memory", *given)
 
 
 def _execute(folder: Path, form: str) -> list[Execute]:

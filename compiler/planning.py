@@ -16,6 +16,7 @@ from offramp.bundle.npz import open_regular
 from offramp.bundle.profile import upgraded
 from offramp.bundle.serde import from_plain
 from offramp.certify import NEVER
+from offramp.compiler.graph import weight_bytes
 from offramp.engine.assembly import assemble
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.onnxruntime import make_session
@@ -147,7 +148,7 @@ def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
             exit_after=tuple(manifest.exits[exit_].after_segment for exit_ in exits),
             going_on=shares,
             row_bytes=crossing_bytes(bundle),
-            weight_bytes=weight_bytes(bundle),
+            weight_bytes=segment_weight_bytes(bundle),
             exits=exits,
             begins=manifest.source_begins,
         ),
@@ -176,22 +177,17 @@ def crossing_bytes(bundle: Bundle) -> tuple[float, ...]:
     )
 
 
-def weight_bytes(bundle: Bundle) -> tuple[float, ...]:
+def segment_weight_bytes(bundle: Bundle) -> tuple[float, ...]:
     """[segments]: bytes of the weights of each segment, and of the exit that follows it."""
     manifest = bundle.manifest
-    sizes = [_weights_of(bundle.read(segment.file)) for segment in manifest.segments]
+
+    def of(file: str) -> float:
+        return float(weight_bytes(onnx.load_model_from_string(bundle.read(file))))
+
+    sizes = [of(segment.file) for segment in manifest.segments]
     for exit_ in manifest.exits:
-        sizes[exit_.after_segment] += _weights_of(bundle.read(exit_.file))
+        sizes[exit_.after_segment] += of(exit_.file)
     return tuple(sizes)
-
-
-def _weights_of(graph: bytes) -> float:
-    """Bytes of the weights of a graph."""
-    total = 0.0
-    for tensor in onnx.load_model_from_string(graph).graph.initializer:
-        width = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
-        total += float(math.prod(tensor.dims) * width)
-    return total
 
 
 def _batch_profile(path: Path, exits: int) -> BatchProfile:

@@ -16,7 +16,7 @@ from offramp.compiler.planning import (
     PlanOptions,
     crossing_bytes,
     plan_bundle,
-    weight_bytes,
+    segment_weight_bytes,
 )
 from offramp.compiler.report.cluster import draw_plan, render_plan
 from offramp.engine.planning.batch_profile import (
@@ -62,7 +62,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_bytes_are_those_of_the_cut_tensors_and_of_the_weights() -> None:
     bundle = Bundle.open(BUNDLE)
     assert crossing_bytes(bundle) == (8.0,) * 12  # one int64 a row
-    sizes = weight_bytes(bundle)
+    sizes = segment_weight_bytes(bundle)
     assert len(sizes) == 13
     graphs = [*bundle.manifest.segments, *bundle.manifest.exits]
     assert 0 < sum(sizes) <= sum(len(bundle.read(part.file)) for part in graphs)
