@@ -1,4 +1,4 @@
-"""Scenes drawn of Fashion-MNIST's garments, for segmentation and for key points.
+"""Scenes drawn of Fashion-MNIST's garments: for segmentation, sets of labels, key points, values.
 
 The garments are real images (Debian's ``dataset-fashion-mnist``, MIT, Zalando SE); the scenes are
 drawn in code: garments at random places of a canvas, darker or brighter, under noise whose strength
@@ -20,6 +20,10 @@ CANVAS, GARMENT = 56, 28
 KINDS = 10
 KEY_POINTS = 5
 """Left, right, top, bottom, centre."""
+MEASURES = 3
+"""Row and column of the centre, and size."""
+_RECOGNISABLE = 60
+"""Pixels of a kind that are to be seen, for the kind to be among a scene's labels."""
 _VISIBLE = 24
 """A garment's pixels of at least this brightness are its own; the others are background."""
 _EDGE = 2
@@ -103,6 +107,41 @@ def draw_poses(
         found[:] = key_points(labels > 0)
         image[:] = _noisy(canvas, 5 + 55 * random.random() ** 2, random)
     return images, points
+
+
+def draw_label_sets(
+    garments: Garments, count: int, *, seed: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Draw scenes as :func:`draw_scenes` does, whose garments are to be named.
+
+    Gives images uint8 [count, 1, 56, 56], and uint8 [count, 10]: 1 for each kind of which enough is
+    to be seen, 0 for the others.
+    """
+    images, classes = draw_scenes(garments, count, seed=seed)
+    seen = np.stack([(classes == kind + 1).sum(axis=(1, 2)) for kind in range(KINDS)], axis=1)
+    return images, (seen >= _RECOGNISABLE).astype(np.uint8)
+
+
+def draw_measures(
+    garments: Garments, count: int, *, seed: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Draw scenes of one garment, to be measured.
+
+    Gives images uint8 [count, 1, 56, 56], and float32 [count, 3]: row and column of its centre, 0
+    to 1, and the share of a garment's square that it covers.
+    """
+    random = np.random.default_rng(seed)
+    images = np.zeros((count, 1, CANVAS, CANVAS), np.uint8)
+    measures = np.zeros((count, MEASURES), np.float32)
+    for image, found in zip(images[:, 0], measures, strict=True):
+        canvas = np.zeros((CANVAS, CANVAS), np.float32)
+        labels = np.zeros((CANVAS, CANVAS), np.uint8)
+        _place(garments, canvas, labels, random)
+        rows, columns = np.nonzero(labels)
+        found[:2] = rows.mean() / CANVAS, columns.mean() / CANVAS
+        found[2] = len(rows) / GARMENT**2
+        image[:] = _noisy(canvas, 5 + 55 * random.random() ** 2, random)
+    return images, measures
 
 
 def key_points(visible: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -52,10 +52,11 @@ PADDING, UNKNOWN = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Inputs by name, as the exported model takes them, and classes; all of the same length."""
+    """Inputs by name, as the exported model takes them, and what is right; of the same length."""
 
     inputs: Mapping[str, NDArray[Any]]
-    labels: NDArray[np.integer[Any]]
+    labels: NDArray[Any]
+    """Classes, or whatever the task has: integers or float32."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -107,7 +108,7 @@ class Recipe:
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None
     """Changes the first input of a batch while training."""
     loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
-    """Of what the model gives for a batch, and the batch's labels, int64."""
+    """Of what the model gives for a batch, and the batch's labels, int64 or float32."""
     test: Callable[[nn.Module, Samples], float] = accuracy
     """Gives the share of the test samples, or of their places, that is right."""
     channels_last: bool = False
@@ -199,6 +200,7 @@ def train(model: nn.Module, samples: Samples, recipe: Recipe, *, seed: int) -> N
     """Train in place, with AdamW and one cycle of the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     inputs, labels = samples.tensors(), torch.from_numpy(samples.labels)
+    labels = labels if labels.is_floating_point() else labels.long()
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=recipe.weight_decay)
     steps = recipe.epochs * -(-len(samples) // recipe.batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -217,7 +219,7 @@ def train(model: nn.Module, samples: Samples, recipe: Recipe, *, seed: int) -> N
                 first = recipe.change(first, generator)
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
                 found = model(first, *others)
-            loss = recipe.loss(found.float(), labels[index].long())
+            loss = recipe.loss(found.float(), labels[index])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,19 +1,22 @@
-"""Train a small model whose answers have places: segmentation, key points, or classes of words.
+"""Train a small model that answers with more than one class: pixels, key points, words, and so on.
 
 Writes into ``--output``: ``model.onnx``, ``calibration.npz``, ``test.npz`` (of neither of which
 anything trained it, not even the garments or sentences), and ``training.json``, which says how it
-was trained, and what share of the test's pixels, key points or words it gets right.
+was trained, and what share of the test's pixels, key points, words, label sets or values it gets
+right.
 
-``segmentation`` and ``pose`` draw scenes of Fashion-MNIST's garments, which need Debian's
-``dataset-fashion-mnist``, unpacked anywhere (``--images``): :mod:`offramp.tools.zoo.garments`.
+``segmentation``, ``pose``, ``labels`` and ``values`` draw scenes of Fashion-MNIST's garments, which
+need Debian's ``dataset-fashion-mnist``, unpacked anywhere (``--images``):
+:mod:`offramp.tools.zoo.garments`.
 ``tokens`` draws sentences of a small grammar and needs no data: :mod:`offramp.tools.zoo.sentences`.
 
 Nobody has to run it to use Offramp. On one core it takes about five minutes::
 
-    python -m offramp.tools.zoo.dense_models --task segmentation --output demo/segmentation
+    python -m offramp.tools.zoo.task_models --task segmentation --output demo/segmentation
     eecompile demo/segmentation/model.onnx --data demo/segmentation/calibration.npz
 
-The heat maps of ``pose`` look like a segmentation to the compiler: it is told ``--task pose``.
+The heat maps of ``pose`` look like a segmentation to the compiler, and ``values`` like classes: it
+is told ``--task pose`` and ``--task regression``.
 """
 
 from __future__ import annotations
@@ -30,9 +33,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offramp.tools.zoo.dense_networks import KeyPointNet, Segmenter, WordTagger, heat_maps
 from offramp.tools.zoo.fashion_resnet import DATASET
-from offramp.tools.zoo.garments import CANVAS, draw_poses, draw_scenes, read_garments, share_out
+from offramp.tools.zoo.garments import (
+    CANVAS,
+    draw_label_sets,
+    draw_measures,
+    draw_poses,
+    draw_scenes,
+    read_garments,
+    share_out,
+)
 from offramp.tools.zoo.sentences import NO_CLASS, PADDING, draw_sentences
 from offramp.tools.zoo.small_models import (
     Parts,
@@ -42,15 +52,25 @@ from offramp.tools.zoo.small_models import (
     trained,
     write_parts,
 )
+from offramp.tools.zoo.task_networks import (
+    KeyPointNet,
+    Labeller,
+    Measurer,
+    Segmenter,
+    WordTagger,
+    heat_maps,
+)
 
 CALIBRATION, TEST = 8_000, 4_000
 NEAR = 0.05
 """A key point is right within this share of the map's side."""
+CLOSE = 0.02
+"""A value is right within this much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DenseTask:
-    """A task whose answers have places, and how a model for it is made."""
+class SmallTask:
+    """A task, and how a small model for it is made."""
 
     recipe: Recipe
     output: str
@@ -69,7 +89,17 @@ def read_poses(options: argparse.Namespace) -> Parts:
     return _draw_of_garments(draw_poses, 20_000, options)
 
 
-_Draw = Callable[..., tuple[NDArray[np.uint8], NDArray[np.integer[Any]]]]
+def read_label_sets(options: argparse.Namespace) -> Parts:
+    """Draw scenes of several garments, to be named: 20,000 train."""
+    return _draw_of_garments(draw_label_sets, 20_000, options)
+
+
+def read_measures(options: argparse.Namespace) -> Parts:
+    """Draw scenes of a garment, to be measured: 20,000 train."""
+    return _draw_of_garments(draw_measures, 20_000, options)
+
+
+_Draw = Callable[..., tuple[NDArray[np.uint8], NDArray[Any]]]
 """Draws so many images and labels of garments, as :func:`draw_scenes` does."""
 
 
@@ -107,6 +137,16 @@ def map_loss(maps: Tensor, points: Tensor) -> Tensor:
     return 100 * functional.mse_loss(maps, heat_maps(points, maps.shape[2]))
 
 
+def label_loss(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of probabilities [b, labels] against 0 or 1 for each."""
+    return functional.binary_cross_entropy(probabilities, labels.float())
+
+
+def value_loss(values: Tensor, measures: Tensor) -> Tensor:
+    """Squared error of values [b, values], in hundredths."""
+    return 100 * functional.mse_loss(values, measures)
+
+
 @torch.no_grad()
 def right_places(model: nn.Module, samples: Samples) -> float:
     """Share of pixels or words classified as labelled, of those with a label."""
@@ -135,8 +175,30 @@ def right_points(model: nn.Module, samples: Samples) -> float:
     return right / samples.labels[..., 0].size
 
 
+@torch.no_grad()
+def right_label_sets(model: nn.Module, samples: Samples) -> float:
+    """Share of samples of which every label is right."""
+    right = 0
+    for start in range(0, len(samples), 100):
+        batch = samples[start : start + 100]
+        found = model(*batch.tensors()).numpy() >= 0.5
+        right += int((found == batch.labels).all(axis=1).sum())
+    return right / len(samples)
+
+
+@torch.no_grad()
+def right_values(model: nn.Module, samples: Samples) -> float:
+    """Share of values within :data:`CLOSE` of what they are."""
+    right = 0
+    for start in range(0, len(samples), 100):
+        batch = samples[start : start + 100]
+        found = model(*batch.tensors()).numpy()
+        right += int((np.abs(found - batch.labels) <= CLOSE).sum())
+    return right / samples.labels.size
+
+
 TASKS = {
-    "segmentation": DenseTask(
+    "segmentation": SmallTask(
         recipe=Recipe(
             make=Segmenter,
             read=read_scenes,
@@ -151,7 +213,7 @@ TASKS = {
         output="logits",
         symbolic={0: "batch"},
     ),
-    "pose": DenseTask(
+    "pose": SmallTask(
         recipe=Recipe(
             make=KeyPointNet,
             read=read_poses,
@@ -166,7 +228,7 @@ TASKS = {
         output="heat_maps",
         symbolic={0: "batch"},
     ),
-    "tokens": DenseTask(
+    "tokens": SmallTask(
         recipe=Recipe(
             make=WordTagger,
             read=read_sentences,
@@ -179,6 +241,36 @@ TASKS = {
         ),
         output="logits",
         symbolic={0: "batch", 1: "sequence"},
+    ),
+    "labels": SmallTask(
+        recipe=Recipe(
+            make=Labeller,
+            read=read_label_sets,
+            epochs=8,
+            learning_rate=6e-3,
+            batch_size=64,
+            loss=label_loss,
+            test=right_label_sets,
+            channels_last=True,
+            bfloat16=True,
+        ),
+        output="probabilities",
+        symbolic={0: "batch"},
+    ),
+    "values": SmallTask(
+        recipe=Recipe(
+            make=Measurer,
+            read=read_measures,
+            epochs=6,
+            learning_rate=6e-3,
+            batch_size=64,
+            loss=value_loss,
+            test=right_values,
+            channels_last=True,
+            bfloat16=True,
+        ),
+        output="values",
+        symbolic={0: "batch"},
     ),
 }
 
@@ -204,7 +296,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     """Train, export, and write the splits."""
-    parser = argparse.ArgumentParser(description="Train a small model with dense answers.")
+    parser = argparse.ArgumentParser(
+        description="Train a small model that answers with more than one class."
+    )
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     add_arguments(parser)

@@ -1,6 +1,6 @@
-"""Three small networks whose answers have places: pixels, key points, words.
+"""Small networks that answer with more than one class: pixels, key points, words, labels, values.
 
-What they are for is ``tools/zoo/dense_models.py``, which trains them.
+What they are for is ``tools/zoo/task_models.py``, which trains them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from offramp.tools.zoo.architectures import EncoderBlock
 from offramp.tools.zoo.fashion_resnet import ResidualBlock
-from offramp.tools.zoo.garments import CANVAS, KEY_POINTS, KINDS
+from offramp.tools.zoo.garments import CANVAS, KEY_POINTS, KINDS, MEASURES
 from offramp.tools.zoo.sentences import CLASSES, LONGEST, WORDS
 
 _MASKED = -10_000.0
@@ -24,6 +24,8 @@ Regions = Sequence[tuple[int, int]]
 at half the side of the one before."""
 REGIONS: Regions = ((16, 1), (48, 12))
 """Nearly all blocks at one resolution, as in networks that serve: 23 of the 33 of ResNet-101."""
+THREE_REGIONS: Regions = ((16, 2), (32, 5), (64, 3))
+"""As in networks that classify: their last map is small."""
 
 
 def encoder(regions: Regions) -> nn.Sequential:
@@ -93,6 +95,37 @@ def heat_maps(points: Tensor, side: int, *, deviation: float = 1.5) -> Tensor:
     cells = torch.arange(side, dtype=torch.float32)
     bells = torch.exp(-((cells - centres[..., None]) ** 2) / (2 * deviation**2))
     return bells[:, :, 0, :, None] * bells[:, :, 1, None, :]
+
+
+class Labeller(nn.Module):
+    """A residual CNN that says of each label by itself whether it is right."""
+
+    def __init__(self, regions: Regions = THREE_REGIONS) -> None:
+        super().__init__()
+        self.encoder = encoder(regions)
+        self.classifier = nn.Linear(regions[-1][0], KINDS)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Give probabilities [batch, 10] of uint8 images [batch, 1, 56, 56]."""
+        logits: Tensor = self.classifier(self.encoder(normalised(image)).mean((2, 3)))
+        return logits.sigmoid()
+
+
+class Measurer(nn.Module):
+    """A residual CNN whose answers are values: places count, so its last map is not averaged."""
+
+    def __init__(self, regions: Regions = THREE_REGIONS, *, width: int = 8) -> None:
+        super().__init__()
+        self.encoder = encoder(regions)
+        self.narrowed = nn.Conv2d(regions[-1][0], width, 1)
+        side = CANVAS // 2 ** len(regions)
+        self.values = nn.Linear(width * side**2, MEASURES)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Give values [batch, 3] of uint8 images [batch, 1, 56, 56]."""
+        cells = functional.relu(self.narrowed(self.encoder(normalised(image))))
+        values: Tensor = self.values(cells.flatten(1))
+        return values
 
 
 class WordTagger(nn.Module):

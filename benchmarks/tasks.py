@@ -1,14 +1,15 @@
-"""What models with dense answers gain with default flags: a segmentation, a pose, classes of words.
+"""What tasks beyond one class gain with default flags: pixels, key points, words, labels, values.
 
-    python -m benchmarks.dense_tasks --output demo/dense [--only tokens …] [--images DIR]
+    python -m benchmarks.tasks --output demo/tasks [--only tokens …] [--images DIR]
         [--repeats 3] [--json FILE]
 
-Trains what is not in ``--output`` yet (:mod:`offramp.tools.zoo.dense_models`, about five minutes
-each on a core), compiles each model with no flag but the task of ``pose``, whose heat maps look
-like a segmentation, and measures it as ``benchmarks/trained_models.py`` does its models. An answer
-agrees as the bundle has it: 95 % of the pixels, 98 % of the words, or all key points within 5 % of
-the map. ``mean_latency`` is from the start of a batch until a sample's own answer is there,
-``busy`` until the last one is, both relative to the unmodified model.
+Trains what is not in ``--output`` yet (:mod:`offramp.tools.zoo.task_models`, about five minutes
+each on a core), compiles each model with no flag but the task of ``pose`` and ``values``, which the
+compiler cannot tell, and measures it as ``benchmarks/trained_models.py`` does its models. An answer
+agrees as the bundle has it: 95 % of the pixels, 98 % of the words, all key points within 5 % of the
+map, all labels, or all values within a tenth of their standard deviation. ``mean_latency`` is from
+the start of a batch until a sample's own answer is there, ``busy`` until the last one is, both
+relative to the unmodified model.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from offramp.tools.bench.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.zoo import dense_models
+from offramp.tools.zoo import task_models
 
 BATCH_SIZES = (1, 8, 16)
-FLAGS: Mapping[str, Sequence[str]] = {"pose": ("--task", "pose")}
+FLAGS: Mapping[str, Sequence[str]] = {
+    "pose": ("--task", "pose"),
+    "values": ("--task", "regression"),
+}
 """Of ``eecompile``, where it cannot tell."""
 
 
@@ -39,9 +43,9 @@ def main() -> None:
     """Train what is missing, compile, measure, print, and write if asked."""
     parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
-    tasks = list(dense_models.TASKS)
+    tasks = list(task_models.TASKS)
     parser.add_argument("--only", nargs="+", choices=tasks, default=tasks, metavar="TASK")
-    dense_models.add_arguments(parser)
+    task_models.add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of the comparison")
     parser.add_argument("--compiled", action="store_true", help="keep bundles that are there")
     options = parser.parse_args()
@@ -58,7 +62,7 @@ def examine(name: str, options: argparse.Namespace) -> dict[str, Any]:
     training = argparse.Namespace(**{**vars(options), "output": folder})
     facts, made, dataset = compiled(
         folder / "model.onnx",
-        lambda: dense_models.make(name, training),
+        lambda: task_models.make(name, training),
         *FLAGS.get(name, ()),
         keep=options.compiled,
     )

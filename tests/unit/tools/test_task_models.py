@@ -1,4 +1,4 @@
-"""The small models with dense answers: what their data look like, their training and export."""
+"""The small models that answer with more than one class: their data, training and export."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -19,12 +20,13 @@ from torch import nn
 
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
-from offramp.tools.zoo import dense_models, sentences
-from offramp.tools.zoo.dense_models import TASKS, make, read_sentences, right_places, right_points
-from offramp.tools.zoo.dense_networks import KeyPointNet, Segmenter, WordTagger, heat_maps
+from offramp.tools.zoo import sentences, task_models
 from offramp.tools.zoo.garments import (
     CANVAS,
+    GARMENT,
     Garments,
+    draw_label_sets,
+    draw_measures,
     draw_poses,
     draw_scenes,
     key_points,
@@ -54,6 +56,23 @@ from offramp.tools.zoo.sentences import (
     draw_sentences,
 )
 from offramp.tools.zoo.small_models import Parts, Samples
+from offramp.tools.zoo.task_models import (
+    TASKS,
+    make,
+    read_sentences,
+    right_label_sets,
+    right_places,
+    right_points,
+    right_values,
+)
+from offramp.tools.zoo.task_networks import (
+    KeyPointNet,
+    Labeller,
+    Measurer,
+    Segmenter,
+    WordTagger,
+    heat_maps,
+)
 
 SQUARE = (slice(4, 24), slice(8, 20))
 """What a garment of these tests covers."""
@@ -62,6 +81,14 @@ TINY: dict[str, Callable[[], nn.Module]] = {
     "segmentation": lambda: Segmenter(REGIONS),
     "pose": lambda: KeyPointNet(REGIONS, width=8),
     "tokens": lambda: WordTagger(width=16, depth=3, heads=2),
+    "labels": lambda: Labeller(REGIONS),
+    "values": lambda: Measurer(REGIONS),
+}
+DRAWN: dict[str, Callable[..., tuple[NDArray[np.uint8], NDArray[Any]]]] = {
+    "segmentation": draw_scenes,
+    "pose": draw_poses,
+    "labels": draw_label_sets,
+    "values": draw_measures,
 }
 
 
@@ -92,8 +119,30 @@ def test_scenes_show_garments_where_their_pixels_are_labelled() -> None:
     assert np.count_nonzero(sizes == garment) >= 10  # scenes of one garment
 
 
-def test_scenes_and_poses_are_those_of_the_seed() -> None:
-    for draw in (draw_scenes, draw_poses):
+def test_label_sets_name_the_kinds_that_are_to_be_seen() -> None:
+    images, labels = draw_label_sets(squares(), 40, seed=0)
+    scenes, classes = draw_scenes(squares(), 40, seed=0)
+    np.testing.assert_array_equal(images, scenes)
+    assert (labels.shape, labels.dtype) == ((40, 10), np.uint8)
+    assert {*labels.sum(axis=1).tolist()} == {1, 2, 3}
+    for label, scene in zip(labels, classes, strict=True):
+        seen = [np.count_nonzero(scene == kind + 1) for kind in range(10)]
+        assert label.tolist() == [int(pixels >= 60) for pixels in seen]
+
+
+def test_measures_are_of_the_garment() -> None:
+    images, measures = draw_measures(squares(), 30, seed=0)
+    assert (images.shape, images.dtype) == ((30, 1, CANVAS, CANVAS), np.uint8)
+    assert (measures.shape, measures.dtype) == ((30, 3), np.float32)
+    np.testing.assert_allclose(measures[:, 2], 20 * 12 / GARMENT**2)
+    for image, (row, column, _) in zip(images[:, 0], measures * CANVAS, strict=True):
+        shape = image[round(row) - 9 : round(row) + 10, round(column) - 5 : round(column) + 6]
+        assert shape.mean() > 100 > 40 > image.mean()
+    assert measures[:, :2].std(axis=0).min() > 0.05  # places vary
+
+
+def test_scenes_are_those_of_the_seed() -> None:
+    for draw in DRAWN.values():
         first, again, other = (draw(squares(), 5, seed=seed) for seed in (1, 1, 2))
         for one, two in zip(first, again, strict=True):
             np.testing.assert_array_equal(one, two)
@@ -207,10 +256,10 @@ def test_context_tells_the_class_of_some_words(opening: int, closing: int) -> No
 
 
 def test_no_sentence_is_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_models, "CALIBRATION", 20)
-    monkeypatch.setattr(dense_models, "TEST", 10)
+    monkeypatch.setattr(task_models, "CALIBRATION", 20)
+    monkeypatch.setattr(task_models, "TEST", 10)
     monkeypatch.setattr(
-        dense_models, "draw_sentences", lambda count, seed: draw_sentences(count // 100, seed=seed)
+        task_models, "draw_sentences", lambda count, seed: draw_sentences(count // 100, seed=seed)
     )
     parts = read_sentences(Namespace(seed=0))
     assert {*parts.train.inputs} == {"input_ids", "attention_mask"}
@@ -223,8 +272,8 @@ def parts_of(name: str) -> Parts:
         ids, classes = draw_sentences(96, seed=0)
         inputs = {"input_ids": ids, "attention_mask": (ids != PADDING).astype(np.int64)}
     else:
-        draw = draw_scenes if name == "segmentation" else draw_poses
-        images, classes = draw(squares(), 96, seed=0)
+        kinds = 1 if name == "labels" else 3  # which a corner tells apart, too little to be learned
+        images, classes = DRAWN[name](squares(kinds), 96, seed=0)
         inputs = {"image": images}
     samples = Samples(inputs=inputs, labels=classes)
     return Parts(train=samples, calibration=samples[:8], test=samples[:32])
@@ -268,7 +317,7 @@ def test_the_export_of_the_tagger_takes_sentences_of_any_length(tmp_path: Path) 
     model, samples = TINY["tokens"]().eval(), parts_of("tokens").test
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dense_models.export(model, tmp_path / "m.onnx", samples, symbolic=TASKS["tokens"].symbolic)
+        task_models.export(model, tmp_path / "m.onnx", samples, symbolic=TASKS["tokens"].symbolic)
     session = ort.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     (logits,) = session.run(None, {k: v[:3, :20] for k, v in samples.inputs.items()})
     assert logits.shape == (3, 20, 7)
@@ -297,6 +346,18 @@ def test_right_places_are_those_with_a_label() -> None:
     labels = np.array([[[1, 1], [1, 0]]], np.uint8)
     samples = Samples(inputs={"x": np.zeros((1, 4), np.int64)}, labels=labels)
     assert right_places(Fixed(pixels), samples) == 3 / 4
+
+
+def test_right_label_sets_are_whole() -> None:
+    labels = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [1, 1, 1]], np.uint8)
+    samples = Samples(inputs={"x": np.zeros((4, 1), np.int64)}, labels=labels)
+    assert right_label_sets(Fixed(np.array([0.4, 0.5, 0.9], np.float32)), samples) == 2 / 4
+
+
+def test_right_values_are_close() -> None:
+    values = np.array([[0.5, 0.1], [0.51, 0.13], [0.4, 0.09]], np.float32)
+    samples = Samples(inputs={"x": np.zeros((3, 1), np.int64)}, labels=values)
+    assert right_values(Fixed(values[0]), samples) == 4 / 6
 
 
 def test_right_points_are_near() -> None:
