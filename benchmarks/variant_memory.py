@@ -153,6 +153,7 @@ def _write_subnets(
         laid_out,
         read_spec,
     )
+    from offramp.compiler.weight_parts import in_parts  # noqa: PLC0415
     from offramp.compiler.weights import pack_weights  # noqa: PLC0415
 
     model = read_model(folder / "model.onnx")
@@ -163,7 +164,7 @@ def _write_subnets(
         norm = SubnetNorm.of(supernet, read_dataset(folder / "data.npz", model.inputs))
     subnets = [extract_subnet(supernet, choice, norm) for choice in choices]
     graphs = {f"{n}.onnx": s.proto.SerializeToString() for n, s in enumerate(subnets)}
-    packed = pack_weights(graphs, None)
+    packed = pack_weights(in_parts(graphs, None), None)
     for name, graph in graphs.items():
         (folder / f"own-{name}").write_bytes(graph)
         (folder / name).write_bytes(packed.graphs[name])

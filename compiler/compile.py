@@ -265,12 +265,7 @@ def _measure_sharing(
     protos = [chosen.sliced.model.proto, *(variant.proto for variant in drawn)]
     if not drawn or not packed_bytes(protos[0]):
         return ()
-    found = []
-    with run.progress.step("Measure shared weights", len(protos)) as advance:
-        for number, proto in enumerate(protos):
-            found.append(measure_sharing(number, proto, run))
-            advance(1)
-    return tuple(found)
+    return measure_sharing(protos, chosen.sliced.weights, run)
 
 
 def _withheld(frozen: Blueprint) -> Blueprint:

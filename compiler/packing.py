@@ -42,6 +42,7 @@ from offramp.compiler.report import render_report
 from offramp.compiler.report.pictures import EarlyMap
 from offramp.compiler.rounding import fits_16_bits
 from offramp.compiler.slicing import SOURCE, Sliced
+from offramp.compiler.weight_parts import in_parts
 from offramp.compiler.weights import pack_weights
 from offramp.engine.environment import cpu_features, package_version
 
@@ -126,6 +127,8 @@ def pack(
     graphs = {**built.files, manifest.source.file: sliced.model.proto.SerializeToString()}
     for variant in variants:
         graphs |= variant.graphs
+    if variants:
+        graphs = in_parts(graphs, sliced.weights)
     packed = pack_weights(graphs, sliced.weights)
     report = render_report(
         manifest,

@@ -7,6 +7,7 @@ and on the machine, so it is measured, in turns with a session as it is otherwis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -19,7 +20,8 @@ from offramp.calibration.estimates import widest_ratio
 from offramp.calibration.profiling import TimedGraph
 from offramp.compiler.blueprint import CompileRun
 from offramp.compiler.graph import serialised
-from offramp.compiler.weights import LEAST_BYTES
+from offramp.compiler.weight_parts import in_parts
+from offramp.compiler.weights import LEAST_BYTES, WeightFile
 from offramp.engine.external_weights import WeightForm
 from offramp.engine.timing import Effort, time_rounds
 
@@ -28,13 +30,25 @@ _PACKING: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", 
 """Operators whose kernels pack weights, or have them in blocks."""
 
 
-def measure_sharing(variant: int, proto: onnx.ModelProto, run: CompileRun) -> SharingCost:
-    """Time a model with shared weights beside packed ones, and count what would be shared.
+def measure_sharing(
+    protos: Sequence[onnx.ModelProto], weights: WeightFile | None, run: CompileRun
+) -> tuple[SharingCost, ...]:
+    """Time models with shared weights beside packed ones, and count what would be shared.
 
-    It names its large weights in the file that is mapped meanwhile, as all models do that are
-    compiled (:func:`~offramp.compiler.weights.weight_file`).
+    ``protos`` are the full model and its variants, as they go into a bundle. They name their large
+    weights in ``weights``, which is mapped meanwhile, as all models do that are compiled
+    (:func:`~offramp.compiler.weights.weight_file`).
     """
-    light = serialised(proto)
+    graphs = in_parts({str(n): serialised(proto) for n, proto in enumerate(protos)}, weights)
+    found = []
+    with run.progress.step("Measure shared weights", len(protos)) as advance:
+        for number, proto in enumerate(protos):
+            found.append(_measured(number, graphs[str(number)], packed_bytes(proto), run))
+            advance(1)
+    return tuple(found)
+
+
+def _measured(variant: int, light: bytes, packed: int, run: CompileRun) -> SharingCost:
     options, train = run.options, run.parts.train
     rows = train.take(np.arange(options.reference_batch_size) % len(train))
     graphs = [TimedGraph(light, options.threads, form) for form in WeightForm]  # packed first
@@ -46,7 +60,7 @@ def measure_sharing(variant: int, proto: onnx.ModelProto, run: CompileRun) -> Sh
         variant=variant,
         time_ratio=ratio.value,
         half_width=ratio.half_width,
-        packed_bytes=packed_bytes(proto),
+        packed_bytes=packed,
     )
 
 

@@ -25,10 +25,11 @@ from typing import Any, Final
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
 _MAKE_WEIGHTS: Final = (
     *("ConvMulFusion", "ConvAddFusion", "ConvBNFusion", "MatmulBNFusion"),
-    *("AttentionFusion", "GemmTransposeFusion", "TransposeOptimizer"),
+    *("AttentionFusion", "GemmTransposeFusion", "TransposeOptimizer", "ConstantFolding"),
 )
 """Optimisers that make new weights of old ones, which no file has: of a layer and the scale and
-shift behind it, as SubnetNorm has them; of the three products of an attention; turned ones."""
+shift behind it, as SubnetNorm has them; of the three products of an attention; turned ones; those
+that come in parts."""
 _RUN_ON_FILE: Final = (
     ("session.use_external_initializer_file_buffers_directly", "1"),
     ("session.disable_prepacking", "1"),

@@ -20,9 +20,11 @@ from offramp.compiler.supernet.norm import SubnetNorm
 from offramp.compiler.supernet.slicing_plan import apply_plan
 from offramp.compiler.supernet.spec import ElasticSpec, SubnetChoice
 from offramp.compiler.supernet.supernet import Supernet
+from offramp.compiler.weight_parts import has_first_channels
 
-WeightKind: TypeAlias = Literal["whole", "prefix", "own"]
-"""The supernet's weight as it is, the first bytes of one, or bytes of the subnet's own."""
+WeightKind: TypeAlias = Literal["whole", "prefix", "channels", "own"]
+"""The supernet's weight as it is, the first bytes of one, the first channels of one on both sides
+(:mod:`~offramp.compiler.weight_parts`), or bytes of the subnet's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class Subnet:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of weights that are the supernet's, or the first of one."""
+        """Bytes of weights that are the supernet's, or a part of one that it stores by itself."""
         return sum(o.size_bytes for o in self.origins.values() if o.kind != "own")
 
     @property
@@ -130,7 +132,10 @@ def _origin(tensor: onnx.TensorProto, source: str, supernet: Supernet) -> Weight
     content = numpy_helper.to_array(tensor).tobytes()
     kind: WeightKind = "own"
     if source:
-        whole = numpy_helper.to_array(supernet.initializers[source]).tobytes()
+        values = numpy_helper.to_array(supernet.initializers[source])
+        whole = values.tobytes()
         if whole.startswith(content):
             kind = "whole" if len(whole) == len(content) else "prefix"
+        elif has_first_channels(numpy_helper.to_array(tensor), values):
+            kind = "channels"
     return WeightOrigin(kind=kind, source=source, size_bytes=len(content))

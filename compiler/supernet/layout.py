@@ -4,8 +4,9 @@ What is kept of a matrix are whole rows or columns, and only the first rows lie 
 matrix whose output channels are elastic is stored as [out, in], and one whose input channels are as
 [in, out]: ``Gemm`` takes either. ``MatMul`` takes [in, out] alone; where outputs are elastic it
 becomes a ``Gemm`` between two reshapes, which also adds the bias. Of convolutions, [out, in, …],
-output channels are the first bytes, and input channels are none: these are copied for each subnet,
-as is what is elastic on both sides.
+output channels are the first bytes, and input channels are none: these are stored in parts once
+graphs go into a bundle (:mod:`~offramp.compiler.weight_parts`). A matrix that is elastic on both
+sides is copied for each subnet.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from offramp.bundle import Bundle, ExitPolicy
 from offramp.calibration.dataset import read_dataset, split
 from offramp.calibration.trade_offs import kept_variants
 from offramp.certify import samples_needed
-from offramp.compiler import sharing, weights
+from offramp.compiler import sharing, weight_parts, weights
 from offramp.compiler.cli import main
 from offramp.compiler.model import read_model
 from offramp.compiler.report.frontier import frontier_view
@@ -69,7 +69,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     arguments = ["supernet", path, "--elastic", folder / "spec.toml", "--data"]
     arguments += [folder / "data.npz", "--epochs", "2", "--max-disagreement", "0.05"]
     with pytest.MonkeyPatch.context() as patched, brief_measurements():
-        for module in (weights, sharing):  # else all weights of this model stay in its graphs
+        for module in (
+            weights,
+            weight_parts,
+            sharing,
+        ):  # else all weights of this model stay in its graphs
             patched.setattr(module, "LEAST_BYTES", 64)
         assert main([str(a) for a in arguments]) == 0
     yield Compiled(Bundle.open(folder / "model.ee"), folder)

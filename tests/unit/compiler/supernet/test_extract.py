@@ -117,16 +117,23 @@ def inputs_for_bert(rows: int) -> dict[str, np.ndarray]:  # type: ignore[type-ar
 def test_origins_are_true_byte_for_byte(kind: str, supernet: Callable[[str], Supernet]) -> None:
     for net in (supernet(kind), laid_out(supernet(kind))):
         whole = {t.name: content(t) for t in net.model.proto.graph.initializer}
+        arrays = {t.name: numpy_helper.to_array(t) for t in net.model.proto.graph.initializer}
         for choice in net.spec.choices():
             subnet = extract_subnet(net, choice)
             mine = {t.name: content(t) for t in subnet.proto.graph.initializer}
+            own = {t.name: numpy_helper.to_array(t) for t in subnet.proto.graph.initializer}
             assert mine.keys() == subnet.origins.keys()
             for name, origin in subnet.origins.items():
                 assert origin.size_bytes == len(mine[name])
                 if origin.kind == "prefix":
                     assert len(mine[name]) < len(whole[origin.source])
-                if origin.kind != "own":
+                if origin.kind in ("whole", "prefix"):
                     assert whole[origin.source][: len(mine[name])] == mine[name]
+                if origin.kind == "channels":
+                    part, source = own[name], arrays[origin.source]
+                    outputs, inputs = part.shape[:2]
+                    assert np.array_equal(source[:outputs, :inputs], part)
+                    assert inputs < source.shape[1]
             assert subnet.shared_bytes + subnet.own_bytes == sum(map(len, mine.values()))
 
 
@@ -134,7 +141,7 @@ def content(tensor: onnx.TensorProto) -> bytes:
     return numpy_helper.to_array(tensor).tobytes()
 
 
-def test_of_convolutions_output_channels_are_first_bytes_and_input_channels_are_not(
+def test_of_convolutions_output_channels_are_first_bytes_and_input_channels_are_parts(
     supernet: Callable[[str], Supernet],
 ) -> None:
     net = supernet("cnn")
@@ -143,7 +150,7 @@ def test_of_convolutions_output_channels_are_first_bytes_and_input_channels_are_
     }
     subnet = extract_subnet(net, SubnetChoice(skipped=(0,), ratios=(0.5,)))
     kinds = [subnet.origins[weights[f"/blocks.0/conv{j}/Conv"]].kind for j in (1, 2, 3)]
-    assert kinds == ["prefix", "own", "own"]
+    assert kinds == ["prefix", "channels", "channels"]
     depthwise = extract_subnet(supernet("depthwise"), SubnetChoice(skipped=(0,), ratios=(0.5,)))
     names = [n.input[1] for n in depthwise.proto.graph.node if "/conv2/" in n.name]
     assert [depthwise.origins[name].kind for name in names] == ["prefix"] * 3
