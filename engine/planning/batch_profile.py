@@ -7,7 +7,7 @@ share of rows that go on, which does not depend on the batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -208,6 +208,12 @@ class ProfileStatus:
     """[exits]: what was forecast for that window before it began; ``None`` if nothing was."""
     method: str = ""
     """Of that forecast."""
+
+    def shares(self) -> Iterator[tuple[int, float, float | None]]:
+        """Give each exit that was on in that window, with its share and the one forecast."""
+        for exit_, share in enumerate(self.going_on):
+            if share is not None:
+                yield exit_, share, None if self.forecast is None else self.forecast[exit_]
 
 
 def dump_batch_profile(profile: BatchProfile, bundle: str = "") -> str:
