@@ -20,20 +20,24 @@ from offramp.compiler.graph import weight_bytes
 from offramp.engine.assembly import assemble
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.control_state import identity_of
 from offramp.engine.deployment import zeros
 from offramp.engine.plan import carried_over
-from offramp.engine.planning.batch_profile import BatchProfile, parse_batch_profile
+from offramp.engine.planning.batch_profile import (
+    MOST_PROFILE_BYTES,
+    BatchProfile,
+    parse_recorded,
+)
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_file import MOST_FILE_BYTES, make_cluster, parse_cluster
 from offramp.engine.planning.cluster_plan import PlanError, dump_plan
-from offramp.engine.planning.forecasting import default_forecaster, forecast_going_on
+from offramp.engine.planning.forecasting import CONSERVATIVE, forecast_next
 from offramp.engine.planning.goal import PlanningGoal, PlanningResult
 from offramp.engine.planning.optimiser import make_cluster_plan
 from offramp.engine.scheduling import going_on
 
 MATTERS = 0.01
 """Share of rate or cost from which a constraint is said to bind."""
-_MOST_PROFILE_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +138,12 @@ def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
         shares = tuple(np.cumprod(each[: len(active)]).tolist())
         shares_from = "the bundle's certify split"
     else:
-        profile = _batch_profile(options.batch_profile, len(manifest.exits))
-        forecaster = default_forecaster()
-        every = forecast_going_on(profile, forecaster)
-        shares = tuple(every[exit_] for exit_ in exits)
+        profile = _batch_profile(options.batch_profile, bundle)
+        forecast = forecast_next(profile)
+        shares = tuple(forecast.going_on[exit_] for exit_ in exits)
         shares_from = (
-            f"a conservative forecast ({forecaster.name}) of {len(profile.windows)} windows in "
-            f"{options.batch_profile}"
+            f"a conservative forecast ({forecast.method}, quantile {CONSERVATIVE:g}) of "
+            f"{profile.describe()}, in {options.batch_profile}"
         )
     return (
         ModelFacts(
@@ -190,19 +193,25 @@ def segment_weight_bytes(bundle: Bundle) -> tuple[float, ...]:
     return tuple(sizes)
 
 
-def _batch_profile(path: Path, exits: int) -> BatchProfile:
-    text = _read(path, _MOST_PROFILE_BYTES).decode(errors="replace")
-    profile = parse_batch_profile(text, str(path))
-    if profile.exits != exits:
+def _batch_profile(path: Path, bundle: Bundle) -> BatchProfile:
+    text = _read(path, MOST_PROFILE_BYTES).decode(errors="replace")
+    recorded, exits = parse_recorded(text, str(path)), len(bundle.manifest.exits)
+    if recorded.profile.exits != exits:
         raise PlanError(
-            f"{path}: is of {profile.exits} exits, expected {exits} as the bundle has; give what "
-            "was observed of this bundle"
+            f"{path}: is of {recorded.profile.exits} exits, expected {exits} as the bundle has; "
+            "give what was observed of this bundle"
         )
-    return profile
+    identity = identity_of(bundle)["bundle"]
+    if recorded.bundle not in ("", identity):
+        raise PlanError(
+            f"{path}: is of bundle {recorded.bundle!r:.18}, expected {identity!r:.18}; give what "
+            "was observed of this bundle, or serve it and let it be recorded"
+        )
+    return recorded.profile
 
 
 def _profile(path: Path) -> Profile:
-    plain = parse_json(_read(path, _MOST_PROFILE_BYTES), str(path))
+    plain = parse_json(_read(path, MOST_PROFILE_BYTES), str(path))
     return from_plain(Profile, upgraded(plain), str(path))
 
 

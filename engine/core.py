@@ -23,6 +23,8 @@ from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.errors import BackendError, BadInputError, DrainingError, ModelNotServedError
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions
+from offramp.engine.planning.batch_profile import WINDOW_S
+from offramp.engine.profile_loop import ProfileLoop
 from offramp.engine.request_table import Request
 from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
@@ -52,6 +54,7 @@ class Engine:
         slots: Sequence[Slot] = (),
         owned: bool = False,
         build_budget: BuildBudget | None = None,
+        profile_window_s: float = WINDOW_S,
     ) -> None:
         """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine."""
         self._backend = backend
@@ -66,8 +69,12 @@ class Engine:
         )
         self._executor = Executor(backend, models, scheduler, streams=streams, slots=slots)
         self._control = ControlLoop(self._executor, models, upgrades=EngineUpgrades(build_budget))
+        self._profiles = ProfileLoop(
+            self._executor, models, jobs=self._control.jobs, window_s=profile_window_s
+        )
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
+        self._profiles.start()
 
     @classmethod
     async def open(
@@ -118,6 +125,7 @@ class Engine:
             slots=slots,
             owned=owned,
             build_budget=options.build_budget,
+            profile_window_s=options.profile_window_s,
         )
 
     async def __aenter__(self) -> Self:
@@ -294,6 +302,7 @@ class Engine:
         """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
         try:
+            await asyncio.to_thread(self._profiles.stop)  # before control ends what runs its jobs
             await asyncio.to_thread(self._control.stop)
         finally:
             await asyncio.to_thread(self._executor.stop)
@@ -311,6 +320,7 @@ class Engine:
             backend=self._backend.name,
             policy_version=self._executor.deployment(name).policy.version,
             control=None if served.control is None else self._control.status(name),
+            batch_profile=self._profiles.status(name),
             scheduling=str(served.options.scheduling),
             streams=health.streams,
             streams_in_service=health.in_service,

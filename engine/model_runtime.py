@@ -21,7 +21,12 @@ from offramp.engine.pipeline import Pipeline, StageStep
 from offramp.engine.request_table import CompletionQueue, Request, RequestTable
 from offramp.engine.scheduling import DropCause, Dropped, ModelScheduler, Policy, Run, Transition
 from offramp.engine.served_model import ServedModel
-from offramp.engine.statistics import Counters, CountersSnapshot, VariantStatistics
+from offramp.engine.statistics import (
+    Counters,
+    CountersSnapshot,
+    DepartureCounters,
+    VariantStatistics,
+)
 from offramp.engine.variant_audits import AUDITED_SHARE, AuditCounts, VariantAudits
 
 _log = logging.getLogger(__name__)
@@ -65,6 +70,8 @@ class ModelRuntime:
         """Tensors that wait at splits; each is there as soon as its stream has copied it."""
         self._deployments: dict[int, Deployment] = {}
         """By number: those that batches run or wait under."""
+        self._departures: dict[int, DepartureCounters] = {}
+        """The counters of each of them; deployments of the same exits share theirs."""
         self.current = model.deployment
         """What batches start under from now on."""
         self._put_in_force(model.deployment)
@@ -74,7 +81,7 @@ class ModelRuntime:
         self.scheduler.hot_swap(deployment.number, policy, deployment.points.latencies)
         self._put_in_force(deployment)
         for plan in self._deployments.keys() - self.scheduler.plans:
-            del self._deployments[plan]
+            del self._deployments[plan], self._departures[plan]
 
     def under(self, run: Run) -> Deployment:
         """The deployment that a run was started under."""
@@ -196,6 +203,8 @@ class ModelRuntime:
         counters = self.table.counters.stages[run.variant, exit_index]
         counters.batch_size.observe(len(run.requests))
         counters.run_s.observe(run_s)
+        if not run.variant:
+            self._count_departures(run, step, exit_index, transition.released)
         # Survivors run on: on this stream, or from a buffer that others may be given at once.
         kept = None
         if transition.buffered is not None:
@@ -231,6 +240,14 @@ class ModelRuntime:
         # Dropped rows are in the scheduler's account, with whatever else it dropped meanwhile.
         self.settle()
         return kept
+
+    def _count_departures(self, run: Run, step: StageStep, exit_index: int, released: Rows) -> None:
+        """Count rows that have their answer now; only the deepest stage of a run forces any."""
+        if rows := len(released):
+            forced = 0
+            if run.stage == run.deepest:
+                forced = rows - int(np.count_nonzero(step.exited[released]))
+            self._departures[run.plan].count(exit_index, rows, forced)
 
     def fail(self, failure: EngineError) -> None:
         """Tell those whose batch failed, and have no second chance, why."""
@@ -268,13 +285,15 @@ class ModelRuntime:
 
     def _put_in_force(self, deployment: Deployment) -> None:
         self._deployments[deployment.number] = deployment
+        counters = self.table.counters
+        self._departures[deployment.number] = counters.departures_of(deployment.plan.exits)
         self.current = deployment
         thresholds = {
             (variant, stage.answered_by): stage.threshold
             for variant, pipeline in enumerate(deployment.pipelines)
             for stage in pipeline.plan.stages
         }
-        self.table.counters.put_in_force(thresholds)
+        counters.put_in_force(thresholds)
 
     def _answered_by(self, run: Run) -> int:
         """The exit that gives the answers of a run's stage, or ``MODEL_END``."""

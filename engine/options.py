@@ -10,6 +10,7 @@ from offramp.bundle.engines import PRECISIONS, Precision
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.plan import Mode
+from offramp.engine.planning.batch_profile import WINDOW_S
 from offramp.engine.scheduling import PolicyName
 from offramp.engine.tensorrt.probe import parse_device
 
@@ -125,7 +126,10 @@ class EngineOptions:
     max_violations: float | None = None
     """PAME's τ_l: τ_b follows from this share of late samples."""
     keep_state: bool = True
-    """Whether what a controller learned is kept beside the bundle, over restarts."""
+    """Whether what a controller learned, and the batch profile, are kept beside the bundle, over
+    restarts."""
+    profile_window_s: float = WINDOW_S
+    """Seconds of a window of the batch profile, which plans of clusters are made on (E3 3.1)."""
     defaults: ModelOptions = field(default_factory=ModelOptions)
     models: Mapping[str, ModelOptions] = field(default_factory=dict)
     """By name, of models that differ from ``defaults``, whole."""
@@ -140,6 +144,8 @@ class EngineOptions:
             raise ValueError("give parallel_below, or max_violations that it follows, not both")
         _refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
         _refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
+        a_day = "from 1 to 86400"
+        _refuse_unless(self, lambda v: 1 <= v <= 86400, a_day, "profile_window_s")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(
                 f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"

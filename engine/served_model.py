@@ -15,6 +15,7 @@ from offramp.bundle import Answer, Bundle, Profile, TensorSpec, Variant
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.control.controller import Controller, ControlStatus
+from offramp.engine.control_state import identity_of
 from offramp.engine.controllers import make_controller
 from offramp.engine.deployment import Deployment, DeploymentMaker, zeros
 from offramp.engine.device_profile import measure_profile
@@ -26,6 +27,7 @@ from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.precision import warn_of_other_kernels, warn_of_saturation
 from offramp.engine.profile_check import profile_here, say_what_exits_bring
+from offramp.engine.profile_file import ProfileFile
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import (
     ModelScheduler,
@@ -90,6 +92,12 @@ class ServedModel:
     """Of the engines that are served, where they are of another precision."""
     lengths: LengthRules = field(default_factory=LengthRules)
     """Which samples of different length share a batch, and which are of new lengths."""
+    bundle: str = ""
+    """SHA-256 of the bundle's manifest."""
+    exits: int = 0
+    """Of the bundle; 0 where none runs (mode off)."""
+    profile_file: ProfileFile | None = None
+    """Where the batch profile is kept over restarts; ``None`` keeps none."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -106,7 +114,8 @@ class ServedModel:
         ``parallel`` is the device's limit on batches side by side. BackendError if a stage cannot
         be loaded, OptionsError if the scheduling policy does not fit the model.
         """
-        mode, of_model, bundle = options.mode, options.of(name), backend.as_computed(bundle)
+        mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]
+        bundle = backend.as_computed(bundle)
         warn_of_saturation(name, bundle.manifest, cpu_features(), mode)
         warn_of_other_kernels(name, bundle.manifest, backend.name, mode)
         profile = _profile(name, bundle, backend, options)
@@ -138,6 +147,8 @@ class ServedModel:
         except ValueError as error:
             raise OptionsError(f"{name}: {error}") from error
         deployment.points.latencies.calibrate(_speed(deployment, bundle, of_model.max_batch_size))
+        exits = 0 if mode is Mode.OFF else len(bundle.manifest.exits)
+        keeps_profile = exits > 0 and options.keep_state
         return cls(
             inputs=bundle.manifest.inputs,
             outputs=bundle.manifest.outputs,
@@ -152,6 +163,9 @@ class ServedModel:
             guard=_guard(name, bundle) if control and not of_model.trust_inputs else None,
             evidence=end_evidence(bundle),
             lengths=_length_rules(name, bundle, of_model),
+            bundle=identity,
+            exits=exits,
+            profile_file=ProfileFile.of(bundle.path, name) if keeps_profile else None,
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:

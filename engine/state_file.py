@@ -1,5 +1,7 @@
 """The file that keeps a controller's state: one for each served name and host, beside the bundle.
 
+What else a server keeps there is an :class:`OwnedFile` too.
+
 The bundle itself never changes, its hashes are checked; next to ``resnet.ee``, served as ``resnet``
 on the host ``one``, there is ``resnet.ee.resnet@one.state.npz``. So two servers, or two names, of
 one bundle each go on from what they saw themselves.
@@ -19,7 +21,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 from urllib.parse import quote
 
 from offramp.bundle.locks import FileLock
@@ -33,15 +35,17 @@ _LONGEST: Final = 60
 """Characters of a name or host that are kept as they are; file systems allow 255 of all."""
 
 
-class StateFile:
-    """Where a server keeps the state of one controller, and finds it again."""
+class OwnedFile:
+    """A file beside a bundle that one server at a time writes: of one served name on one host."""
 
-    def __init__(self, path: Path, *, former: Path | None = None) -> None:
-        """Keep the state at ``path``; where nothing is there yet, read ``former``."""
+    suffix: ClassVar[str]
+    lock_suffix: ClassVar[str]
+
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.former = former
-        """What an Offramp before there were names kept for all servers of the bundle."""
-        self._lock = FileLock(path.with_name(path.name.removesuffix(SUFFIX) + LOCK_SUFFIX))
+        self._lock = FileLock(
+            path.with_name(path.name.removesuffix(self.suffix) + self.lock_suffix)
+        )
         self._waits = False
         """Whether it was said that another server keeps the file."""
         self._told = False
@@ -51,34 +55,17 @@ class StateFile:
         return self.path.name
 
     @classmethod
-    def of(cls, bundle: str | os.PathLike[str], name: str) -> Self:
-        """Give the file of a bundle served under a name: beside it, or what a link leads to."""
+    def place_of(cls, bundle: str | os.PathLike[str], name: str) -> Path:
+        """Give the place for a bundle served under a name: beside it, or what a link leads to."""
         place = Path(bundle).resolve()
-        own = f"{place.name}.{_flat(name)}@{_flat(platform.node())}{SUFFIX}"
-        return cls(place.with_name(own), former=place.with_name(place.name + SUFFIX))
-
-    def load(self, fingerprint: Mapping[str, str]) -> Mapping[str, Any] | None:
-        """Take the file for this server, and read it; ``None`` if there is nothing to go on from.
-
-        See :func:`.control_state.load_state`.
-        """
-        self._is_ours()
-        if self.former is None or os.path.lexists(self.path):
-            return load_state(self.path, fingerprint=fingerprint)
-        return load_state(self.former, fingerprint=fingerprint)
-
-    def save(self, state: Mapping[str, Any], fingerprint: Mapping[str, str]) -> bool:
-        """Keep a state, unless another server keeps the file; says whether it is kept.
-
-        See :func:`.control_state.save_state`.
-        """
-        return self._is_ours() and save_state(self.path, state, fingerprint=fingerprint)
+        return place.with_name(f"{place.name}.{_flat(name)}@{_flat(platform.node())}{cls.suffix}")
 
     def release(self) -> None:
         """Leave the file to the next server."""
         self._lock.release()
 
-    def _is_ours(self) -> bool:
+    def take(self) -> bool:
+        """Take the file for this server, unless another one keeps it; says whether it is ours."""
         is_ours = self._lock.take()
         if self._lock.problem is not None and not self._told:
             self._told = True
@@ -99,6 +86,42 @@ class StateFile:
             _log.info("%s is kept by this server now", self.path)
         self._waits = not is_ours
         return is_ours
+
+
+class StateFile(OwnedFile):
+    """Where a server keeps the state of one controller, and finds it again."""
+
+    suffix = SUFFIX
+    lock_suffix = LOCK_SUFFIX
+
+    def __init__(self, path: Path, *, former: Path | None = None) -> None:
+        """Keep the state at ``path``; where nothing is there yet, read ``former``."""
+        super().__init__(path)
+        self.former = former
+        """What an Offramp before there were names kept for all servers of the bundle."""
+
+    @classmethod
+    def of(cls, bundle: str | os.PathLike[str], name: str) -> Self:
+        """Give the file of a bundle served under a name."""
+        place = Path(bundle).resolve()
+        return cls(cls.place_of(bundle, name), former=place.with_name(place.name + SUFFIX))
+
+    def load(self, fingerprint: Mapping[str, str]) -> Mapping[str, Any] | None:
+        """Take the file for this server, and read it; ``None`` if there is nothing to go on from.
+
+        See :func:`.control_state.load_state`.
+        """
+        self.take()
+        if self.former is None or os.path.lexists(self.path):
+            return load_state(self.path, fingerprint=fingerprint)
+        return load_state(self.former, fingerprint=fingerprint)
+
+    def save(self, state: Mapping[str, Any], fingerprint: Mapping[str, str]) -> bool:
+        """Keep a state, unless another server keeps the file; says whether it is kept.
+
+        See :func:`.control_state.save_state`.
+        """
+        return self.take() and save_state(self.path, state, fingerprint=fingerprint)
 
 
 def _flat(word: str) -> str:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.control.controller import ControlStatus
 from offramp.engine.plan import exit_label
+from offramp.engine.planning.batch_profile import Departures, ProfileStatus
 
 HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range(31))
 """Upper bounds of the time histograms' buckets: 0.25 ms to 8.2 s, two an octave; the last
@@ -129,6 +130,8 @@ class CountersSnapshot:
     """Positions that were added to them."""
     variants: tuple[VariantStatistics, ...] = ()
     """The variants that may serve besides the full model."""
+    departures: tuple[Departures, ...] = ()
+    """Answers of the full model by the exits in use; each set of exits once."""
     queue_s: Histogram
     """Seconds from submission to first dispatch, per request part."""
     latency_s: Histogram
@@ -158,6 +161,8 @@ class ModelStatistics(CountersSnapshot):
     uptime_s: float
     control: ControlStatus | None = None
     """What the controller knows; ``None`` where nothing is observed (leave mode, off)."""
+    batch_profile: ProfileStatus | None = None
+    """What exits did in the last window; ``None`` where none runs."""
 
 
 Place: TypeAlias = tuple[int, int]
@@ -212,6 +217,26 @@ class StageCounters:
         )
 
 
+class DepartureCounters:
+    """Counts where rows of the full model leave while some exits are in use."""
+
+    def __init__(self, exits: Sequence[int]) -> None:
+        self.exits = tuple(exits)
+        self._places = {exit_: place for place, exit_ in enumerate((*self.exits, MODEL_END))}
+        self._left = [0] * len(self._places)
+        self._forced = [0] * len(self._places)
+
+    def count(self, exit_index: int, rows: int, forced: int) -> None:
+        """Count ``rows`` that are answered at an exit or the end, ``forced`` of them."""
+        place = self._places[exit_index]
+        self._left[place] += rows - forced
+        self._forced[place] += forced
+
+    def snapshot(self) -> Departures:
+        """Give the counts so far."""
+        return Departures(exits=self.exits, left=tuple(self._left), forced=tuple(self._forced))
+
+
 class Counters:
     """Everything that is counted for a model; written under the executor's lock.
 
@@ -223,6 +248,7 @@ class Counters:
         self.stages: dict[Place, StageCounters] = {}
         """By variant, and the exit that the stage ends with: ``MODEL_END`` for the model's own
         answer. What a variant has there is the full model, which audits run."""
+        self._departures: dict[tuple[int, ...], DepartureCounters] = {}
         self.requests = 0
         self.samples = 0
         self.failed: Counter[str] = Counter()
@@ -238,6 +264,11 @@ class Counters:
             self.stages[place] = StageCounters(self._label(*place))
         for place, counters in self.stages.items():
             counters.threshold = thresholds.get(place, NEVER)
+
+    def departures_of(self, exits: Sequence[int]) -> DepartureCounters:
+        """Give what counts for the full model while these exits are in use."""
+        exits = tuple(exits)
+        return self._departures.setdefault(exits, DepartureCounters(exits))
 
     def _label(self, variant: int, exit_index: int) -> str:
         label = exit_label(exit_index)
@@ -277,6 +308,7 @@ class Counters:
             padded=self.padded,
             padded_positions=self.padded_positions,
             variants=tuple(variants),
+            departures=tuple(counters.snapshot() for counters in self._departures.values()),
             queue_s=self.queue_s.snapshot(),
             latency_s=self.latency_s.snapshot(),
         )

@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from offramp.engine.control.controller import Evidence
+from offramp.engine.plan import exit_label
 from offramp.engine.statistics import FAILURE_CAUSES, Histogram, ModelStatistics
 from offramp.server.served import ServedEngine
 from offramp.server.status import exits_in_use
@@ -49,6 +50,7 @@ class EngineCollector(Collector):
         stages = [((name, s.label), s) for name, model in models for s in model.stages]
         for kind, readings in _STAGE_METRICS:
             yield from _families(kind, readings, stages, labels=("model", "exit"))
+        yield from _going_on(models)
         variants = [((name, v.name), v) for name, model in models for v in model.variants]
         if variants:
             labels = ("model", "variant")
@@ -305,6 +307,35 @@ def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
             "Samples that each running batch must have fewer of for another one to start.",
             value=shared.parallel_below,
         )
+
+
+def _going_on(models: _Models) -> Iterator[Metric]:
+    """The batch profile's last window, observed and as it had been forecast, by exit."""
+    kept = GaugeMetricFamily(
+        "offramp_batch_profile_windows",
+        "Windows of the batch profile that are kept.",
+        labels=["model"],
+    )
+    observed = GaugeMetricFamily(
+        "offramp_exit_going_on_share",
+        "Of the rows answered in the last window, the share that went on behind the exit.",
+        labels=["model", "exit"],
+    )
+    forecast = GaugeMetricFamily(
+        "offramp_exit_going_on_share_forecast",
+        "The same as it had been forecast, conservatively, before that window began.",
+        labels=["model", "exit"],
+    )
+    for name, model in models:
+        if model.batch_profile is None:
+            continue
+        kept.add_metric([name], model.batch_profile.windows)
+        for exit_index, share, expected in model.batch_profile.shares():
+            where = [name, exit_label(exit_index)]
+            observed.add_metric(where, share)
+            if expected is not None:
+                forecast.add_metric(where, expected)
+    yield from (family for family in (kept, observed, forecast) if family.samples)
 
 
 def _evidence(known: Iterable[tuple[str, Any]]) -> Metric:

@@ -13,6 +13,7 @@ from offramp.bundle import NEVER, Promise
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.results import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
+from offramp.server.profile_view import ProfileView, view_profile
 from offramp.server.served import ServedEngine
 
 
@@ -198,6 +199,8 @@ class ModelView:
     uptime: str
     exits: tuple[ExitView, ...]
     variants: tuple[VariantView, ...]
+    profile: ProfileView | None
+    """``None`` before the first window is over, and where no exit runs."""
     promise: str | None
     """The agreement promise in words; ``None`` where none is in force, or more is known."""
     agreement: AgreementView | None
@@ -243,6 +246,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         uptime=describe_duration(statistics.uptime_s),
         exits=tuple(_view_exits(statistics)),
         variants=tuple(_view_variants(statistics)),
+        profile=view_profile(statistics.batch_profile),
         promise=_promise_in_force(model, statistics),
         agreement=view_agreement(statistics, model.policy.promise),
         agrees=None

@@ -16,6 +16,7 @@ from offramp.engine.input_guard import InputGuard
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
+from offramp.engine.profile_file import ProfileFile
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import (
     Latencies,
@@ -27,6 +28,9 @@ from offramp.engine.scheduling import (
 from offramp.engine.served_model import ModelControl, ServedModel
 from offramp.engine.state_file import StateFile
 from offramp.testing.backend import SCRIPT, FakeBackend
+
+FAKE_HASH = "fa" * 32
+"""Of the bundle that the fake model pretends to be of."""
 
 
 def fake_plan(
@@ -195,6 +199,7 @@ def fake_model(
     controller: ScriptedController | None = None,
     state_path: Path | None = None,
     guard: InputGuard | None = None,
+    profile_file: ProfileFile | None = None,
     **options: Any,
 ) -> ServedModel:
     """A served model that answers by script [n, stages, classes], float32; see fake_points.
@@ -244,6 +249,9 @@ def fake_model(
         good_inputs={SCRIPT: np.zeros((1, stages, classes), np.float32)},
         control=control,
         guard=guard,
+        bundle=FAKE_HASH,
+        exits=len(thresholds),
+        profile_file=profile_file,
     )
 
 

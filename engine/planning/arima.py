@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 from typing import Final
 
@@ -13,6 +14,11 @@ from offramp.engine.planning.cluster_plan import PlanError
 
 _SHORT: Final = 12
 """Windows below which there is too little to fit: the last is taken."""
+
+
+def arima_installed() -> bool:
+    """Whether :class:`Arima` can be made here; imports nothing."""
+    return importlib.util.find_spec("statsmodels") is not None
 
 
 class Arima:

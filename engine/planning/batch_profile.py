@@ -7,7 +7,10 @@ share of rows that go on, which does not depend on the batch.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -20,7 +23,11 @@ WINDOW_S: Final = 120.0
 """The paper's two minutes (3.1)."""
 KEPT: Final = 720
 """Windows that are remembered: a day."""
+MOST_PROFILE_BYTES: Final = 2**24
+"""Of a file: a day of windows of thousands of exits."""
 PROFILE_SCHEMA: Final = 1
+_MOST_ROWS: Final = 2**53
+"""Counts that a float64 holds exactly."""
 
 
 class BatchProfileError(ValueError):
@@ -28,11 +35,48 @@ class BatchProfileError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Departures:
+    """Rows that were answered while some exits were in use, by where they left.
+
+    A row counts once, when it is answered: not where it was tried again, nor what it does after
+    its answer (audits, release mode), nor if it never has one.
+    """
+
+    exits: tuple[int, ...]
+    """In use, in depth order; those in shadow mode too, where nothing leaves."""
+    left: tuple[int, ...]
+    """[exits + 1]: rows that left at each, sure enough; the last is the model's end."""
+    forced: tuple[int, ...]
+    """[exits + 1]: rows that had to leave there though they were not sure enough."""
+
+    def __sub__(self, before: Departures) -> Departures:
+        """Give what was counted since ``before``, of the same exits."""
+        return Departures(
+            exits=self.exits,
+            left=tuple(a - b for a, b in zip(self.left, before.left, strict=True)),
+            forced=tuple(a - b for a, b in zip(self.forced, before.forced, strict=True)),
+        )
+
+    def decided(self) -> tuple[int, ...]:
+        """[exits]: rows that each exit decided about: all that left there or deeper."""
+        here = [sure + forced for sure, forced in zip(self.left, self.forced, strict=True)]
+        return tuple(accumulate(reversed(here)))[::-1][:-1]
+
+    def went_on(self) -> tuple[int, ...]:
+        """[exits]: those that did not leave there of themselves.
+
+        What was forced to leave counts as going on, and says nothing of deeper exits.
+        """
+        pairs = zip(self.decided(), self.left[:-1], strict=True)
+        return tuple(decided - left for decided, left in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileWindow:
     """The rows that exits decided about in one window of time."""
 
     start_s: float
-    """By the clock of whoever observed."""
+    """By the clock of whoever observed; of servers, seconds since 1970."""
     decided: tuple[int, ...]
     """[exits]: rows that each exit decided about; 0 where it was off."""
     went_on: tuple[int, ...]
@@ -40,7 +84,7 @@ class ProfileWindow:
 
     def __post_init__(self) -> None:
         check_numbers(self, "start_s")
-        check_numbers(self, "decided", "went_on", least=0)
+        check_numbers(self, "decided", "went_on", least=0, most=_MOST_ROWS)
         if len(self.decided) != len(self.went_on):
             raise ValueError(
                 f"went_on has {len(self.went_on)} exits, expected {len(self.decided)} as decided"
@@ -64,6 +108,14 @@ class BatchProfile:
         if widths:
             raise ValueError(f"windows of {sorted(widths)} exits, expected {self.exits}")
 
+    def describe(self) -> str:
+        """Say how many windows, and from when to when."""
+        count = len(self.windows)
+        text = f"{count} {'window' if count == 1 else 'windows'} of {self.window_s:g} s"
+        if not count:
+            return text
+        return f"{text}, {_span(self.windows[0].start_s, self.windows[-1].start_s + self.window_s)}"
+
     def going_on(self) -> NDArray[np.float64]:
         """[windows, exits]: share of the rows that entered the model which went on behind each.
 
@@ -77,8 +129,17 @@ class BatchProfile:
         return np.where(known, np.cumprod(each, axis=1), np.nan)
 
 
+def _span(start_s: float, end_s: float) -> str:
+    try:
+        start, end = (datetime.fromtimestamp(second, UTC) for second in (start_s, end_s))
+    except (OverflowError, ValueError, OSError):  # years that a calendar does not know
+        return f"second {start_s:g} to {end_s:g}"
+    until = f"{end:%H:%M}" if end.date() == start.date() else f"{end:%Y-%m-%d %H:%M}"
+    return f"{start:%Y-%m-%d %H:%M} to {until} UTC"
+
+
 class BatchProfileRecorder:
-    """Counts rows into windows; the caller serialises the calls, and gives the time."""
+    """Keeps the last windows of what was counted; the caller says when one is over."""
 
     def __init__(
         self,
@@ -95,53 +156,79 @@ class BatchProfileRecorder:
             )
         self._exits, self._window_s, self._kept = exits, window_s, kept
         self._windows = list(past.windows if past is not None else ())[-kept:]
-        self._start_s: float | None = None
-        self._decided = np.zeros(exits, np.int64)
-        self._went_on = np.zeros(exits, np.int64)
 
-    def observe(self, exit_index: int, decided: int, went_on: int, now_s: float) -> None:
-        """Take note of how many rows an exit decided about, and how many of them went on."""
-        if not 0 <= went_on <= decided:
-            raise ValueError(f"{went_on} of {decided} rows went on; expected 0 to {decided}")
-        self.advance(now_s)
-        if self._start_s is None:
-            self._start_s = now_s
-        self._decided[exit_index] += decided
-        self._went_on[exit_index] += went_on
+    def add(self, start_s: float, seen: Iterable[Departures]) -> bool:
+        """Add a window that is over; says whether an exit decided anything in it.
 
-    def advance(self, now_s: float) -> bool:
-        """Close the window if its time is over; whether it was: then a plan may be due."""
-        if self._start_s is None or now_s < self._start_s + self._window_s:
+        ``seen`` is what was counted in it, for each set of exits that was in use. A window in which
+        nothing was decided is left out.
+        """
+        decided, went_on = [0] * self._exits, [0] * self._exits
+        for counted in seen:
+            for exit_, all_, on in zip(
+                counted.exits, counted.decided(), counted.went_on(), strict=True
+            ):
+                decided[exit_] += all_
+                went_on[exit_] += on
+        if not any(decided):
             return False
         self._windows.append(
-            ProfileWindow(
-                start_s=self._start_s,
-                decided=tuple(self._decided.tolist()),
-                went_on=tuple(self._went_on.tolist()),
-            )
+            ProfileWindow(start_s=start_s, decided=tuple(decided), went_on=tuple(went_on))
         )
         del self._windows[: -self._kept]
-        whole_windows = (now_s - self._start_s) // self._window_s
-        self._start_s += whole_windows * self._window_s
-        self._decided[:] = self._went_on[:] = 0
-        if whole_windows > 1:  # a pause: the next window starts with what is observed next
-            self._start_s = None
         return True
 
     def profile(self) -> BatchProfile:
-        """Give the windows that are over."""
+        """Give the windows."""
         return BatchProfile(
             window_s=self._window_s, exits=self._exits, windows=tuple(self._windows)
         )
 
 
-def dump_batch_profile(profile: BatchProfile) -> str:
-    """Write a batch profile as JSON."""
-    return json.dumps({"schema": PROFILE_SCHEMA, "batch_profile": to_plain(profile)}) + "\n"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedProfile:
+    """A batch profile, and the bundle that it is of: what a file holds."""
+
+    bundle: str
+    """SHA-256 of the bundle's manifest; empty where it is not known."""
+    profile: BatchProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileStatus:
+    """The last window that was recorded, beside what had been forecast for it."""
+
+    window_s: float
+    windows: int
+    """How many are kept."""
+    going_on: tuple[float | None, ...] = ()
+    """[exits]: share of the rows of the last window that went on behind each; ``None`` of exits
+    that were off. Empty before the first window."""
+    forecast: tuple[float, ...] | None = None
+    """[exits]: what was forecast for that window before it began; ``None`` if nothing was."""
+    method: str = ""
+    """Of that forecast."""
+
+    def shares(self) -> Iterator[tuple[int, float, float | None]]:
+        """Give each exit that was on in that window, with its share and the one forecast."""
+        for exit_, share in enumerate(self.going_on):
+            if share is not None:
+                yield exit_, share, None if self.forecast is None else self.forecast[exit_]
+
+
+def dump_batch_profile(profile: BatchProfile, bundle: str = "") -> str:
+    """Write a batch profile as JSON, with the hash of the bundle that it is of."""
+    document = {"schema": PROFILE_SCHEMA, "bundle": bundle, "batch_profile": to_plain(profile)}
+    return json.dumps(document) + "\n"
 
 
 def parse_batch_profile(text: str, where: str = "batch profile") -> BatchProfile:
     """Read a batch profile from JSON; BatchProfileError says what is wrong with it."""
+    return parse_recorded(text, where).profile
+
+
+def parse_recorded(text: str, where: str = "batch profile") -> RecordedProfile:
+    """Read a batch profile from JSON, and what it is of; BatchProfileError says what is wrong."""
     remedy = "remove it, and it is recorded anew"
     try:
         document = json.loads(text)
@@ -152,7 +239,11 @@ def parse_batch_profile(text: str, where: str = "batch profile") -> BatchProfile
         raise BatchProfileError(
             f"{where}: schema {found!r:.80}, expected {PROFILE_SCHEMA}; {remedy}"
         )
+    bundle = document.get("bundle", "")
+    if not isinstance(bundle, str):
+        raise BatchProfileError(f"{where}: bundle {bundle!r:.80}, expected a hash; {remedy}")
     try:
-        return from_plain(BatchProfile, document.get("batch_profile"), where)
+        profile = from_plain(BatchProfile, document.get("batch_profile"), where)
     except BundleSchemaError as error:
         raise BatchProfileError(f"{str(error).partition(';')[0]}; {remedy}") from error
+    return RecordedProfile(bundle=bundle, profile=profile)

@@ -7,6 +7,7 @@ too few starves its last splits. The paper uses ARIMA (3.1), of an order that it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final, Protocol
 
@@ -142,6 +143,21 @@ def forecast_going_on(
     ]
     # An exit that was never on keeps all that come to it; a deeper one cannot let more through.
     return tuple(np.minimum.accumulate(found).tolist()) if found else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareForecast:
+    """A conservative forecast for the window to come, as plans are made on."""
+
+    method: str
+    going_on: tuple[float, ...]
+    """[exits]: see :func:`forecast_going_on`."""
+
+
+def forecast_next(profile: BatchProfile) -> ShareForecast:
+    """Forecast the window to come by the default method; may run in another process."""
+    forecaster = default_forecaster()
+    return ShareForecast(method=forecaster.name, going_on=forecast_going_on(profile, forecaster))
 
 
 def _quantile_of(errors: NDArray[np.float64], quantile: float) -> float:

@@ -66,10 +66,15 @@ _WATCHING: Final[Mapping[str, str]] = {
     "confidence": "--confidence",
     "audit_budget": "--audit-budget",
     "ramp_budget": "--ramp-budget",
-    "keep_state": "--no-state",
     "trust_inputs": "--trust-inputs",
 }
 """Options that mean something only where answers are observed, by their fields."""
+
+_RECORDING: Final[Mapping[str, str]] = {
+    "keep_state": "--no-state",
+    "profile_window_s": "--profile-window-s",
+}
+"""Options that mean something only where exits run, by their fields."""
 
 _SHARE: Final[Mapping[str, Any]] = {"metavar": "SHARE", "type": share}
 _COUNT: Final[Mapping[str, Any]] = {"metavar": "N", "type": integer(1)}
@@ -115,8 +120,16 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         dest="keep_state",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="forget what the controller learned when the server ends (default: it is kept beside "
-        "the bundle)",
+        help="forget what the controller learned, and the batch profile, when the server ends "
+        "(default: they are kept beside the bundle)",
+    )
+    add = option_adder(group, EngineOptions())
+    add(
+        "--profile-window-s",
+        "seconds of a window of the batch profile: how many rows go on behind each exit, which "
+        "eecompile plan forecasts from",
+        metavar="S",
+        type=number(1.0),
     )
     group.add_argument(
         "--trust-inputs",
@@ -140,6 +153,12 @@ def refuse_ignored(given: Mapping[str, Any], mode: Mode) -> None:
             raise ValueError(
                 f"{flag} does nothing in mode {mode.value}, which observes nothing; "
                 "leave it out, or choose --mode audit or release"
+            )
+    for field, flag in _RECORDING.items():
+        if field in given and mode is Mode.OFF:
+            raise ValueError(
+                f"{flag} does nothing in mode off, which observes nothing and runs no exit; "
+                "leave it out, or choose another --mode"
             )
     if "audit_budget" in given and mode is Mode.RELEASE:
         raise ValueError(

@@ -192,6 +192,7 @@ def test_a_variant_answers_what_its_subnet_does(compiled: Compiled) -> None:
             assert (result.exits == own(quiet, number)).all()
             assert result.forced.all(), "nothing is certified of them"
             mine = of(engine).variants[number - 1]
+            assert not any(sum(seen.left) for seen in of(engine).departures)
             assert (mine.answered, mine.forced, mine.audited) == (ROWS, ROWS, 0)
             assert engine.model("m").variants == ("4 bits", "2 bits")
 

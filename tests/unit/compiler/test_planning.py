@@ -19,6 +19,7 @@ from offramp.compiler.planning import (
     segment_weight_bytes,
 )
 from offramp.compiler.report.cluster import draw_plan, render_plan
+from offramp.engine.control_state import identity_of
 from offramp.engine.planning.batch_profile import (
     BatchProfile,
     ProfileWindow,
@@ -124,7 +125,14 @@ def test_what_was_observed_replaces_the_records(cluster: Path) -> None:
     planned = plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster, batch_profile=path))
     assert planned.model.going_on == pytest.approx((0.5,) * len(planned.model.exit_after))
     assert planned.shares_from.startswith("a conservative forecast (")
-    assert "of 30 windows" in planned.shares_from
+    spans = "quantile 0.8) of 30 windows of 120 s, 1970-01-01 00:00 to 00:02 UTC, in "
+    assert planned.shares_from.endswith(f"{spans}{path}")
+    identity = identity_of(Bundle.open(BUNDLE))["bundle"]
+    path.write_text(dump_batch_profile(profile, identity))
+    assert plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster, batch_profile=path))
+    path.write_text(dump_batch_profile(profile, "00" * 32))
+    with pytest.raises(PlanError, match=r"is of bundle '0{17}, expected '.*; give what was obs"):
+        plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster, batch_profile=path))
     path.write_text(dump_batch_profile(BatchProfile(window_s=120.0, exits=1)))
     with pytest.raises(PlanError, match=f"is of 1 exits, expected {exits} as the bundle has"):
         plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster, batch_profile=path))

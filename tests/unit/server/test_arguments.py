@@ -42,7 +42,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "--policy fixed:2 --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
         "--device cuda:1 --precision fp16 --no-cuda-graphs "
         "--max-disagreement 0.005 --confidence 0.99 --controller apparate --audit-budget 0.1 "
-        "--ramp-budget 0.25 --no-state --no-padding --share-weights always "
+        "--ramp-budget 0.25 --no-state --profile-window-s 30 --no-padding --share-weights always "
         "--max-message-mib 128 --max-queue-mib 512 --max-concurrent-requests 99 --access-log "
         "--max-connections 9 --drain-delay-s 1 --shutdown-timeout-s 0 --log-level debug "
         "--log-format json"
@@ -52,7 +52,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         mode=Mode.AUDIT, backend="onnxruntime", device="cuda:1", precision="fp16",
         graphs=False, streams=2, threads=3,
         parallel_below=5,
-        keep_state=False,
+        keep_state=False, profile_window_s=30.0,
         defaults=ModelOptions(
             scheduling=PolicyName("fixed", 2), max_batch_size=8, max_queue_delay_ms=1.5,
             max_queue_samples=64, slo_ms=250.0, forced_exits=False,
@@ -149,6 +149,9 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
         ("m.ee --ramp-budget -1", "'-1' is not a number from 0 on"),
         ("m.ee --mode leave --controller static", "--controller does nothing in mode leave, whi"),
         ("m.ee --mode off --no-state", "--no-state does nothing in mode off, which observes"),
+        ("m.ee --mode off --profile-window-s 60", "--profile-window-s does nothing in mode off,"),
+        ("m.ee --profile-window-s 0.5", "'0.5' is not a number from 1 on"),
+        ("m.ee --profile-window-s 1e6", "profile_window_s is 1000000.0, expected from 1 to 86400"),
         ("m.ee --mode release --audit-budget 0.1", "--audit-budget does nothing in mode release"),
         (
             "m.ee --json x.json",

@@ -137,7 +137,7 @@ VALUES = {
     "forced_exits": ("false", False), "weight": ("3", 3.0), "mode": ('"off"', Mode.OFF),
     "backend": ('"onnxruntime"', "onnxruntime"), "streams": ("2", 2), "threads": ("3", 3),
     "parallel_below": ("5", 5), "max_violations": ("0.25", 0.25),
-    "engine_build_minutes": ("6", 6.0),
+    "engine_build_minutes": ("6", 6.0), "profile_window_s": ("30", 30.0),
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
     "trust_inputs": ("true", True), "padding": ("false", False),

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.bundle import NEVER
 from offramp.engine.control.controller import Evidence
+from offramp.engine.planning.batch_profile import ProfileStatus
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
 from offramp.server.metrics import render_metrics
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
@@ -113,6 +114,34 @@ def test_gauges() -> None:
     assert values("offramp_uptime_seconds") == {(): 61.5}
     assert values("offramp_exit_threshold_ratio") == {("exit 2",): 0.875, ("final",): 0.0}
     assert values("offramp_model_info") == {("onnxruntime-cpu", "leave", "slackfit"): 1}
+
+
+def test_the_last_window_of_the_batch_profile_beside_its_forecast() -> None:
+    assert not any("going_on" in name or "batch_profile" in name for name in families())
+    status = ProfileStatus(window_s=120.0, windows=0)
+    first = families(now=dataclasses.replace(STATISTICS, batch_profile=status))
+    assert "offramp_exit_going_on_share" not in first
+    assert {s.value for s in first["offramp_batch_profile_windows"].samples} == {0.0}
+    status = ProfileStatus(
+        window_s=120.0,
+        windows=7,
+        going_on=(0.75, None, 0.25),  # exit 1 was off
+        forecast=(0.8, 0.8, 0.5),
+        method="last value",
+    )
+    seen = families(now=dataclasses.replace(STATISTICS, batch_profile=status))
+    expected = {
+        "offramp_batch_profile_windows": {None: 7.0},
+        "offramp_exit_going_on_share": {"exit 0": 0.75, "exit 2": 0.25},
+        "offramp_exit_going_on_share_forecast": {"exit 0": 0.8, "exit 2": 0.5},
+    }
+    for name, by_exit in expected.items():
+        samples = [s for s in seen[name].samples if s.labels["model"] == "fake"]
+        assert {s.labels.get("exit"): s.value for s in samples} == by_exit
+    without = dataclasses.replace(status, forecast=None)
+    seen = families(now=dataclasses.replace(STATISTICS, batch_profile=without))
+    assert "offramp_exit_going_on_share" in seen
+    assert "offramp_exit_going_on_share_forecast" not in seen
 
 
 def test_what_models_share_is_there_once() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from offramp.bundle import NEVER, TensorSpec
 from offramp.engine.control.controller import Evidence
+from offramp.engine.planning.batch_profile import ProfileStatus
 from offramp.engine.results import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
 from offramp.server.status import describe_duration, render_status, view_agreement, view_model
@@ -105,6 +106,30 @@ def test_the_page_says_what_is_served() -> None:
         assert words in text
     for alarm in ("being forced", "out of service", "share forced"):
         assert alarm not in text
+
+
+def test_the_last_window_of_the_batch_profile_is_shown_beside_its_forecast() -> None:
+    assert "Rows that" not in text_of(Engine())
+    status = ProfileStatus(window_s=120.0, windows=0)
+    assert "Rows that" not in text_of(
+        Engine(now=dataclasses.replace(STATISTICS, batch_profile=status))
+    )
+    before = dataclasses.replace(status, windows=3)
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, batch_profile=before)))
+    assert (
+        "Rows that go on behind each exit, by windows of 120 s 3 windows are kept from before; "
+        "none is over since the start." in text
+    )
+    first = dataclasses.replace(status, windows=1, going_on=(0.75, None, 0.25))
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, batch_profile=first)))
+    assert "Rows that went on behind each exit in the last window of 120 s" in text
+    assert "exit 0 75.0 % – – exit 2 25.0 % – –" in text
+    assert "1 window is kept; nothing was forecast for this one." in text
+    told = dataclasses.replace(first, windows=720, forecast=(0.7, 0.7, 0.5), method="last value")
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, batch_profile=told)))
+    assert "exit 0 75.0 % 70.0 % +5.0 points exit 2 25.0 % 50.0 % -25.0 points" in text
+    words = "720 windows are kept; forecast before it began by last value, conservatively."
+    assert words in text
 
 
 def test_lengths_are_counted_where_there_is_something_to_count() -> None:

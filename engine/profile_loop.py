@@ -1,0 +1,190 @@
+"""The loop that records batch profiles while models are served (E3 3.1), beside the streams.
+
+At the end of each window one thread takes what was counted since the last: streams count as they
+always do, and wait for nothing. Then it keeps the windows beside the bundle, and forecasts the next
+one, as a plan made now would.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final
+
+from offramp.engine.control.controller import Job
+from offramp.engine.executor import Executor
+from offramp.engine.job_runner import JobError, JobRunner
+from offramp.engine.planning.arima import arima_installed
+from offramp.engine.planning.batch_profile import (
+    WINDOW_S,
+    BatchProfileRecorder,
+    Departures,
+    ProfileStatus,
+)
+from offramp.engine.planning.forecasting import ShareForecast, forecast_next
+from offramp.engine.profile_file import ProfileFile
+from offramp.engine.served_model import ServedModel
+
+_log = logging.getLogger(__name__)
+
+_STOP_S: Final = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recorded:
+    """The batch profile of one model in the loop."""
+
+    name: str
+    bundle: str
+    """Hash of the bundle's manifest."""
+    file: ProfileFile | None
+    recorder: BatchProfileRecorder
+    seen: dict[tuple[int, ...], Departures] = field(default_factory=dict)
+    """Counts at the end of the last window, by the exits in use."""
+    kept: bool = True
+    """Whether the file has all windows that are over."""
+    forecast: Future[ShareForecast] | None = None
+    """For the window that runs now."""
+    status: ProfileStatus
+
+
+class ProfileLoop:
+    """Records the batch profile of every model that has exits to run, until stopped.
+
+    ``jobs`` computes forecasts that take long; ``wall`` tells the time since the epoch, ``clock``
+    steadily.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        models: Mapping[str, ServedModel],
+        *,
+        jobs: JobRunner | None = None,
+        window_s: float = WINDOW_S,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._jobs = jobs if arima_installed() else None
+        self._window_s = window_s
+        self._clock = clock
+        self._epoch_s = wall() - clock()
+        """Windows begin by this: a wall clock that is set must not tear one."""
+        self._begin_s = clock()
+        self._recorded = {
+            name: _make(name, model, window_s) for name, model in models.items() if model.exits
+        }
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="batch-profile", daemon=True)
+
+    def start(self) -> None:
+        """Begin the first window, and start the thread."""
+        self._begin_s = self._clock()
+        for recorded in self._recorded.values():
+            recorded.forecast = self._forecast(recorded)
+        if self._recorded:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the loop; the window that is not over is lost. Blocks for seconds at most."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_S)
+        for recorded in self._recorded.values():
+            _keep(recorded)
+            if recorded.file is not None:
+                recorded.file.release()
+
+    def status(self, model: str) -> ProfileStatus | None:
+        """Give what is known of the last window; ``None`` of a model without exits to run."""
+        recorded = self._recorded.get(model)
+        return None if recorded is None else recorded.status
+
+    def end_window(self) -> None:
+        """End the window of every model; what the thread does when its time is over."""
+        begun_s, now_s = self._begin_s, self._clock()
+        due_s = begun_s + self._window_s
+        self._begin_s = due_s if now_s < due_s + self._window_s else now_s
+        for recorded in self._recorded.values():
+            try:
+                self._end(recorded, self._epoch_s + begun_s)
+            except Exception:  # serving goes on, and so do the other models
+                _log.exception("%s: a window of the batch profile is lost", recorded.name)
+
+    def _work(self) -> None:
+        while not self._stopped.wait(max(self._begin_s + self._window_s - self._clock(), 0.0)):
+            self.end_window()
+
+    def _end(self, recorded: _Recorded, start_s: float) -> None:
+        recorder, counted = recorded.recorder, self._executor.snapshot(recorded.name).departures
+        before, recorded.seen = recorded.seen, {now.exits: now for now in counted}
+        seen = [now - before[now.exits] if now.exits in before else now for now in counted]
+        if not recorder.add(start_s, seen):
+            return  # nothing was decided: the forecast stands for the next window
+        made = _result_of(recorded)
+        profile = recorder.profile()
+        (*_, last) = profile.going_on().tolist()
+        recorded.status = ProfileStatus(
+            window_s=self._window_s,
+            windows=len(profile.windows),
+            going_on=tuple(None if math.isnan(share) else share for share in last),
+            forecast=None if made is None else made.going_on,
+            method="" if made is None else made.method,
+        )
+        recorded.kept = False
+        _keep(recorded)
+        recorded.forecast = self._forecast(recorded)
+
+    def _forecast(self, recorded: _Recorded) -> Future[ShareForecast] | None:
+        """Forecast the window that begins; where ARIMA is installed, in another process."""
+        profile = recorded.recorder.profile()
+        if not profile.windows:
+            return None
+        if self._jobs is not None:
+            number, purpose = len(profile.windows), "forecasting the batch profile"
+            job = Job(number=number, purpose=purpose, function=forecast_next, arguments=(profile,))
+            return self._jobs.submit(job)
+        future: Future[ShareForecast] = Future()
+        future.set_result(forecast_next(profile))
+        return future
+
+
+def _make(name: str, model: ServedModel, window_s: float) -> _Recorded:
+    """Go on from what was kept of a model, if it was kept for the same."""
+    file, past = model.profile_file, None
+    if file is not None:
+        past = file.load(bundle=model.bundle, exits=model.exits, window_s=window_s)
+        if past is not None:
+            _log.info("%s: goes on from %d windows in %s", name, len(past.windows), file)
+    recorder = BatchProfileRecorder(model.exits, window_s=window_s, past=past)
+    windows = len(recorder.profile().windows)
+    return _Recorded(
+        name=name,
+        bundle=model.bundle,
+        file=file,
+        recorder=recorder,
+        status=ProfileStatus(window_s=window_s, windows=windows),
+    )
+
+
+def _keep(recorded: _Recorded) -> None:
+    if recorded.file is not None and not recorded.kept:
+        recorded.kept = recorded.file.save(recorded.recorder.profile(), recorded.bundle)
+
+
+def _result_of(recorded: _Recorded) -> ShareForecast | None:
+    """Give the forecast that was made for the window which ended; ``None`` if there is none."""
+    future = recorded.forecast
+    if future is None or not future.done():
+        return None
+    try:
+        return future.result()
+    except JobError as error:
+        _log.warning("%s: forecasting the batch profile failed: %s", recorded.name, error)
+        return None
