@@ -115,6 +115,8 @@ class CountersSnapshot:
     """Samples waiting now."""
     in_flight: int
     """Samples in running batches, at splits, or waiting to be tried again."""
+    resumed: int = 0
+    """Samples of batches that went on elsewhere as their worker was lost, once for each time."""
     auditing: int = 0
     """Samples that have their answer and run on, for feedback."""
     lost_feedback: int = 0
@@ -227,6 +229,7 @@ class Counters:
         self.samples = 0
         self.failed: Counter[str] = Counter()
         self.retried = 0
+        self.resumed = 0
         self.unseen_lengths = 0
         self.padded = self.padded_positions = 0
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
@@ -268,6 +271,7 @@ class Counters:
             answered=sum(stage.answered for stage in stages),
             failed=dict(self.failed),
             retried=self.retried,
+            resumed=self.resumed,
             queued=queued,
             in_flight=in_flight,
             auditing=auditing,
