@@ -1,4 +1,5 @@
 """The runtime, without a network: requests in, answers out; it executes the stages of bundles.
 
-May import: certify, bundle, engine.scheduling, engine.control, engine.backends, engine.tensorrt.
+May import: certify, bundle, engine.scheduling, engine.control, engine.backends, engine.remote,
+engine.tensorrt.
 """

@@ -153,6 +153,11 @@ class ModelStatistics(CountersSnapshot):
     streams: int
     """Of the device, shared by all models."""
     streams_in_service: int
+    workers: int = 0
+    workers_in_service: int = 0
+    """Worker processes that run the stages, and those that are there; 0 where this one does."""
+    worker_restarts: int = 0
+    """Workers that were started in place of one that was lost."""
     restarts: int
     """Times that a stream of the device was started anew after failures."""
     parallel_below: int | None
