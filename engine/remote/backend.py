@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -95,6 +96,11 @@ class RemoteBackend:
         """The process numbers of those."""
         found = [seat.worker for seat in self._seats]
         return [worker.pid for worker in found if worker is not None and worker.alive]
+
+    def cpu_clock(self) -> float:
+        """Seconds of processor time of this process and its workers, where that can be known."""
+        found = [seat.worker for seat in self._seats]
+        return time.process_time() + sum(w.cpu_s() for w in found if w is not None and w.alive)
 
     def as_computed(self, bundle: Bundle) -> Bundle:
         """Give the bundle as the local backend does."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -39,6 +40,8 @@ START_LIMIT_S: Final = 60.0
 """Limit of a worker's start, on a machine that is busy with what goes first."""
 ORDER_LIMIT_S: Final = 600.0
 """Limit of an order: a large stage may take minutes to load."""
+_CPU_CLOCK: Final = 2
+"""In the number of a process's clock on Linux: the one that it is scheduled by."""
 _END_S: Final = 5.0
 """Limit of what takes moments, but must not be waited for without end."""
 
@@ -92,6 +95,13 @@ class WorkerProcess:
     def alive(self) -> bool:
         """Whether it can be asked, as far as is known."""
         return not self.lost and self._process.poll() is None
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that it has had; 0 where the system does not tell."""
+        try:
+            return time.clock_gettime(((~self.pid) << 3) | _CPU_CLOCK)
+        except (AttributeError, OSError):
+            return 0.0
 
     def order(self, message: Message, body: bytes = b"") -> None:
         """Have an order carried out; BackendError if it cannot be, WorkerLostError."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote, unquote_to_bytes
 
 from offramp.bundle import CLASSIFICATION, AnswerForm, AnswerTask, Bundle
 from offramp.bundle.criteria import PROBABILITY, Criterion
@@ -33,7 +35,7 @@ class StageName:
     """Names a stage of a bundle."""
 
     path: str
-    """Of the bundle, absolute; of the router's file system, which the worker has too."""
+    """Of the bundle, absolute, its bytes quoted as in URLs; the worker has it at the same place."""
     manifest_sha256: str
     """Of the manifest as both ends have read it, which has the hashes of all files."""
     variant: int
@@ -78,7 +80,7 @@ def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
         described = StageDescription(**said, weight_form=spec.weight_form.value)
         return json.dumps({"described": to_plain(described)}), spec.load()
     named = StageName(
-        path=str(spec.bundle.path.absolute()),
+        path=quote(os.fsencode(spec.bundle.path.absolute())),
         manifest_sha256=manifest_hash(spec.bundle),
         variant=spec.bundle.number,
         unmodified=spec.unmodified,
@@ -126,13 +128,14 @@ def make_described(document: str, graph: bytes, open_bundle: Callable[[Path], Bu
     except (ValueError, RecursionError, BundleSchemaError) as error:
         raise FrameError(f"a stage is malformed: {error!s:.200}") from error
     try:
-        bundle = open_bundle(Path(named.path))
+        path = Path(os.fsdecode(unquote_to_bytes(named.path)))
+        bundle = open_bundle(path)
         if not 0 <= named.variant <= len(bundle.manifest.variants):
-            raise FrameError(f"there is no variant {named.variant} in {named.path}")
+            raise FrameError(f"there is no variant {named.variant} in {path}")
         bundle = bundle.variant(named.variant)
         if manifest_hash(bundle) != named.manifest_sha256:
             raise BackendError(
-                f"{named.path} is not the bundle that the server has opened; start it again"
+                f"{path} is not the bundle that the server has opened; start it again"
             )
         return _plan(named, bundle)
     except BundleError as error:

@@ -125,14 +125,16 @@ class Connection:
         return data
 
     def _rest(self, body: bytearray, size: int) -> bytearray:
+        """Receive the rest of a body; no more memory is taken than twice what has come."""
         have = len(body)
-        body += bytes(size - have)
-        with memoryview(body) as view:
-            while have < size:
-                count = self._socket.recv_into(view[have:])
-                if not count:
-                    raise ConnectionResetError("the other end closed the connection amid a frame")
-                have += count
+        while have < size:
+            body += bytes(min(size, max(2 * have, _CHUNK)) - len(body))
+            with memoryview(body) as view:
+                while have < len(body):
+                    count = self._socket.recv_into(view[have:])
+                    if not count:
+                        raise ConnectionResetError("the other end closed the connection")
+                    have += count
         return body
 
 

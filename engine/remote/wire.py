@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -190,7 +190,8 @@ def encode(message: Message) -> bytes:
         head = _DONE.pack(_DONE_KIND, flags, len(carried))
         arrays = (*answer, message.confidence, *carried)
         return b"".join((head, *map(_encode_array, arrays)))
-    text = json.dumps(to_plain(message), separators=(",", ":"))
+    plain = {key: _quoted(value) for key, value in to_plain(message).items()}
+    text = json.dumps(plain, separators=(",", ":"))
     return bytes((_PLAIN.index(type(message)),)) + text.encode("ascii")
 
 
@@ -206,6 +207,8 @@ def decode(header: bytes) -> Message:
     try:
         plain = json.loads(header[1:].decode("ascii"))
         message: Any = from_plain(_PLAIN[kind], plain, _PLAIN[kind].__name__.lower())
+        texts = {f.name: getattr(message, f.name) for f in fields(message)}
+        message = replace(message, **{name: _unquoted(value) for name, value in texts.items()})
     except (ValueError, RecursionError, BundleSchemaError) as error:
         raise FrameError(f"a message of kind {kind} is malformed: {error!s:.200}") from error
     found: Message = message
@@ -255,6 +258,15 @@ def array_in(body: bytearray, form: TensorForm, offset: int) -> NDArray[Any]:
     return np.ndarray(form.shape, form.dtype, body, offset)
 
 
+def _quoted(value: Any) -> Any:
+    """Write text in ASCII, whatever is in it: messages of errors have all sorts of characters."""
+    return json.dumps(value)[1:-1] if isinstance(value, str) else value
+
+
+def _unquoted(value: Any) -> Any:
+    return json.loads(f'"{value}"') if isinstance(value, str) else value
+
+
 def _check_sizes(header_bytes: int, body_bytes: int) -> None:
     if not 0 < header_bytes <= MOST_HEADER or body_bytes > MOST_BODY:
         raise FrameError(
@@ -295,7 +307,8 @@ def _decode_form(encoded: bytes) -> TensorForm:
         form = TensorForm(encoded[end:].decode(errors="surrogatepass"), dtype, shape)
     except UnicodeDecodeError as error:
         raise FrameError(f"the name of an array is no text: {error}") from error
-    if min(shape, default=0) < 0 or form.size_bytes > MOST_BODY:
+    largest = math.prod([max(size, 1) for size in shape])  # numpy multiplies them like this
+    if min(shape, default=0) < 0 or dtype.itemsize * largest > MOST_BODY:
         raise FrameError(f"an array has the shape {list(shape)!s:.100}")
     return form
 

@@ -215,18 +215,21 @@ class _ServedSlot:
     def _answer(self, frame: Frame) -> tuple[bytes, Sequence[NDArray[Any]]]:
         try:
             order = decode(frame.header)
-            if not isinstance(order, RunStage):
-                raise FrameError(f"{type(order).__name__} came where stages are run")
             self._reached("before-run")
             return self._run(order, frame.body)
         except EngineError as error:
             return encode(Failed(message=str(error))), ()
+        except Exception as error:
+            _log.exception("a stage could not be run")
+            return encode(Failed(message=f"a worker failed: {error!r}")), ()
 
-    def _run(self, order: RunStage, body: bytearray) -> tuple[bytes, Sequence[NDArray[Any]]]:
+    def _run(self, order: Message, body: bytearray) -> tuple[bytes, Sequence[NDArray[Any]]]:
+        if not isinstance(order, RunStage):
+            raise FrameError(f"{type(order).__name__} came where stages are run")
         stage = self._stages.get(order.stage)
         if stage is None:
             raise FrameError(f"no stage has the number {order.stage}")
-        tensors = self._read(order.arrays, body)
+        tensors = self._read(order, body)
         result = self._slot.run(stage, self._slot.upload(tensors), order.threshold)
         self._reached("after-run")
         results = _Results(self.memory, *order.region)
@@ -247,12 +250,15 @@ class _ServedSlot:
             )
         return encode(StageDone(answer, confidence, carried)), results.inline
 
-    def _read(self, arrays: Sequence[PlacedArray], body: bytearray) -> dict[str, NDArray[Any]]:
+    def _read(self, order: RunStage, body: bytearray) -> dict[str, NDArray[Any]]:
         tensors = {}
-        offsets = inline_offsets(arrays, len(body))
-        for (form, place), offset in zip(arrays, offsets, strict=True):
-            if place == GIVEN:
-                raise FrameError(f"tensor {form.name!r:.60} of a run is nowhere")
+        offsets = inline_offsets(order.arrays, len(body))
+        for (form, place), offset in zip(order.arrays, offsets, strict=True):
+            if place == GIVEN or form.shape[:1] != (order.rows,):
+                raise FrameError(
+                    f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} is none of "
+                    f"{order.rows} rows"
+                )
             inline = place == INLINE
             view = array_in(body, form, offset) if inline else self.memory.array(form, place)
             tensors[form.name] = view
