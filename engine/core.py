@@ -22,9 +22,10 @@ from offramp.engine.control_loop import ControlLoop
 from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.errors import BackendError, BadInputError, DrainingError, ModelNotServedError
 from offramp.engine.executor import Executor
-from offramp.engine.options import EngineOptions
+from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
 from offramp.engine.planning.batch_profile import WINDOW_S
 from offramp.engine.profile_loop import ProfileLoop
+from offramp.engine.remote.backend import RemoteBackend, worker_command
 from offramp.engine.request_table import Request
 from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
@@ -315,6 +316,7 @@ class Engine:
         served, snapshot = self._models[name], self._executor.snapshot(name)
         counts = {item.name: getattr(snapshot, item.name) for item in fields(snapshot)}
         health, parallel = self._executor.health, self._parallel
+        remote = self._backend if isinstance(self._backend, RemoteBackend) else None
         return ModelStatistics(
             mode=served.mode.value,
             backend=self._backend.name,
@@ -325,6 +327,9 @@ class Engine:
             streams=health.streams,
             streams_in_service=health.in_service,
             restarts=health.restarts,
+            workers=remote.workers if remote else 0,
+            workers_in_service=remote.in_service if remote else 0,
+            worker_restarts=remote.restarts if remote else 0,
             parallel_below=parallel.value if parallel is not None and parallel.limits else None,
             uptime_s=time.monotonic() - served.loaded_s,
             **counts,
@@ -376,4 +381,14 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
     )
     if backend.name in CPU_RUNTIMES:
         options.check_cores()
-    return backend
+    if not options.workers:
+        return backend
+    if backend.name not in CPU_RUNTIMES:
+        backend.close()
+        raise BackendError(f"backend {backend.name} was chosen, and {WORKERS_ON_CPU}")
+    return RemoteBackend(
+        backend,
+        workers=options.workers,
+        threads=options.threads_per_stream(),
+        command=worker_command(),
+    )

@@ -124,6 +124,8 @@ def patience_of_classes(
 _REGISTERED: dict[str, HostCriterion] = {
     PATIENCE: HostCriterion(PATIENCE, patience, depends_on_earlier=True)
 }
+_modules: list[str] = []
+"""What :func:`load_criterion` was given: for processes that need the same."""
 _last_logged: dict[str, float] = {}
 _lock = threading.Lock()
 
@@ -207,7 +209,13 @@ def load_criterion(text: str) -> str:
             register(name, function)
     except ValueError as error:
         raise CriterionError(f"--criterion-module {text}: {error}") from error
+    _modules.append(text)
     return name
+
+
+def criterion_modules() -> tuple[str, ...]:
+    """Give what was loaded by :func:`load_criterion`, in order."""
+    return tuple(_modules)
 
 
 def state_in(tensors: Mapping[str, NDArray[Any]]) -> State:

@@ -42,6 +42,10 @@ class BackendError(EngineError):
     """The backend could not load or execute a stage; of its batch only."""
 
 
+class WorkerLostError(BackendError):
+    """The process that ran a stage ended, or hung and was ended; its batch is resumed elsewhere."""
+
+
 class OutOfServiceError(BackendError):
     """No stream of the device can run anything now; they are tried again. Another server may."""
 

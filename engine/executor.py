@@ -6,7 +6,9 @@ microseconds. Completed requests are handed to the event loop by the completion 
 
 A stage that raises fails its own batch only: the scheduler has each of its requests tried once
 more, alone, on another stream where one is in service, and only those that fail again get an
-error. A stream that fails twice in a row is started anew, after a pause (:mod:`.streams`).
+error. A stream that fails twice in a row is started anew, after a pause (:mod:`.streams`). One
+whose worker process is lost is started anew at once, and the batch that it ran goes on at the same
+stage, on whichever stream is free: that is no failure of its own.
 Should all streams stay out of service, what waits is told so, until one is back. A thread that
 fails outside of all this takes the models out of service, says so, and leaves nobody waiting.
 """
@@ -28,6 +30,7 @@ from offramp.engine.errors import (
     EngineError,
     OutOfServiceError,
     QueueFullError,
+    WorkerLostError,
 )
 from offramp.engine.model_runtime import ModelRuntime, Pieces
 from offramp.engine.request_table import CompletionQueue, Request, copy_of
@@ -40,6 +43,7 @@ from offramp.engine.scheduling import (
     Submission,
     Wait,
 )
+from offramp.engine.scheduling.base import all_rows
 from offramp.engine.served_model import ServedModel
 from offramp.engine.statistics import CountersSnapshot
 from offramp.engine.streams import StreamHealth
@@ -56,6 +60,10 @@ _Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
 
 class _StartFailedError(Exception):
     """A stream cannot start; the cause says why."""
+
+
+class _InterruptedError(Exception):
+    """A stream lost its worker, and its batch was given back to be resumed."""
 
 
 class Executor:
@@ -314,6 +322,8 @@ class Executor:
         while (task := self._next_task(stream)) is not None:
             try:
                 carry = self._run_stage(stream, slot, task, carry)
+            except _InterruptedError:
+                return True
             except Exception as error:
                 carry = None
                 self._give_back(stream, task, error)
@@ -349,7 +359,12 @@ class Executor:
         model, run, _ = task
         batch = self._batch(slot, task, carry)
         started_s = self._clock()
-        step = model.keep_in(run, model.pipeline_of(run).step(slot, run.stage, batch))
+        try:
+            step = model.pipeline_of(run).step(slot, run.stage, batch)
+        except WorkerLostError as error:
+            self._interrupt(stream, slot, task, batch, error)
+            raise _InterruptedError from error
+        step = model.keep_in(run, step)
         runs_on = model.observe(run, step)
         with self._lock:
             now_s = self._clock()
@@ -382,6 +397,24 @@ class Executor:
             return slot.upload(inputs)
         assert carry is not None
         return carry
+
+    def _interrupt(
+        self, stream: int, slot: Slot, task: _Task, batch: TensorBatch, error: WorkerLostError
+    ) -> None:
+        """Have a batch resumed whose worker was lost: what its stage was to run on is kept."""
+        model, run, _ = task
+        _log.warning("%s: stage %d: %s", model.name, run.stage, error)
+        with self._lock:
+            kept = model.interrupt(self._scheduler.interrupted(stream, self._clock()), error)
+            self._scheduler.suspend(stream)
+            self.health.lost(stream)
+            self._changed.notify_all()
+        if kept is None:
+            return
+        try:
+            kept.set_result(slot.buffer(batch, all_rows(len(batch))))
+        except Exception as failure:  # of those that will take the tensors
+            kept.set_exception(failure)
 
     def _give_back(self, stream: int, task: _Task, error: Exception) -> None:
         """Give a failed batch back to the scheduler, and fail what has no second chance."""

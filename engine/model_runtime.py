@@ -259,6 +259,18 @@ class ModelRuntime:
         self.table.counters.retried = self.scheduler.retried
         self.settle()
 
+    def interrupt(self, number: int | None, failure: EngineError) -> Future[TensorBatch] | None:
+        """Keep room for the tensors of a batch that is resumed, if ``number`` names one.
+
+        Else it has failed once too often, for which ``failure`` is the reason.
+        """
+        kept: Future[TensorBatch] | None = None
+        if number is not None:
+            kept = self._buffered[number] = Future()
+        self.table.counters.resumed = self.scheduler.resumed
+        self.fail(failure)
+        return kept
+
     def fail_all(self, refusal: EngineError, cause: str) -> None:
         """Fail and withdraw every open request; ``cause`` is what its samples are counted as."""
         for number in self.table.fail_all(refusal, cause):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,11 @@ CONTROLLERS = ("certified", "apparate", "static")
 """The controllers that a model may have in release and audit mode."""
 SHARE_WEIGHTS = ("auto", "always", "never")
 """What may be asked of weights in memory: that a bundle's models have one copy of them."""
+WORKERS_ON_CPU = (
+    "workers run stages on the CPU, as tensors of a GPU cannot be handed from process to process; "
+    "give --backend onnxruntime or openvino, or no --workers"
+)
+"""Why a backend is refused."""
 _ON_CPU = ("onnxruntime", "openvino")
 """The backends whose streams are the machine's cores."""
 
@@ -118,6 +124,8 @@ class EngineOptions:
     that control brought into use; 0 builds none, and such stages run as chains of segments."""
     streams: int = 1
     """Batches that run at the same time, of whatever models."""
+    workers: int = 0
+    """Processes that run the stages, each of them one of the streams; 0 runs them in this one."""
     threads: int | None = None
     """Intra-op threads of each stream; ``None`` shares the cores among the streams."""
     parallel_below: int | None = None
@@ -139,7 +147,10 @@ class EngineOptions:
         _refuse_unless(self, lambda v: v >= 1, "at least 1", *counts)
         _refuse_unless(self, lambda v: v <= _MOST, f"at most {_MOST}", "parallel_below")
         most = f"at most {_MOST_THREADS}"
-        _refuse_unless(self, lambda v: v <= _MOST_THREADS, most, "streams", "threads")
+        _refuse_unless(self, lambda v: v <= _MOST_THREADS, most, "streams", "threads", "workers")
+        _refuse_unless(self, lambda v: v >= 0, "at least 0", "workers")
+        if self.workers:
+            self._check_workers()
         if self.max_violations is not None and self.parallel_below is not None:
             raise ValueError("give parallel_below, or max_violations that it follows, not both")
         _refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
@@ -156,6 +167,19 @@ class EngineOptions:
             raise ValueError(f"device: {error}") from error
         if self.backend in _ON_CPU:
             self.check_cores()
+
+    def _check_workers(self) -> None:
+        """Let each worker be one stream."""
+        if self.streams not in (1, self.workers):
+            raise ValueError(
+                f"streams is {self.streams} and workers is {self.workers}: each worker is one "
+                "stream; leave streams out"
+            )
+        if self.backend not in ("auto", *_ON_CPU):
+            raise ValueError(f"backend is {self.backend}, and {WORKERS_ON_CPU}")
+        if not hasattr(socket, "AF_UNIX"):
+            raise ValueError("workers need Unix sockets, which this system lacks; leave them out")
+        object.__setattr__(self, "streams", self.workers)  # frozen from here on
 
     def check_cores(self) -> None:
         """Refuse, by an OptionsError, more threads than cores where the CPU executes."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,10 +35,7 @@ from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
 from offramp.engine.assembly import assemble
 from offramp.engine.external_weights import WeightForm
-from offramp.engine.quantised_borders import carries_steps, give_steps, take_steps
-
-ReadPart: TypeAlias = Callable[[str], bytes]
-"""Gives the graph of a part by its file: whole, or naming its weights."""
+from offramp.engine.stage_assembly import ReadPart, assemble_stage
 
 
 class Mode(StrEnum):
@@ -111,6 +108,8 @@ class StageSpec:
     threshold: float
     """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
     leaves below it); 0 in the last stage, where everything leaves."""
+    unmodified: bool = False
+    """Whether the graph is the source model's own."""
     weight_form: WeightForm = WeightForm.PACKED
     """How the stage has its weights in memory, where the backend maps them from the bundle."""
     bundle: Bundle | None = field(default=None, compare=False, repr=False)
@@ -194,7 +193,7 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
     """Plan the stages between the active exits of ``policy`` (default: the bundle's own)."""
     policy = bundle.policy if policy is None else policy
     if mode is Mode.OFF:
-        return Plan(stages=(_source_stage(bundle),), policy_version=policy.version, mode=mode)
+        return Plan(stages=(source_stage(bundle),), policy_version=policy.version, mode=mode)
     # Where answers are observed, exits that answer nothing run in shadow mode.
     active = [a for a in policy.active if a.threshold < NEVER or mode.observed]
     if bundle.number and (not active or active[-1].exit != bundle.manifest.exits[-1].index):
@@ -259,7 +258,8 @@ def answering_graphs(structure: ModelStructure, read: ReadPart) -> tuple[bytes, 
     return (assemble([read(file) for file in (*segments, *exits)], [*outputs, answer]),)
 
 
-def _source_stage(bundle: Bundle) -> StageSpec:
+def source_stage(bundle: Bundle) -> StageSpec:
+    """Plan the unmodified model as one stage."""
     manifest = bundle.manifest
     return StageSpec(
         index=0,
@@ -273,6 +273,7 @@ def _source_stage(bundle: Bundle) -> StageSpec:
         form=manifest.answer.form,
         task=manifest.answer.task,
         threshold=0.0,
+        unmodified=True,
         bundle=bundle,
     )
 
@@ -291,46 +292,65 @@ def _stages(
         max(start, last_beginning(structure.segments[:stop]))
         for start, stop in zip([0, *after[:-1]], after, strict=True)
     ]
-    is_cascade = last_beginning(structure.segments) > 0
     for index, (last, exit_index, threshold) in enumerate(ends):
         final = exit_index == MODEL_END
-        exit_ = None if exit_index is None or final else structure.exits[exit_index]
-        answer = structure.answer.output if final else None
-        segments = structure.segments[firsts[index] : last + 1]
-        carried = () if final else carried_over(structure, last, firsts[index + 1])
-        written = [name for segment in segments for name in segment.outputs]
-        given = tuple(name for name in written if name in carried)
-        before: Sequence[Segment] = ()
-        behind: Sequence[Segment] = ()
-        if is_cascade:  # others run on GPUs too, whose engines have float32 borders
-            before = structure.segments[max(firsts[index] - 1, 0) : firsts[index]]
-            behind = structure.segments[last + 1 : last + 2] if given and not final else ()
-        inner = slice(len(before), len(before) + len(segments))
-        yield StageSpec(
+        yield make_stage(
+            structure,
+            read,
             index=index,
-            first_segment=firsts[index],
-            last_segment=last,
-            exit=exit_index,
-            load=StageGraph(
-                partial(
-                    _assembled,
-                    (*before, *segments, *behind),
-                    exit_,
-                    (answer,) if answer else given,
-                    inner,
-                ),
-                read,
-            ),
-            inputs=_stage_inputs(segments, exit_),
-            carried=carried,
-            given=given,
-            answer=exit_.output if exit_ else answer,
-            confidence=exit_.confidence if exit_ else None,
-            form=structure.answer.form,
-            task=structure.answer.task,
-            criterion=structure.answer.criterion if exit_ else PROBABILITY,
+            first=firsts[index],
+            last=last,
+            exit_index=exit_index,
+            carried=() if final else carried_over(structure, last, firsts[index + 1]),
             threshold=float(float32_at_least(np.array(threshold))),
         )
+
+
+def make_stage(
+    structure: ModelStructure,
+    read: ReadPart,
+    *,
+    index: int,
+    first: int,
+    last: int,
+    exit_index: int | None,
+    carried: tuple[str, ...],
+    threshold: float,
+) -> StageSpec:
+    """Plan the stage of segments ``first`` to ``last`` that ends with an exit, or the model's end.
+
+    ``carried`` are the tensors that what follows reads: what of it segments give, the graph gives.
+    """
+    final = exit_index == MODEL_END
+    exit_ = None if exit_index is None or final else structure.exits[exit_index]
+    answer = structure.answer.output if final else None
+    segments = structure.segments[first : last + 1]
+    written = [name for segment in segments for name in segment.outputs]
+    given = tuple(name for name in written if name in carried)
+    before: Sequence[Segment] = ()
+    behind: Sequence[Segment] = ()
+    if last_beginning(structure.segments) > 0:  # a cascade
+        # Others run on GPUs too, whose engines have float32 borders.
+        before = structure.segments[max(first - 1, 0) : first]
+        behind = structure.segments[last + 1 : last + 2] if given and not final else ()
+    inner = slice(len(before), len(before) + len(segments))
+    around, outputs = (*before, *segments, *behind), (answer,) if answer else given
+    return StageSpec(
+        index=index,
+        first_segment=first,
+        last_segment=last,
+        exit=exit_index,
+        load=StageGraph(partial(assemble_stage, around, exit_, outputs, inner), read),
+        inputs=_stage_inputs(segments, exit_),
+        carried=carried,
+        given=given,
+        answer=exit_.output if exit_ else answer,
+        confidence=exit_.confidence if exit_ else None,
+        form=structure.answer.form,
+        task=structure.answer.task,
+        criterion=structure.answer.criterion if exit_ else PROBABILITY,
+        threshold=threshold,
+    )
 
 
 def carried_over(structure: ModelStructure, segment: int, then: int) -> tuple[str, ...]:
@@ -362,28 +382,3 @@ def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str,
     read = [name for segment in segments for name in segment.inputs]
     read += exit_.inputs if exit_ else ()
     return tuple(dict.fromkeys(name for name in read if name not in inside))
-
-
-def _assembled(
-    around: Sequence[Segment],
-    exit_: Exit | None,
-    given: Sequence[str],
-    inner: slice,
-    read: ReadPart,
-) -> bytes:
-    """Join the inner ones of some segments with an exit, and carry integers where it can be done.
-
-    ``around`` are, in a cascade, the neighbours too that a cut tensor comes from or goes to.
-    """
-    files = [read(segment.file) for segment in around]
-    parts, outputs = files[inner], list(given)
-    if exit_ is not None:
-        parts.append(read(exit_.file))
-        outputs = [exit_.output, exit_.confidence, *outputs]
-    graph = assemble(parts, outputs)
-    first, end = inner.start, inner.stop
-    if first and carries_steps(files[first - 1], files[first], tensor := around[first - 1].output):
-        graph = take_steps(graph, tensor)
-    if end < len(files) and carries_steps(files[end - 1], files[end], around[end - 1].output):
-        graph = give_steps(graph, around[end - 1].output)
-    return graph

@@ -77,7 +77,8 @@ def profile_here(
     if keep and (known := read_kept(path, here)) is not None:
         return known
     plan = make_plan(bundle, bundle.policy, Mode.LEAVE)
-    seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size)
+    cpu_clock = getattr(backend, "cpu_clock", time.process_time)
+    seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size, cpu_clock=cpu_clock)
     begins = bundle.manifest.source_begins
     profile = replace(scaled(compiled, plan, seen, source_begins=begins), disturbed=disturbed)
     if keep and not disturbed:  # what a busy machine showed must not be believed for good

@@ -116,6 +116,8 @@ class CountersSnapshot:
     """Samples waiting now."""
     in_flight: int
     """Samples in running batches, at splits, or waiting to be tried again."""
+    resumed: int = 0
+    """Samples of batches that went on elsewhere as their worker was lost, once for each time."""
     auditing: int = 0
     """Samples that have their answer and run on, for feedback."""
     lost_feedback: int = 0
@@ -154,6 +156,11 @@ class ModelStatistics(CountersSnapshot):
     streams: int
     """Of the device, shared by all models."""
     streams_in_service: int
+    workers: int = 0
+    workers_in_service: int = 0
+    """Worker processes that run the stages, and those that are there; 0 where this one does."""
+    worker_restarts: int = 0
+    """Workers that were started in place of one that was lost."""
     restarts: int
     """Times that a stream of the device was started anew after failures."""
     parallel_below: int | None
@@ -253,6 +260,7 @@ class Counters:
         self.samples = 0
         self.failed: Counter[str] = Counter()
         self.retried = 0
+        self.resumed = 0
         self.unseen_lengths = 0
         self.padded = self.padded_positions = 0
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
@@ -299,6 +307,7 @@ class Counters:
             answered=sum(stage.answered for stage in stages),
             failed=dict(self.failed),
             retried=self.retried,
+            resumed=self.resumed,
             queued=queued,
             in_flight=in_flight,
             auditing=auditing,

@@ -17,7 +17,7 @@ class StreamHealth:
     stream that fails at that is taken out of service, and tried again after a pause that doubles
     each time. One that passes stays in service, so that bad requests, however many, never stop a
     stream; but it is tried no more often than once in ``FIRST_PAUSE_S`` while none of its batches
-    succeeds.
+    succeeds. One whose worker process was lost is out of service until it has another.
     """
 
     def __init__(self, streams: int) -> None:
@@ -26,13 +26,18 @@ class StreamHealth:
         self._failed_starts = [0] * streams
         self._fruitless = [0] * streams
         """Starts in a row after which no batch succeeded."""
+        self._lost = [False] * streams
+        """Streams that have no worker."""
+        self.losses = 0
+        """Workers that were lost amid a stage."""
         self.restarts = 0
         """Times that a stream was started anew."""
 
     @property
     def in_service(self) -> int:
         """How many streams can run something."""
-        return self._failed_starts.count(0)
+        starts = zip(self._failed_starts, self._lost, strict=True)
+        return sum(not failed and not lost for failed, lost in starts)
 
     @property
     def given_up(self) -> bool:
@@ -43,6 +48,11 @@ class StreamHealth:
         """Count a batch that failed; says whether the stream itself is suspected."""
         self._failures[stream] += 1
         return self._failures[stream] > 1
+
+    def lost(self, stream: int) -> None:
+        """Count a worker that was lost: the stream has to start anew."""
+        self._lost[stream] = True
+        self.losses += 1
 
     def succeeded(self, stream: int) -> None:
         """Forget a stream's failures: it has just run a batch."""
@@ -67,5 +77,6 @@ class StreamHealth:
     def started(self, stream: int, *, anew: bool) -> None:
         """Forget all failures of a stream: it has started, and run a batch that is good."""
         self._failures[stream] = self._failed_starts[stream] = 0
+        self._lost[stream] = False
         self._fruitless[stream] += anew
         self.restarts += anew

@@ -111,6 +111,10 @@ _COUNTERS: Final[_Readings] = {
     "offramp_requests": ("Requests accepted.", "requests"),
     "offramp_samples": ("Samples accepted.", "samples"),
     "offramp_retried": ("Samples of failed batches that were tried again.", "retried"),
+    "offramp_resumed": (
+        "Samples of batches that went on with their stage elsewhere, as their worker was lost.",
+        "resumed",
+    ),
     "offramp_unseen_length_samples": (
         "Samples of a length that the calibration data never had.",
         "unseen_lengths",
@@ -301,6 +305,17 @@ def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
         "Times that a stream was started anew after failures.",
         value=shared.restarts,
     )
+    if shared.workers:
+        yield GaugeMetricFamily(
+            "offramp_workers",
+            "Worker processes that are there to run stages.",
+            value=shared.workers_in_service,
+        )
+        yield CounterMetricFamily(
+            "offramp_worker_restarts",
+            "Worker processes that were started in place of one that was lost.",
+            value=shared.worker_restarts,
+        )
     if shared.parallel_below is not None:
         yield GaugeMetricFamily(
             "offramp_parallel_below",

@@ -267,6 +267,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
             ("failed", sum(statistics.failed.values())),
             *((_describe_cause(cause), count) for cause, count in statistics.failed.items()),
             ("retried", statistics.retried),
+            *((("resumed", statistics.resumed),) if statistics.workers else ()),
             ("stream restarts", statistics.restarts),
         ),
         times=(("request", statistics.latency_s), ("queue", statistics.queue_s)),
@@ -340,6 +341,8 @@ def _promise_in_force(model: ModelInfo, statistics: ModelStatistics) -> str | No
 
 
 def _describe_streams(statistics: ModelStatistics) -> str:
+    if statistics.workers:
+        return f"{statistics.workers_in_service} of {statistics.workers} workers in service"
     if statistics.streams == statistics.streams_in_service == 1:
         return "1 stream in service"
     return f"{statistics.streams_in_service} of {statistics.streams} streams in service"

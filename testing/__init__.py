@@ -1,13 +1,14 @@
 """Fakes of every outside party, for our tests and for those of whoever uses Offramp.
 
 May import: bundle, compiler, engine, engine.backends, engine.control, engine.cuda, engine.kernels,
-server.
+engine.remote, server.
 
 ::
 
     FakeServer    a server in the test's own process: real gRPC, a fake engine   server, engine
     FakeEngine    an engine without models, and what it may be told to do        engine
     FakeBackend   a backend without a model, which answers by script             backend
+    worker        a worker process without a model, which breaks where it is told to
     FakeDriver    a CUDA driver without a GPU, which finds misuse                cuda_driver, cuda_*
     FakeBuilder   an engine builder without TensorRT                             builder
 

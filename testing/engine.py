@@ -342,6 +342,7 @@ class FakeEngine:
             answered=sum(self.answered),
             failed={"cancelled": self.cancelled},
             retried=0,
+            resumed=0,
             queued=0,
             in_flight=self.waiting,
             auditing=self.auditing,

@@ -188,7 +188,7 @@ def fake_points(plan: Plan, settings: ModelOptions, stage_s: float) -> Operating
 
 
 def fake_model(
-    backend: FakeBackend,
+    backend: Any,
     thresholds: Sequence[float] = (0.9,),
     *,
     classes: int = 2,

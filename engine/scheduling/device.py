@@ -122,6 +122,13 @@ class DeviceScheduler:
             self._charge(stream, now_s)
             self._running.pop(stream).scheduler.failed(stream, now_s)
 
+    def interrupted(self, stream: int, now_s: float) -> int | None:
+        """Take note that a stream's worker was lost; see :meth:`ModelScheduler.interrupted`."""
+        if stream not in self._running:
+            return None
+        self._charge(stream, now_s)
+        return self._running.pop(stream).scheduler.interrupted(stream, now_s)
+
     def suspend(self, stream: int) -> None:
         """Say that a stream, which has no batch, is out of service."""
         for share in self._shares.values():

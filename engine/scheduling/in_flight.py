@@ -1,4 +1,4 @@
-"""The samples of a model that were started: in running batches, at splits, and before a retry."""
+"""The started samples of a model: in batches, at splits, before a retry or a resumption."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ class ScheduledBatch:
     """The buffered batches that it was just merged of."""
     failed_on: int | None = None
     """The stream that its samples failed on before, if this is their second try."""
+    losses: int = 0
+    """How often the worker that ran it was lost."""
     number: int = 0
     """Given when a stream takes it."""
     executing: bool = False
@@ -76,6 +78,8 @@ class InFlight:
         """The running batches, by stream."""
         self.retries: list[ScheduledBatch] = []
         """Batches of one request each, to be tried again from stage 0."""
+        self.interrupted: list[ScheduledBatch] = []
+        """Batches whose worker was lost, to be resumed at their stage; each waits as one piece."""
         self.plans: list[ServedPlan] = []
         """Oldest first; new batches start under the last."""
         self.buffered = 0
@@ -109,7 +113,8 @@ class InFlight:
         """Forget plans of which no sample is left and every loss was told."""
         if self._dropped or self._lost or self._discarded:
             return
-        used = {batch.plan.number for batch in (*self.batches.values(), *self.retries)}
+        waiting = (*self.retries, *self.interrupted)
+        used = {batch.plan.number for batch in (*self.batches.values(), *waiting)}
         used.add(self.plans[-1].number)
         used |= {p.number for p in self.plans if any(b.size for b in p.waiting.buffered)}
         self.plans = [plan for plan in self.plans if plan.number in used]
@@ -118,6 +123,7 @@ class InFlight:
         """Give all samples that were started and have not left."""
         yield from (batch.samples for batch in self.batches.values())
         yield from (retry.samples for retry in self.retries)
+        yield from (batch.samples for batch in self.interrupted)
         if self.buffered:
             for buffer in self._buffers():
                 for bucket in buffer.buckets.values():
@@ -128,6 +134,31 @@ class InFlight:
         buffer = batch.plan.waiting.buffered[batch.stage]
         buffer.buffer(batch.samples, batch.batch_key, batch.number, now_s, batch.variant)
         self.buffered += len(batch.samples.requests)
+
+    def interrupt(self, batch: ScheduledBatch, number: int, now_s: float) -> int:
+        """Let a batch wait to be resumed; gives how many of its samples are still wanted.
+
+        ``number`` is what the tensors of its stage are kept under, if any are.
+        """
+        staying = np.ones(len(batch.samples.requests), np.bool_)
+        staying[self.lose_late(batch, staying, now_s)] = False
+        batch.executing = False
+        batch.pieces = (Piece(number, all_rows(len(staying))),)
+        self.interrupted.append(batch)
+        if not staying.all():
+            self._shorten(batch, staying)
+            if not staying.any():  # nothing was kept that could be discarded
+                self._discarded.remove(number)
+        return int(np.count_nonzero(staying))
+
+    def take_interrupted(self) -> ScheduledBatch | None:
+        """Take the batch that was interrupted first, if there is one."""
+        if not self.interrupted:
+            return None
+        batch = self.interrupted.pop(0)
+        self._discarded.append(batch.pieces[0].number)
+        batch.number = 0  # it may be buffered again: not under a number that was discarded
+        return batch
 
     def finish(self, stream: int) -> None:
         """Forget the batch of a stream."""
@@ -206,6 +237,7 @@ class InFlight:
         """Withdraw a request: what waits leaves now, what runs when its stage is done."""
         self._drop_buffered(lambda buffer: buffer.remove(request), cause)
         self._drop_retries(lambda retry: retry.samples.requests[0] == request, cause)
+        self._drop_interrupted(lambda samples: samples.requests == request, cause)
         if any((batch.samples.requests == request).any() for batch in self.batches.values()):
             self._cancelled.setdefault(request, cause)
 
@@ -213,6 +245,7 @@ class InFlight:
         """Drop what waits and can no longer be answered in time."""
         self._drop_buffered(lambda buffer: buffer.expire(now_s), DropCause.EXPIRED)
         self._drop_retries(lambda retry: retry.samples.deadlines_s[0] <= now_s, DropCause.EXPIRED)
+        self._drop_interrupted(lambda samples: samples.deadlines_s <= now_s, DropCause.EXPIRED)
 
     def lose_late(self, batch: ScheduledBatch, staying: NDArray[np.bool_], now_s: float) -> Rows:
         """Report and give the staying rows that were withdrawn or whose deadline has passed."""
@@ -272,6 +305,25 @@ class InFlight:
         for retry in [retry for retry in self.retries if which(retry)]:
             self.retries.remove(retry)
             self.lose(retry.samples, cause)
+
+    def _drop_interrupted(
+        self, which: Callable[[RowSet], NDArray[np.bool_]], cause: DropCause
+    ) -> None:
+        for batch in self.interrupted.copy():
+            leaving = which(batch.samples) & ~batch.samples.answered
+            if leaving.any():
+                self.lose(batch.samples.take(np.flatnonzero(leaving)), cause)
+                self._shorten(batch, ~leaving)
+
+    def _shorten(self, batch: ScheduledBatch, staying: NDArray[np.bool_]) -> None:
+        """Let only some rows of an interrupted batch wait on."""
+        rows, ((number, positions),) = np.flatnonzero(staying), batch.pieces
+        if len(rows):
+            batch.samples = batch.samples.take(rows)
+            batch.pieces = (Piece(number, positions[rows]),)
+        else:
+            self.interrupted.remove(batch)
+            self._discarded.append(number)
 
     def _buffers(self) -> Iterator[BufferedQueue]:
         for plan in self.plans:

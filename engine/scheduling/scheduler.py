@@ -2,8 +2,12 @@
 
 Sans I/O and deterministic; the caller serialises the calls. What it promises whatever the policy
 chooses: every sample is released exactly once, or dropped with a cause; no sample runs a stage
-twice, but after a failure; batches keep within the limit; within a priority the earliest deadline
-goes first; memory is bounded by what waits and runs.
+twice, but after a failure or an interruption; batches keep within the limit; within a priority the
+earliest deadline goes first; memory is bounded by what waits and runs.
+
+A batch whose worker is lost is interrupted: it is resumed at the stage that it was in, before all
+else and on whichever stream asks first, as nothing that it did before is lost. At least once
+executed, exactly once answered.
 
 A released sample leaves the batch, unless it is to run on for feedback (release and audit mode):
 then it goes to the deepest stage with the others, without a deadline, and is the first that a
@@ -19,6 +23,7 @@ that policy takes for granted.
 from __future__ import annotations
 
 import itertools
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +47,9 @@ from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.policy import LoadShedding, Merge, Policy, Start
 from offramp.engine.scheduling.queue import SampleQueue
+
+MOST_LOSSES: Final = 5
+"""Workers that a batch may lose: then it is taken for what ends them, and has failed."""
 
 
 class ModelScheduler:
@@ -69,6 +77,8 @@ class ModelScheduler:
         self._parallel = parallel or ParallelLimit(latencies.max_batch_size)
         self.retried = 0
         """Samples of failed batches that were tried again."""
+        self.resumed = 0
+        """Samples of interrupted batches, once for each time."""
         self._numbers = itertools.count(1)
 
     def hot_swap(self, plan: int, policy: Policy, latencies: Latencies) -> None:
@@ -98,7 +108,8 @@ class ModelScheduler:
     @property
     def waiting(self) -> bool:
         """Whether a stream without a batch might have something to do, now or soon."""
-        return bool(self._queue.size or self._in_flight.buffered or self._in_flight.retries)
+        started = self._in_flight
+        return bool(self._queue.size or started.buffered or started.retries or started.interrupted)
 
     @property
     def busy(self) -> bool:
@@ -228,6 +239,25 @@ class ModelScheduler:
             self.retried += len(samples.requests)
         self._finish(stream)
 
+    def interrupted(self, stream: int, now_s: float) -> int | None:
+        """Take note that the worker of ``stream`` was lost amid its run, if it has one.
+
+        Gives the number to keep the tensors under that the stage was to run on, until
+        ``take_discarded`` names it; ``None`` if nothing is resumed: nobody waits for it any more,
+        or it was interrupted :data:`MOST_LOSSES` times, and has failed.
+        """
+        if (batch := self._in_flight.batches.get(stream)) is None:
+            return None
+        batch.losses += 1
+        if batch.losses >= MOST_LOSSES:
+            self.failed(stream, now_s)
+            return None
+        batch.number = next(self._numbers)
+        resumed = self._in_flight.interrupt(batch, batch.number, now_s)
+        self.resumed += resumed
+        self._finish(stream)
+        return batch.number if resumed else None
+
     def suspend(self, stream: int) -> None:
         """Say that a stream, which has no batch, is out of service."""
         self._in_flight.suspended.add(stream)
@@ -262,6 +292,8 @@ class ModelScheduler:
         """Find a batch for a stream that has none: what is left of the oldest plan goes first."""
         if not self._parallel.allows(stream):
             return wait_until(self._queue.next_expiry_s())
+        if (interrupted := self._in_flight.take_interrupted()) is not None:
+            return interrupted
         until_s = float("inf")
         for plan in self._in_flight.plans:
             retry = self._next_retry(plan, stream)
@@ -332,8 +364,9 @@ class ModelScheduler:
         """Drop what waits and is too late; nearly always nothing can be."""
         if now_s >= self._queue.first_deadline_s:
             self._in_flight.drop(self._queue.expire(now_s))
-        if self._in_flight.buffered or self._in_flight.retries:
-            self._in_flight.expire(now_s)
+        started = self._in_flight
+        if started.buffered or started.retries or started.interrupted:
+            started.expire(now_s)
         self._admit_less(now_s)
 
     def _admit_less(self, now_s: float) -> None:

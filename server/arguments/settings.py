@@ -209,6 +209,13 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     )
     add("--streams", "batches that run at the same time, of whatever models", **_COUNT)
     add(
+        "--workers",
+        "processes that run the stages, each a stream; one that dies is replaced, and what it ran "
+        "goes on in another; 0: stages run in the server itself, which is faster. On the CPU only",
+        metavar="N",
+        type=integer(0),
+    )
+    add(
         "--threads",
         "threads of each stream, for onnxruntime (default: the cores, shared among the streams)",
         **_COUNT,

@@ -39,6 +39,7 @@ CAMPAIGNS: Final[Mapping[str, str]] = {
     "state": "tests.fuzz.state:State",
     "cluster": "tests.fuzz.planning:ClusterFiles",
     "plan": "tests.fuzz.planning:PlanningJson",
+    "frames": "tests.fuzz.frames:WorkerFrames",
     "messages": "tests.fuzz.messages:Messages",
 }
 """Those that a worker runs, by name; ``server`` and ``bundle`` are processes of their own."""

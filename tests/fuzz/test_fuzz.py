@@ -49,6 +49,7 @@ COUNTS = {
     "state": 15,
     "cluster": 400,
     "plan": 2000,
+    "frames": 3000,
     "messages": 1500,
     "server": 2000,
 }

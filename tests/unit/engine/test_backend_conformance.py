@@ -22,6 +22,7 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
+from offramp.engine.remote.backend import RemoteBackend
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 
@@ -96,6 +97,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "fake": FakeBackend,
     "onnxruntime": OnnxRuntimeBackend,
     "openvino": lambda: make_backend("openvino"),
+    "workers": lambda: RemoteBackend(OnnxRuntimeBackend(), workers=1),
     "cuda": lambda: fake_cuda()[0],
     "cuda without graphs": lambda: fake_cuda(graphs=False)[0],
     "cuda with padding": lambda: fake_cuda(pads=True)[0],

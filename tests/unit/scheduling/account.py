@@ -47,10 +47,12 @@ class Account:
         """Samples that ever were."""
         self.withdrawn: set[int] = set()
         self.failures: Counter[Sample] = Counter()
+        self.interruptions = 0
+        """Of samples, once for each time."""
         self.retries: list[tuple[int, list[Sample]]] = []
         """The stream that it failed on, and the samples of one request."""
         self.kept: dict[int, dict[int, Sample]] = {}
-        """Buffered batches that were not discarded: their samples by position."""
+        """Buffered and interrupted batches that were not discarded: their samples by position."""
 
     def under_way(self, *, answered: bool) -> list[Sample]:
         """Samples that were started, with their answer or without."""
@@ -115,6 +117,14 @@ class Account:
             self.place[sample] = "retry"
             del self.stage[sample]
         self.retries.append((stream, samples))
+
+    def interrupt(self, number: int, by_position: dict[int, Sample]) -> None:
+        """Samples are to run their last stage once more, from tensors that are kept."""
+        self.kept[number] = by_position
+        for sample in by_position.values():
+            self.place[sample] = "interrupted"
+            self.stage[sample] -= 1
+        self.interruptions += len(by_position)
 
     def leave(self, samples: list[Sample]) -> None:
         """They are through, wherever they are."""

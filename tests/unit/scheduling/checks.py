@@ -54,7 +54,11 @@ class CheckedScheduler(RuleBasedStateMachine):
         """What a stream has to go on with: the survivors of its last run."""
         self.suspended: set[int] = set()
         self.numbers: set[int] = set()
-        """Of batches that were ever buffered."""
+        """Of batches that were ever buffered or interrupted."""
+        self.losses: dict[int, int] = {}
+        """Interruptions of the batch that a stream runs."""
+        self.lost_before: dict[int, int] = {}
+        """Those of batches that wait to be resumed, by number."""
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -62,10 +66,11 @@ class CheckedScheduler(RuleBasedStateMachine):
         assert self.s.queued == places["queued"]
         assert self.s.in_flight == len(self.account.under_way(answered=False))
         assert self.s.auditing == len(self.account.under_way(answered=True))
-        waiting = places["queued"] + places["buffered"] + places["retry"] > 0
+        waiting = sum(places[p] for p in ("queued", "buffered", "retry", "interrupted")) > 0
         assert self.s.waiting == waiting
         assert self.s.busy == bool(self.account.place)
         assert self.s.retried == self.account.failures.total()
+        assert self.s.resumed == self.account.interruptions
 
     @invariant()
     def nothing_is_kept_longer_than_needed(self) -> None:
@@ -93,6 +98,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         if self.setup.tau_b is self.setup.max_violations is None:
             places = Counter(self.account.place.values())
             assert not places["buffered"], "a stream idles although something is buffered"
+            assert not places["interrupted"], "a stream idles though something is to be resumed"
             assert not places["queued"] or self.setup.max_delay_s, "a stream idles for nothing"
             assert not self.to_retry(stream), "a stream idles although it could try again"
         return False
@@ -174,6 +180,11 @@ class CheckedScheduler(RuleBasedStateMachine):
     def check_start(self, stream: int, run: Run, samples: list[Sample]) -> None:
         beside = [len(other.requests) for other in (self.running | self.before).values()]
         assert self.setup.tau_b is None or max(beside, default=0) < self.setup.tau_b
+        self.losses[stream] = 0
+        if self.account.place[samples[0]] == "interrupted":
+            self.check_resumed(stream, run, samples)
+            return
+        assert "interrupted" not in self.account.place.values(), "they go first"
         if not run.pieces and self.account.place[samples[0]] == "retry":
             self.check_retry(stream, samples)
             return
@@ -212,6 +223,15 @@ class CheckedScheduler(RuleBasedStateMachine):
         assert merged == samples
         assert all(self.account.place[sample] == "buffered" for sample in samples)
 
+    def check_resumed(self, stream: int, run: Run, samples: list[Sample]) -> None:
+        ((number, positions),) = run.pieces
+        kept = self.account.kept[number]
+        assert [kept.pop(position) for position in positions.tolist()] == samples
+        assert not kept, "a part of an interrupted batch was left"
+        assert number == min(self.lost_before), "the first that was interrupted goes first"
+        assert run.batch not in self.numbers
+        self.losses[stream] = self.lost_before.pop(number)
+
     def check_retry(self, stream: int, samples: list[Sample]) -> None:
         retries = self.account.retries
         failed_on = next(s for s, again in retries if again == samples)
@@ -241,7 +261,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         dropped = self.s.take_dropped()
         assert {(item.request, item.cause) for item in dropped} <= {(request, cause)}
         queued = self.account.waiting(request, "queued")
-        started = self.account.waiting(request, "buffered", "retry")
+        started = self.account.waiting(request, "buffered", "retry", "interrupted")
         assert sum(item.count for item in dropped) == len(queued) + len(started)
         self.lose(started)
         self.account.leave(queued)
@@ -270,3 +290,4 @@ class CheckedScheduler(RuleBasedStateMachine):
     def discard(self) -> None:
         for number in self.s.take_discarded():
             assert not self.account.kept.pop(number), "discarded, though somebody waits"
+            self.lost_before.pop(number, None)

@@ -107,6 +107,7 @@ def sizes(s: ModelScheduler) -> dict[str, int]:
         "plans": len(started.plans),
         "batches": len(started.batches),
         "retries": len(started.retries),
+        "interrupted": len(started.interrupted),
         "cancelled": len(started._cancelled),
         "dropped": len(started._dropped),
         "lost": len(started._lost),

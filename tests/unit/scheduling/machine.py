@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -26,13 +28,15 @@ from offramp.engine.scheduling import (
     make_policy,
 )
 from offramp.engine.scheduling.queue import PATIENCE_S
+from offramp.engine.scheduling.scheduler import MOST_LOSSES
 
 CAPACITY = 32
 
 LIFE = {
     "submit": 0.3,
-    "serve": 0.46,
-    "fail": 0.05,
+    "serve": 0.43,
+    "fail": 0.04,
+    "interrupt": 0.04,
     "cancel": 0.03,
     "hot swap": 0.05,
     "pass time": 0.07,
@@ -103,10 +107,13 @@ class SchedulerMachine(CheckedScheduler):
     def fail(self, data: st.DataObject, cancel_rest: bool) -> None:
         self.fail_on(data.draw(st.sampled_from(sorted(self.running))), cancel_rest=cancel_rest)
 
-    def fail_on(self, stream: int, *, cancel_rest: bool) -> None:
+    def fail_on(self, stream: int, *, cancel_rest: bool, interrupted: bool = False) -> None:
         run = self.running.pop(stream)
         self.before.pop(stream, None)
-        self.s.failed(stream, self.now)
+        if interrupted:  # once too often
+            assert self.s.interrupted(stream, self.now) is None
+        else:
+            self.s.failed(stream, self.now)
         lost = [sample for sample in pairs(run) if sample in self.account.answered]
         mine: dict[int, list[Sample]] = {}
         for sample in pairs(run):
@@ -128,6 +135,33 @@ class SchedulerMachine(CheckedScheduler):
         for item in dropped:
             if item.cause is DropCause.FAILED and cancel_rest:
                 self.withdraw(item.request, DropCause.FAILED)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def interrupt(self, data: st.DataObject) -> None:
+        self.interrupt_on(data.draw(st.sampled_from(sorted(self.running))))
+
+    def interrupt_on(self, stream: int) -> None:
+        """The worker of a stream is lost: what of its batch is still wanted is kept."""
+        losses = self.losses[stream] = self.losses[stream] + 1
+        if losses == MOST_LOSSES:
+            self.fail_on(stream, cancel_rest=False, interrupted=True)
+            return
+        run = self.running.pop(stream)
+        self.before.pop(stream, None)
+        number = self.s.interrupted(stream, self.now)
+        samples = pairs(run)
+        lost = [sample for sample in samples if self.account.gives_up(sample, self.now)]
+        told = Counter({item.request: item.count for item in self.s.take_dropped()})
+        assert told == Counter(request for request, _ in lost)
+        self.lose(lost)
+        kept = {row: sample for row, sample in enumerate(samples) if sample not in lost}
+        assert (number is None) == (not kept)
+        if number is not None:
+            assert number not in self.numbers, "a number was given again"
+            self.numbers.add(number)
+            self.account.interrupt(number, kept)
+            self.lost_before[number] = losses
 
     @precondition(lambda self: self.account.place)
     @rule(data=st.data())
@@ -180,6 +214,8 @@ class SchedulerMachine(CheckedScheduler):
             self.next(stream)
         elif action == "fail" and stream in self.running:
             self.fail_on(stream, cancel_rest=bool(pick(2)))
+        elif action == "interrupt" and stream in self.running:
+            self.interrupt_on(stream)
         elif action == "cancel" and self.account.place:
             open_ = sorted({request for request, _ in self.account.place})
             self.withdraw(open_[int(pick(len(open_)))], DropCause.CANCELLED)
@@ -210,7 +246,8 @@ class SchedulerMachine(CheckedScheduler):
         assert (self.s.busy, self.s.in_flight, self.s.auditing) == (False, 0, 0)
         left = sizes(self.s)
         assert left["plans"] == 1
-        for name in ("requests", "batches", "retries", "cancelled", "dropped", "lost", "buffered"):
+        names = ("requests", "batches", "retries", "interrupted", "cancelled", "dropped", "lost")
+        for name in (*names, "buffered"):
             assert left[name] == 0, left
         assert left["buffered buckets"] == left["discarded"] == 0
 

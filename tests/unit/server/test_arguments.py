@@ -27,6 +27,30 @@ def test_one_bundle_is_enough() -> None:
     assert (arguments.log_level, arguments.log_format) == ("info", "human")
 
 
+def test_each_worker_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offramp.engine.options.available_cores", lambda: 8)
+    engine = parse_arguments(["m.ee", "--workers", "4"]).engine
+    assert (engine.workers, engine.streams, engine.threads_per_stream()) == (4, 4, 2)
+    assert parse_arguments(["m.ee", "--workers=0", "--streams=3"]).engine.streams == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--workers 4 --streams 2", "each worker is one stream; leave streams out"),
+        ("--workers 2 --backend cuda", "backend is cuda, and workers run stages on the CPU"),
+        ("--workers 9999", "workers is 9999, expected at most 4096"),
+        ("--workers=-1", "--workers"),
+    ],
+)
+def test_workers_that_cannot_be_are_refused(
+    options: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["m.ee", *options.split()])
+    assert told in capsys.readouterr().err
+
+
 def test_models_are_named_by_their_folder_or_by_hand() -> None:
     arguments = parse_arguments(["a/resnet.ee/", "b/bert", "--model", "vit=c/x=y.ee"])
     assert arguments.models == {

@@ -1,0 +1,224 @@
+"""A backend whose slots are worker processes: engine and control see no difference.
+
+Each of the workers holds all stages; a stream's slot is one of them. One that is lost is replaced
+when its stream opens a slot again, which is where pauses between starts come from
+(:mod:`offramp.engine.streams`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from offramp import __version__
+from offramp.bundle import Bundle
+from offramp.engine.backends.base import Backend
+from offramp.engine.criteria import criterion_modules
+from offramp.engine.errors import BackendError, WorkerLostError
+from offramp.engine.plan import StageSpec
+from offramp.engine.remote.process import WorkerCommand, WorkerProcess
+from offramp.engine.remote.slot import LEAST_LIMIT_S, RemoteSlot, RemoteStage
+from offramp.engine.remote.stages import describe_stage
+from offramp.engine.remote.wire import Hello, Prepare, Release
+
+_log = logging.getLogger(__name__)
+
+BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
+"""What a worker is told to be, by the name of the backend that it stands for."""
+
+
+class RemoteBackend:
+    """Prepares stages in ``workers`` processes: a backend.
+
+    ``local`` is a backend of the kind that the workers have, in this process; it says what there is
+    to say of it, and runs nothing. ``least_s`` is the least time after which a stage hangs.
+    """
+
+    on_cpu = True
+
+    def __init__(
+        self,
+        local: Backend,
+        *,
+        workers: int,
+        threads: int = 1,
+        command: WorkerCommand | None = None,
+        least_s: float = LEAST_LIMIT_S,
+    ) -> None:
+        self._local = local
+        self._hello = Hello(
+            version=__version__,
+            backend=BACKEND_OF.get(local.name, local.name),
+            threads=threads,
+        )
+        self._command = command or WorkerCommand()
+        self._least_s = least_s
+        self._numbers = itertools.count(1)
+        self._stages: weakref.WeakValueDictionary[int, RemoteStage] = weakref.WeakValueDictionary()
+        self._released: deque[int] = deque()
+        """Stages that nobody has any more, and workers still do."""
+        self._seats = [_Seat() for _ in range(workers)]
+        self._lock = threading.Lock()
+        """Of the seats' counts."""
+        self.restarts = 0
+        """Workers that were started in place of one that was lost."""
+
+    @property
+    def name(self) -> str:
+        """The name of what executes in the workers."""
+        return self._local.name
+
+    @property
+    def runtime(self) -> str:
+        """Describe what executes: times measured with it hold for nothing else."""
+        return f"{getattr(self._local, 'runtime', '')}, {len(self._seats)} workers"
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are to be."""
+        return len(self._seats)
+
+    @property
+    def in_service(self) -> int:
+        """How many of them are there."""
+        return sum(seat.worker is not None and seat.worker.alive for seat in self._seats)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process numbers of those."""
+        found = [seat.worker for seat in self._seats]
+        return [worker.pid for worker in found if worker is not None and worker.alive]
+
+    def cpu_clock(self) -> float:
+        """Seconds of processor time of this process and its workers, where that can be known."""
+        found = [seat.worker for seat in self._seats]
+        return time.process_time() + sum(w.cpu_s() for w in found if w is not None and w.alive)
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give the bundle as the local backend does."""
+        return self._local.as_computed(bundle)
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List sizes as the local backend does."""
+        return self._local.sizes(most)
+
+    def missing(self, stage: RemoteStage) -> None:
+        """Say that nothing has to be built: graphs run as they are."""
+
+    def prepare(self, spec: StageSpec) -> RemoteStage:
+        """Have all workers that are there load a stage; the others do when they start.
+
+        BackendError if it cannot be loaded.
+        """
+        document, graph = describe_stage(spec)
+        stage = RemoteStage(next(self._numbers), spec, document, graph)
+        self._stages[stage.number] = stage
+        weakref.finalize(stage, self._released.append, stage.number)
+        there = [n for n, s in enumerate(self._seats) if s.worker is None or s.worker.alive]
+        with ThreadPoolExecutor(max(len(there), 1)) as pool:
+            failures = list(pool.map(lambda n: self._try_load(n, stage), there or [0]))
+        if None not in failures:  # it is enough that one has it: the others will, or are replaced
+            raise next(f for f in failures if f is not None)
+        refused = [f for f in failures if f is not None and not isinstance(f, WorkerLostError)]
+        if refused:
+            raise refused[0]
+        return stage
+
+    def open_slot(self) -> RemoteSlot:
+        """Open a slot of the worker that has fewest, started anew if it is lost.
+
+        BackendError if it cannot be started, or cannot load the stages.
+        """
+        with self._lock:
+            seat = min(self._seats, key=lambda seat: seat.open_slots)
+            seat.open_slots += 1
+        try:
+            return RemoteSlot(
+                self._worker_of(seat),
+                load=self._load,
+                least_s=self._least_s,
+                closed=lambda: self._leave(seat),
+            )
+        except OSError as error:
+            self._leave(seat)
+            raise BackendError(f"no memory can be shared with a worker: {error}") from error
+        except BaseException:
+            self._leave(seat)
+            raise
+
+    def close(self) -> None:
+        """End the workers."""
+        for seat in self._seats:
+            with seat.lock:
+                if seat.worker is not None:
+                    seat.worker.end()
+
+    def _leave(self, seat: _Seat) -> None:
+        with self._lock:
+            seat.open_slots -= 1
+
+    def _worker_of(self, seat: _Seat) -> WorkerProcess:
+        """Give the worker of a seat; starts one, with all stages, where there is none."""
+        with seat.lock:
+            if seat.worker is not None and seat.worker.alive:
+                return seat.worker
+            if seat.worker is not None:
+                seat.worker.end()
+                self.restarts += 1
+            worker = WorkerProcess(self._hello, self._command)
+            try:
+                for stage in sorted(self._stages.values(), key=lambda stage: stage.number):
+                    self._load(worker, stage)
+            except BaseException:
+                worker.end()
+                raise
+            seat.worker = worker
+            _log.info("worker %d is ready", worker.pid)
+            return worker
+
+    def _try_load(self, number: int, stage: RemoteStage) -> BackendError | None:
+        try:
+            self._load(self._worker_of(self._seats[number]), stage)
+        except BackendError as error:
+            return error
+        return None
+
+    def _load(self, worker: WorkerProcess, stage: RemoteStage) -> None:
+        """Have a worker load a stage that it does not have, and forget what nobody has."""
+        while self._released:
+            gone = self._released.popleft()
+            for seat in self._seats:
+                if seat.worker is not None and gone in seat.worker.stages and seat.worker.alive:
+                    seat.worker.stages.discard(gone)
+                    with contextlib.suppress(BackendError):  # it is lost, and so is the stage
+                        seat.worker.order(Release(stage=gone))
+        if stage.number not in worker.stages:
+            worker.order(Prepare(stage=stage.number, document=stage.document), stage.graph)
+            worker.stages.add(stage.number)
+
+
+def worker_command() -> WorkerCommand:
+    """Give the command of a worker with this process's libraries of operators and criteria."""
+    from offramp.engine.backends.custom_ops import libraries  # noqa: PLC0415 - heavy
+
+    words = [("--custom-ops", str(library.path.absolute())) for library in libraries()]
+    words += [("--criterion-module", text) for text in criterion_modules()]
+    return WorkerCommand(arguments=tuple(word for pair in words for word in pair))
+
+
+class _Seat:
+    """The place of a worker, whichever process has it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held while one is started."""
+        self.worker: WorkerProcess | None = None
+        self.open_slots = 0

@@ -1,0 +1,215 @@
+"""Connections that carry frames, and memory that two processes share; nothing here knows models.
+
+Rejected: :mod:`multiprocessing.connection`, which unpickles; ``SOCK_SEQPACKET``, whose messages are
+no larger than the socket's buffer, and of which there is none over a network.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.remote.wire import (
+    HEAD,
+    FrameError,
+    TensorForm,
+    aligned,
+    pack_head,
+    unpack_head,
+)
+
+_CHUNK: Final = 1 << 16
+_MOST_FDS: Final = 4
+
+
+class ConnectionLostError(Exception):
+    """The other end is gone, or what it says is no frame."""
+
+
+class TooLateError(Exception):
+    """The other end did not answer in time."""
+
+
+class Frame(NamedTuple):
+    """What came over a connection at once."""
+
+    header: bytes
+    body: bytearray
+    fds: tuple[int, ...] = ()
+    """File descriptors that came along, which are the receiver's now."""
+
+
+class Connection:
+    """A connected stream socket; one thread sends and receives at a time."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._left = b""
+
+    @classmethod
+    def pair(cls) -> tuple[Self, socket.socket]:
+        """Make a connection, and the socket of the other end, for another process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(ours), theirs
+
+    def send(self, header: bytes, body: Sequence[NDArray[Any] | bytes] = ()) -> None:
+        """Send a frame whose body is those arrays, each aligned; ConnectionLostError."""
+        parts, end = [], 0
+        for part in body:
+            content = part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
+            parts += [bytes(aligned(end) - end), content]
+            end = aligned(end) + len(content)
+        whole = [pack_head(header, end), header, *parts]
+        try:
+            for piece in [b"".join(whole)] if end <= _CHUNK else whole:
+                self._socket.sendall(piece)
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from error
+
+    def send_fds(self, header: bytes, fds: Sequence[int]) -> None:
+        """Send a frame with file descriptors; ConnectionLostError."""
+        content = pack_head(header, 0) + header
+        try:
+            sent = socket.send_fds(self._socket, [content], list(fds))
+            self._socket.sendall(content[sent:])
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from error
+
+    def receive(self, limit_s: float | None = None, *, fds: bool = False) -> Frame:
+        """Wait for a frame, for at most ``limit_s`` between two pieces of it.
+
+        With ``fds`` it may bring file descriptors. ConnectionLostError, or TooLateError.
+        """
+        found: list[int] = []
+        try:
+            if self._socket.gettimeout() != limit_s:
+                self._socket.settimeout(limit_s)
+            data = self._left
+            while len(data) < HEAD.size:
+                data += self._some(found if fds else None)
+            header_bytes, body_bytes = unpack_head(data)
+            start = HEAD.size + header_bytes
+            while len(data) < start:
+                data += self._some(found if fds else None)
+            body = bytearray(data[start : start + body_bytes])
+            self._left = data[start + body_bytes :]
+            if len(body) < body_bytes:
+                body = self._rest(body, body_bytes)
+        except (OSError, FrameError) as error:
+            for fd in found:
+                os.close(fd)
+            if isinstance(error, TimeoutError):
+                raise TooLateError(f"no answer within {limit_s:g} s") from error
+            raise ConnectionLostError(str(error)) from error
+        return Frame(data[HEAD.size : start], body, tuple(found))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _some(self, fds: list[int] | None) -> bytes:
+        if fds is None:
+            data = self._socket.recv(_CHUNK)
+        else:
+            data, found, _, _ = socket.recv_fds(self._socket, _CHUNK, _MOST_FDS)
+            fds += found
+        if not data:
+            raise ConnectionResetError("the other end closed the connection")
+        return data
+
+    def _rest(self, body: bytearray, size: int) -> bytearray:
+        """Receive the rest of a body; no more memory is taken than twice what has come."""
+        have = len(body)
+        while have < size:
+            body += bytes(min(size, max(2 * have, _CHUNK)) - len(body))
+            with memoryview(body) as view:
+                while have < len(body):
+                    count = self._socket.recv_into(view[have:])
+                    if not count:
+                        raise ConnectionResetError("the other end closed the connection")
+                    have += count
+        return body
+
+
+class SharedMemory:
+    """Memory that another process has too, by its file descriptor.
+
+    It lasts as long as this or an array in it.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Map memory; OSError if it is smaller, or cannot be mapped. The descriptor is kept."""
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self._map = mmap.mmap(fd, size_bytes)
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Self:
+        """Make new memory, of zeros; OSError if there is none."""
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("offramp-worker")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        try:
+            os.ftruncate(fd, size_bytes)
+            return cls(fd, size_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def array(self, form: TensorForm, offset: int) -> NDArray[Any]:
+        """View an array in it; FrameError if it is not all within."""
+        if offset < 0 or offset + form.size_bytes > self.size_bytes:
+            raise FrameError(
+                f"array {form.name!r:.60} has {form.size_bytes} bytes at {offset}, expected "
+                f"within {self.size_bytes}"
+            )
+        return np.ndarray(form.shape, form.dtype, self._map, offset)
+
+    def close_fd(self) -> None:
+        """Close the descriptor; what is mapped stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class MemoryBlock:
+    """A part of shared memory that is taken as long as this lasts."""
+
+    __slots__ = ("_taken", "size_bytes", "start")
+
+    def __init__(self, taken: dict[int, int], start: int, size_bytes: int) -> None:
+        self._taken, self.start, self.size_bytes = taken, start, size_bytes
+
+    def __del__(self) -> None:
+        self._taken.pop(self.start, None)
+
+
+class Regions:
+    """Which parts of some memory are taken, and the first that is free; used by one thread."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._taken: dict[int, int] = {}
+        """Ends by beginning; blocks leave it whenever and wherever they go."""
+
+    def take(self, size_bytes: int) -> MemoryBlock | None:
+        """Take a part of this size, aligned; ``None`` if there is no room."""
+        size_bytes = max(aligned(size_bytes), aligned(1))
+        start = 0
+        for begins, ends in sorted(self._taken.items()):
+            if begins - start >= size_bytes:
+                break
+            start = ends
+        if start + size_bytes > self._size_bytes:
+            return None
+        self._taken[start] = start + size_bytes
+        return MemoryBlock(self._taken, start, size_bytes)

@@ -1,0 +1,335 @@
+"""The process that runs stages for a router: ``python -P -m offramp.engine.remote.worker FD``.
+
+``FD`` is the socket that it was started with; the first message says which backend it is to be.
+That connection is for orders: to load stages, and to serve slots, each of which comes with a
+connection and shared memory of its own, and has a thread. So a stage is loaded beside those that
+run.
+
+It ends with its first connection, whatever it does then, and leaves nothing behind: so it dies with
+its router. Rejected: ``PR_SET_PDEATHSIG``, which follows the thread that started a process, not the
+process, and a stream's thread may end before. Ctrl-C and SIGTERM are the router's to handle: what
+they begin there, the drain, needs workers.
+
+Imports no runtime until a hello says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp import __version__
+from offramp.bundle import Bundle
+from offramp.engine.backends.base import Backend, Slot, Stage
+from offramp.engine.criteria import CriterionError, load_criterion
+from offramp.engine.errors import BackendError, EngineError
+from offramp.engine.remote.stages import make_described
+from offramp.engine.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
+from offramp.engine.remote.wire import (
+    GIVEN,
+    INLINE,
+    Failed,
+    FrameError,
+    Hello,
+    Message,
+    OpenSlot,
+    PlacedArray,
+    Prepare,
+    Ready,
+    Refused,
+    Release,
+    RunStage,
+    Shutdown,
+    StageDone,
+    TensorForm,
+    aligned,
+    array_in,
+    decode,
+    encode,
+    inline_offsets,
+)
+
+_log = logging.getLogger(__name__)
+
+SMALL_BYTES: Final = 4096
+"""Answers and confidences up to this size come inline: they are the caller's to keep."""
+
+MakeBackend: TypeAlias = Callable[[Hello], Backend]
+"""Makes the worker's backend; BackendError if it cannot run here."""
+Reached: TypeAlias = Callable[[str], None]
+"""Called at points of the protocol, for tests of what happens should the worker end there."""
+
+
+class Worker:
+    """Serves one router until its connection ends."""
+
+    def __init__(
+        self,
+        orders: Connection,
+        make: MakeBackend,
+        reached: Reached = lambda _point: None,
+    ) -> None:
+        self._orders = orders
+        self._make = make
+        self._reached = reached
+        self._backend: Backend | None = None
+        self._stages: dict[int, Stage] = {}
+        self._slots: dict[int, _ServedSlot] = {}
+        self._bundles: dict[Path, Bundle] = {}
+
+    def serve(self) -> None:
+        """Do what the router orders, until it is gone or says to end."""
+        with contextlib.suppress(ConnectionLostError):
+            while True:
+                frame = self._orders.receive(fds=True)
+                try:
+                    message = decode(frame.header)
+                    if isinstance(message, Shutdown):
+                        return
+                    answer = self._obey(message, frame)
+                except FrameError as error:
+                    _log.error("an order makes no sense: %s", error)
+                    return
+                self._orders.send(encode(answer))
+
+    def _obey(self, message: Message, frame: Frame) -> Message:
+        if isinstance(message, Hello):
+            return self._begin(message)
+        try:
+            self._carry_out(message, frame)
+        except EngineError as error:
+            return Failed(message=str(error))
+        except Exception as error:  # runtimes raise what they like
+            return Failed(message=f"a worker failed: {error!r}")
+        return Ready(pid=os.getpid())
+
+    def _carry_out(self, message: Message, frame: Frame) -> None:
+        if isinstance(message, Prepare):
+            self._reached("before-prepare")
+            self._prepare(message, bytes(frame.body))
+        elif isinstance(message, Release):
+            self._stages.pop(message.stage, None)
+        elif isinstance(message, OpenSlot):
+            self._open_slot(message, frame.fds)
+        else:
+            raise FrameError(f"{type(message).__name__} is no order")
+
+    def _begin(self, hello: Hello) -> Message:
+        if hello.version != __version__:
+            return Refused(
+                reason=f"the worker has Offramp {__version__}, the server {hello.version}; "
+                "install the same on both"
+            )
+        try:
+            self._backend = self._make(hello)
+        except EngineError as error:
+            return Refused(reason=str(error))
+        return Ready(pid=os.getpid())
+
+    def _prepare(self, order: Prepare, graph: bytes) -> None:
+        self._stages[order.stage] = self._ready_backend().prepare(
+            make_described(order.document, graph, self._open_bundle)
+        )
+
+    def _open_bundle(self, path: Path) -> Bundle:
+        if path not in self._bundles:
+            self._bundles[path] = Bundle.open(path)
+        return self._bundles[path]
+
+    def _open_slot(self, order: OpenSlot, fds: Sequence[int]) -> None:
+        served = self._slots.get(order.slot)
+        if len(fds) != (1 if served else 2):
+            raise FrameError(f"a slot came with {len(fds)} file descriptors")
+        memory = SharedMemory(fds[0], order.size_bytes)
+        memory.close_fd()
+        if served is not None:
+            served.memory = memory
+            return
+        connection = Connection(socket.socket(fileno=fds[1]))
+        slot = self._ready_backend().open_slot()
+        served = _ServedSlot(connection, slot, memory, self._stages, self._reached)
+        self._slots[order.slot] = served
+        name = f"slot-{order.slot}"
+        threading.Thread(
+            target=self._serve_slot, args=(order.slot,), name=name, daemon=True
+        ).start()
+
+    def _serve_slot(self, number: int) -> None:
+        served = self._slots[number]
+        try:
+            served.serve()
+        except Exception:  # an error of ours: better no worker than one that does not answer
+            _log.exception("a slot cannot go on")
+            os._exit(1)
+        del self._slots[number]
+
+    def _ready_backend(self) -> Backend:
+        if self._backend is None:
+            raise FrameError("an order came before the hello")
+        return self._backend
+
+
+class _ServedSlot:
+    """A slot, and the connection that says what it runs."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        slot: Slot,
+        memory: SharedMemory,
+        stages: Mapping[int, Stage],
+        reached: Reached,
+    ) -> None:
+        self.memory = memory
+        """Changed between two runs only."""
+        self._connection = connection
+        self._slot = slot
+        self._stages = stages
+        self._reached = reached
+
+    def serve(self) -> None:
+        """Run what is ordered until the connection ends."""
+        try:
+            while True:
+                frame = self._connection.receive()
+                header, body = self._answer(frame)
+                self._reached("after-write")
+                self._connection.send(header, body)
+        except ConnectionLostError:
+            self._slot.close()
+        finally:
+            self._connection.close()
+
+    def _answer(self, frame: Frame) -> tuple[bytes, Sequence[NDArray[Any]]]:
+        try:
+            order = decode(frame.header)
+            self._reached("before-run")
+            return self._run(order, frame.body)
+        except EngineError as error:
+            return encode(Failed(message=str(error))), ()
+        except Exception as error:
+            _log.exception("a stage could not be run")
+            return encode(Failed(message=f"a worker failed: {error!r}")), ()
+
+    def _run(self, order: Message, body: bytearray) -> tuple[bytes, Sequence[NDArray[Any]]]:
+        if not isinstance(order, RunStage):
+            raise FrameError(f"{type(order).__name__} came where stages are run")
+        stage = self._stages.get(order.stage)
+        if stage is None:
+            raise FrameError(f"no stage has the number {order.stage}")
+        tensors = self._read(order, body)
+        result = self._slot.run(stage, self._slot.upload(tensors), order.threshold)
+        self._reached("after-run")
+        results = _Results(self.memory, *order.region)
+        answer: PlacedArray | None = None
+        if result.answer is not None:
+            answer = results.put("answer", result.answer, small=True)
+        confidence = results.put("confidence", result.confidence, small=True)
+        carried = None
+        if result.carry is not None:
+            found: Mapping[str, NDArray[Any]] | None = getattr(result.carry, "tensors", None)
+            if found is None:
+                raise BackendError("the worker's backend does not keep tensors on the host")
+            carried = tuple(
+                PlacedArray(_form(name, array), GIVEN)
+                if name in tensors and array is tensors[name]
+                else results.put(name, array)
+                for name, array in found.items()
+            )
+        return encode(StageDone(answer, confidence, carried)), results.inline
+
+    def _read(self, order: RunStage, body: bytearray) -> dict[str, NDArray[Any]]:
+        tensors = {}
+        offsets = inline_offsets(order.arrays, len(body))
+        for (form, place), offset in zip(order.arrays, offsets, strict=True):
+            if place == GIVEN or form.shape[:1] != (order.rows,):
+                raise FrameError(
+                    f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} is none of "
+                    f"{order.rows} rows"
+                )
+            inline = place == INLINE
+            view = array_in(body, form, offset) if inline else self.memory.array(form, place)
+            tensors[form.name] = view
+        return tensors
+
+
+class _Results:
+    """Puts arrays into a region of shared memory one after the other, or inline."""
+
+    def __init__(self, memory: SharedMemory, offset: int, size_bytes: int) -> None:
+        self._memory = memory
+        self._next, self._end = offset, offset + size_bytes
+        self.inline: list[NDArray[Any]] = []
+
+    def put(self, name: str, array: NDArray[Any], *, small: bool = False) -> PlacedArray:
+        form = _form(name, array)
+        start = aligned(self._next)
+        if (small and array.nbytes <= SMALL_BYTES) or start + array.nbytes > self._end:
+            self.inline.append(np.ascontiguousarray(array))
+            return PlacedArray(form, INLINE)
+        self._memory.array(form, start)[...] = array
+        self._next = start + array.nbytes
+        return PlacedArray(form, start)
+
+
+def _form(name: str, array: NDArray[Any]) -> TensorForm:
+    return TensorForm(name, array.dtype, array.shape)
+
+
+def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:
+    """Be a worker, as the command line says, until the router is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s worker %(process)d: %(message)s"
+    )
+    given = _parser().parse_args()
+    try:
+        for text in given.criterion_module:
+            load_criterion(text)
+        connection = Connection(socket.socket(fileno=given.fd))
+    except (CriterionError, OSError) as error:
+        _log.error("cannot start: %s", error)
+        sys.exit(1)
+    with _libraries(given.custom_ops):
+        Worker(connection, make, reached).serve()
+        os._exit(0)  # whatever still runs: nobody waits for it
+
+
+def make_local(hello: Hello) -> Backend:
+    """Make the backend that a hello names; BackendError if it cannot run here."""
+    from offramp.engine.backends.factory import make_backend  # noqa: PLC0415 - heavy
+
+    return make_backend(hello.backend, threads=hello.threads)
+
+
+def _libraries(paths: Sequence[Path]) -> contextlib.AbstractContextManager[None]:
+    if not paths:
+        return contextlib.nullcontext()
+    from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415 - heavy
+
+    return using_libraries(paths)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m offramp.engine.remote.worker")
+    parser.add_argument("fd", type=int, help="file descriptor of the router's connection")
+    parser.add_argument("--custom-ops", type=Path, action="append", default=[])
+    parser.add_argument("--criterion-module", action="append", default=[])
+    return parser
+
+
+if __name__ == "__main__":
+    run(make_local)

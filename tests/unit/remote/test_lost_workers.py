@@ -1,0 +1,163 @@
+"""Workers are killed and hang at every point of the protocol; nothing is lost, double or wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.fakes import fake_plan, script
+from tests.unit.engine.serving import until
+from tests.unit.remote.workers import (
+    MISSING,
+    answers_of,
+    break_at,
+    in_process,
+    left,
+    random_scripts,
+    scripted_workers,
+    serve,
+)
+
+from offramp.engine import streams
+from offramp.engine.core import Engine
+from offramp.engine.errors import OutOfServiceError, WorkerLostError
+from offramp.engine.plan import StageSpec
+from offramp.engine.remote.slot import FIRST_LIMIT_S, RemoteStage
+from offramp.engine.scheduling import PolicyName
+from offramp.testing.backend import SCRIPT
+from offramp.testing.worker import FAULTS
+
+SCRIPTS = random_scripts(60)
+POINTS = ("before-run", "mid-run", "after-run", "after-write")
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what goes wrong in workers."""
+    monkeypatch.setenv(FAULTS, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("policy", ["run-through", "refill"])
+def test_killed_workers_cost_no_answer(policy: str, faults: Path) -> None:
+    break_at(faults, *(f"kill@{point}@{n + 1}" for n, point in enumerate(POINTS)))
+    expected = in_process(SCRIPTS)
+    with scripted_workers(2) as backend:
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, SCRIPTS) == expected
+            statistics = engine.statistics()["fake"]
+            assert statistics.answered == sum(map(len, SCRIPTS))
+            assert (statistics.failed, statistics.retried) == ({}, 0)
+            assert statistics.resumed >= len(POINTS)
+
+        serve(backend, body, streams=2, scheduling=PolicyName(policy), max_batch_size=4)
+        assert backend.restarts >= len(POINTS)
+    assert left(faults) == []
+
+
+def test_a_worker_that_ends_while_it_loads_is_replaced(faults: Path) -> None:
+    break_at(faults, "kill@before-prepare@4", "kill@before-run@2")
+    expected = in_process(SCRIPTS[:6])
+    with scripted_workers(1) as backend:
+
+        async def body(engine: Engine) -> None:
+            # The second worker has three stages to load; the fourth is asked for here.
+            assert await answers_of(engine, SCRIPTS[:6]) == expected
+            with pytest.raises(WorkerLostError, match="its process was ended by SIGKILL"):
+                backend.prepare(fake_plan([0.9]).stages[0])
+            assert await answers_of(engine, SCRIPTS[:6]) == expected
+
+        serve(backend, body, streams=1)
+        assert backend.restarts == 2
+    assert left(faults) == []
+
+
+def test_a_worker_that_hangs_is_killed_and_its_batch_resumed(faults: Path) -> None:
+    break_at(faults, "hang@mid-run@5")
+    scripts = [script([0.1, 0.2, 0.3]), *SCRIPTS[:8]]  # the first runs every stage
+    expected = in_process(scripts)
+    with scripted_workers(1, least_s=1.0) as backend:
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, scripts[:1]) == expected[:1]
+            first = backend.pids
+            assert await answers_of(engine, scripts[1:]) == expected[1:]
+            assert backend.pids != first
+            statistics = engine.statistics()["fake"]
+            assert (statistics.failed, statistics.retried) == ({}, 0)
+            assert statistics.resumed >= 1
+
+        serve(backend, body, streams=1)
+    assert left(faults) == []
+
+
+def test_what_is_slow_does_not_hang() -> None:
+    (spec, *_) = fake_plan([0.9]).stages
+    stage = RemoteStage(1, spec, "", b"")
+    assert stage.limit_s(100, 1.0) == FIRST_LIMIT_S
+    stage.observe(100, 0.5)
+    stage.observe(50, 0.2)
+    assert stage.limit_s(100, 1.0) == 5.0, "five times as slow as ever is half of it"
+    assert stage.limit_s(300, 1.0) == 15.0, "more than ever was given may take longer"
+    assert stage.limit_s(10, 7.0) == 7.0
+
+
+def test_without_any_worker_requests_are_told_so_until_one_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(streams, "GIVE_UP_AFTER", 2)
+    expected = in_process(SCRIPTS[:1])
+    with scripted_workers(2) as backend:
+        command = backend._command
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, SCRIPTS[:1]) == expected
+            backend._command = MISSING
+            for pid in backend.pids:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(OutOfServiceError, match="no stream can start: worker"):
+                while True:  # each stream notices at a request of its own
+                    await answers_of(engine, SCRIPTS[:8])
+            assert not engine.ready()
+            assert backend.in_service == 0
+            backend._command = command
+            await until(engine.ready)
+            assert await answers_of(engine, SCRIPTS[:1]) == expected
+
+        serve(backend, body, streams=2)
+
+
+def test_a_lost_slot_says_why_and_keeps_what_it_was_given() -> None:
+    stages: tuple[StageSpec, ...] = fake_plan([0.9]).stages
+    with scripted_workers(1) as backend:
+        prepared = [backend.prepare(spec) for spec in stages]
+        slot = backend.open_slot()
+        carry = slot.run(prepared[0], slot.upload({SCRIPT: script([0.5, 0.7])})).carry
+        assert carry is not None
+        (pid,) = backend.pids
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(WorkerLostError, match=f"worker {pid} was lost"):
+                slot.run(prepared[1], carry)
+        kept = slot.buffer(carry, np.arange(1))
+        slot.close()
+        again = backend.open_slot()
+        answer = again.run(prepared[1], again.merge([(kept, np.arange(1))])).answer
+        assert answer is not None
+        np.testing.assert_array_equal(answer, script([0.5, 0.7])[:, 1])
+        again.close()
+        assert backend.restarts == 1
+
+
+def test_a_backend_whose_workers_do_not_start_says_what_to_look_at() -> None:
+    with scripted_workers(1) as backend:
+        backend._command = MISSING
+        with pytest.raises(
+            WorkerLostError, match=r"was lost: its process ended with exit status 1"
+        ):
+            backend.prepare(fake_plan([0.9]).stages[0])

@@ -1,0 +1,127 @@
+"""Frames of any size arrive whole; memory is shared, and its parts are taken once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from offramp.engine.remote.transport import (
+    Connection,
+    ConnectionLostError,
+    Regions,
+    SharedMemory,
+    TooLateError,
+)
+from offramp.engine.remote.wire import FrameError, TensorForm, pack_head
+
+BYTES = np.dtype(np.uint8)
+
+
+@pytest.mark.parametrize("sizes", [(), (5,), (0, 5), (70_000,), (64, 3, 5_000_000)])
+def test_frames_arrive_whole_and_one_after_the_other(sizes: tuple[int, ...]) -> None:
+    ours, theirs = Connection.pair()
+    other = Connection(theirs)
+    arrays = [np.random.default_rng(n).integers(0, 255, s, np.uint8) for n, s in enumerate(sizes)]
+
+    def send() -> None:
+        ours.send(b"first", arrays)
+        ours.send(b"second")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    frame, after = other.receive(), other.receive()
+    sender.join()
+    assert (frame.header, after.header, after.body) == (b"first", b"second", b"")
+    start = 0
+    for array in arrays:
+        start = -(-start // 64) * 64
+        assert frame.body[start : start + array.nbytes] == array.tobytes()
+        start += array.nbytes
+    assert len(frame.body) == start
+    ours.close()
+    other.close()
+
+
+def test_arrays_that_are_not_contiguous_are_sent_in_their_order() -> None:
+    ours, theirs = Connection.pair()
+    ours.send(b"x", [np.arange(6).reshape(2, 3).T])
+    other = Connection(theirs)
+    assert np.frombuffer(other.receive().body, np.int64).tolist() == [0, 3, 1, 4, 2, 5]
+    ours.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"EEW1", pack_head(b"abc", 9) + b"abc1234", b"GET / HTTP/1.1"]
+)
+def test_a_connection_that_ends_or_speaks_otherwise_is_lost(said: bytes) -> None:
+    ours, theirs = Connection.pair()
+    with theirs:
+        theirs.sendall(said)
+    with pytest.raises(ConnectionLostError, match=r"closed the connection|begins with b'GET '"):
+        ours.receive()
+    with pytest.raises(ConnectionLostError):
+        ours.send(b"x", [np.zeros(1 << 20, np.uint8)])
+    ours.close()
+
+
+def test_who_does_not_answer_in_time_is_late() -> None:
+    ours, theirs = Connection.pair()
+    with pytest.raises(TooLateError, match=r"no answer within 0\.001 s"):
+        ours.receive(0.001)
+    theirs.close()
+    ours.close()
+
+
+def test_descriptors_travel_and_memory_is_shared() -> None:
+    ours, theirs = Connection.pair()
+    other = Connection(theirs)
+    memory = SharedMemory.create(4096)
+    ours.send_fds(b"memory", [memory.fd])
+    memory.close_fd()
+    (fd,) = other.receive(fds=True).fds
+    same = SharedMemory(fd, 4096)
+    same.close_fd()
+    form = TensorForm("x", np.dtype(np.int32), (2, 3))
+    memory.array(form, 128)[...] = 7
+    view = same.array(form, 128)
+    assert view.tolist() == [[7] * 3] * 2
+    view += 1
+    assert memory.array(form, 128).sum() == 48
+    with pytest.raises(FrameError, match="has 24 bytes at 4080, expected within 4096"):
+        same.array(form, 4080)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    ours.close()
+    other.close()
+
+
+def test_parts_are_taken_once_and_free_when_nobody_has_them() -> None:
+    regions = Regions(256)
+    first, second = regions.take(1), regions.take(65)
+    assert first is not None
+    assert second is not None
+    assert [(b.start, b.size_bytes) for b in (first, second)] == [(0, 64), (64, 128)]
+    assert regions.take(65) is None
+    third = regions.take(64)
+    assert third is not None
+    assert third.start == 192
+    del first, second
+    again = regions.take(192)
+    assert again is not None
+    assert again.start == 0
+    assert regions.take(1) is None
+
+
+def test_a_socket_of_another_process_is_a_connection_too() -> None:
+    ours, theirs = Connection.pair()
+    duplicate = Connection(socket.socket(fileno=os.dup(theirs.fileno())))
+    theirs.close()
+    duplicate.send(b"hello")
+    assert ours.receive().header == b"hello"
+    duplicate.close()
+    ours.close()
