@@ -25,8 +25,8 @@ from prometheus_client.registry import Collector
 from offramp.engine.control.controller import Evidence
 from offramp.engine.plan import exit_label
 from offramp.engine.statistics import FAILURE_CAUSES, Histogram, ModelStatistics
+from offramp.server.agreement_view import exits_in_use
 from offramp.server.served import ServedEngine
-from offramp.server.status import exits_in_use
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -14,7 +14,8 @@ from offramp.engine.control.controller import Evidence
 from offramp.engine.planning.batch_profile import ProfileStatus
 from offramp.engine.results import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
-from offramp.server.status import describe_duration, render_status, view_agreement, view_model
+from offramp.server.agreement_view import view_agreement
+from offramp.server.status import describe_duration, render_status, view_model
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 PROMISE = fake_model().policy.promise
