@@ -25,7 +25,7 @@ class KindPolicy(NamedTuple):
     """What the policy predicts by: :meth:`Placement.expected_s`."""
 
 
-class StageRun(NamedTuple):
+class TimedRun(NamedTuple):
     """A run that ended, as latencies are told of it."""
 
     stage: int
@@ -95,7 +95,7 @@ class PlacedPlan:
         for latencies in self.latencies.values():
             latencies.observe_shrinking(stage, before, survivors, variant)
 
-    def observe(self, stream: int, run: StageRun, now_s: float, *, merged: bool) -> None:
+    def observe(self, stream: int, run: TimedRun, now_s: float, *, merged: bool) -> None:
         """Take note of how long a run of a stream took.
 
         Not of what was stolen: it may have been moved first, and to predict it is for others.

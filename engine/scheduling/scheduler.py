@@ -320,8 +320,7 @@ class ModelScheduler:
                 return chosen
             if isinstance(chosen, Wait):
                 until_s = min(until_s, chosen.until_s)
-        # What is meant for another stream may expire first.
-        for batch in (*self._in_flight.retries, *self._in_flight.interrupted):
+        for batch in (*self._in_flight.retries, *self._in_flight.interrupted):  # left to others
             until_s = min(until_s, float(batch.samples.deadlines_s.min()))
         return wait_until(until_s)
 
@@ -375,8 +374,9 @@ class ModelScheduler:
                 return choice
             if sheds:
                 late = choice.bucket.most_urgent().request
-                if dropped := self._queue.remove(late, DropCause.INFEASIBLE):
-                    self._in_flight.drop([dropped])
+                dropped = self._queue.remove(late, DropCause.INFEASIBLE)
+                assert dropped is not None
+                self._in_flight.drop([dropped])
             else:  # a faster stream may yet be in time
                 waiting = waiting.without_queue()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from offramp.engine.scheduling.base import Piece, RowSet
 from offramp.engine.scheduling.latency import Latencies
-from offramp.engine.scheduling.placed import PlacedPlan, StageRun
+from offramp.engine.scheduling.placed import PlacedPlan, TimedRun
 from offramp.engine.scheduling.policy import Policy, Start, Waiting
 
 
@@ -44,7 +44,7 @@ class ServedPlan:
 
     def observe(self, stream: int, batch: ScheduledBatch, size: int, now_s: float) -> None:
         """Take note of how long the stage of a batch took."""
-        run = StageRun(batch.stage, size, now_s - batch.started_s, batch.variant)
+        run = TimedRun(batch.stage, size, now_s - batch.started_s, batch.variant)
         if self.placed is not None:
             self.placed.observe(stream, run, now_s, merged=bool(batch.pieces))
         elif batch.pieces:
