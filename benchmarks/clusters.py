@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from offramp.engine.planning.cluster import Cluster, DeviceLink, DeviceTimes, DeviceType, ModelFacts
+from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
+from offramp.engine.scheduling import DeviceLink
 
 LAYERS = 12
 CURVES = {"V100": (10e-3, 8.0), "P100": (16e-3, 4.0), "K80": (40e-3, 1.0)}

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.serde import check_numbers
+from offramp.engine.scheduling.placement import NO_DELAY, DeviceLink
 
 LEAST_SHARE = 1e-6
 """Of the rows, where none is forecast to come: what is planned for is never nothing."""
@@ -129,28 +130,12 @@ class DeviceType:
             raise ValueError(f"memory_bytes {self.memory_bytes}: expected more than 0")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceLink:
-    """The connection between replicas of neighbouring splits, T_x of the paper's 3.2.1.
-
-    All rows that cross a border share one link, however many replicas there are.
-    """
-
-    bytes_per_s: float = math.inf
-    latency_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "latency_s", least=0)
-        if not self.bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s {self.bytes_per_s}: expected more than 0")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cluster:
     """Devices by type, and how they are connected."""
 
     types: tuple[DeviceType, ...]
-    link: DeviceLink = DeviceLink()
+    link: DeviceLink = NO_DELAY
     """Between any two that have none of their own."""
     links: tuple[tuple[str, str, DeviceLink], ...] = ()
     """From a type to a type, one way."""

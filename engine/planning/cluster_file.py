@@ -18,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 
 from offramp.bundle import Profile
-from offramp.engine.planning.cluster import Cluster, DeviceLink, DeviceTimes, DeviceType
+from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType
 from offramp.engine.planning.cluster_plan import PlanError
-from offramp.engine.scheduling import stage_seconds
+from offramp.engine.scheduling import DeviceLink, stage_seconds
 
 MOST_FILE_BYTES: Final = 2**20
 _MOST: Final = 1e12

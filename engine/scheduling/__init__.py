@@ -23,9 +23,16 @@ from offramp.engine.scheduling.factory import (
     make_policy,
     make_scheduler,
     may_buffer,
+    place,
 )
 from offramp.engine.scheduling.latency import Latencies, stage_seconds
 from offramp.engine.scheduling.parallel import ParallelLimit
+from offramp.engine.scheduling.placement import (
+    DeviceKind,
+    DeviceLink,
+    Placement,
+    StreamPlacement,
+)
 from offramp.engine.scheduling.points import (
     OperatingPoint,
     OperatingPoints,
@@ -41,6 +48,8 @@ from offramp.engine.scheduling.stage_table import StageTable
 __all__ = [
     "POLICIES",
     "Assignment",
+    "DeviceKind",
+    "DeviceLink",
     "DeviceScheduler",
     "DropCause",
     "Dropped",
@@ -50,12 +59,14 @@ __all__ = [
     "OperatingPoint",
     "OperatingPoints",
     "ParallelLimit",
+    "Placement",
     "Policy",
     "PolicyName",
     "Run",
     "SampleQueue",
     "SchedulerFullError",
     "StageTable",
+    "StreamPlacement",
     "Submission",
     "Transition",
     "Wait",
@@ -66,5 +77,6 @@ __all__ = [
     "may_buffer",
     "operating_points",
     "pareto_front",
+    "place",
     "stage_seconds",
 ]

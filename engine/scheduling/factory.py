@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from offramp.certify.decision import MODEL_END
+from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.parallel import ParallelLimit
-from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
+from offramp.engine.scheduling.placed import KindPolicy, PlacedPlan
+from offramp.engine.scheduling.placement import Placement
+from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints, pareto_front
 from offramp.engine.scheduling.policies import batching, merging, slack, slackfit
 from offramp.engine.scheduling.policies.slack import Fixed, SlackPolicy
 from offramp.engine.scheduling.policy import NeverBuffers, Policy
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.scheduler import ModelScheduler
+from offramp.engine.scheduling.stage_table import StageTable
 
 _BY_NAME: Final[Mapping[str, Callable[[OperatingPoints, int, int], Policy]]] = {
     policy.name: policy
@@ -106,20 +110,62 @@ def make_scheduler(
     streams: int = 1,
     parallel: ParallelLimit | None = None,
     plan: int = 0,
+    placement: Placement | None = None,
 ) -> ModelScheduler:
     """Make the scheduler of a model whose latencies reach up to ``max_batch_size``.
 
     Up to ``max_queue`` samples wait, for batch mates no longer than ``max_delay_s``, and not at all
     under policies that look at slack. ``parallel`` is the device's limit on batches side by side,
-    ``plan`` the number of the first plan. Errors are those of :func:`make_policy`.
+    ``plan`` the number of the first plan. ``placement`` is where its stages run, if streams differ.
+    Errors are those of :func:`make_policy` and :func:`place`.
     """
-    policy = make_policy(chosen, points, max_batch_size, streams)
+    placed, latencies = None, points.latencies
+    if placement is None or placement.is_shared:
+        policy = make_policy(chosen, points, max_batch_size, streams)
+    else:
+        placed = place(chosen, points, placement, max_batch_size)
+        policy, latencies = placed.first()
     if isinstance(policy, SlackPolicy):
         max_delay_s = 0.0
     queue = SampleQueue(max_queue, full=max_batch_size, max_delay_s=max_delay_s)
     return ModelScheduler(
-        policy, points.latencies, queue, streams=streams, parallel=parallel, plan=plan
+        policy, latencies, queue, streams=streams, parallel=parallel, plan=plan, placed=placed
     )
+
+
+def place(
+    chosen: PolicyName, points: OperatingPoints, placement: Placement, max_batch_size: int
+) -> PlacedPlan:
+    """Make a policy for each kind of device of a placement, that predicts by its times.
+
+    ValueError if the policy never merges and a split would end a batch, if tables do not fit, and
+    as of :func:`make_policy`.
+    """
+    if placement.is_split and not may_buffer(chosen):
+        raise ValueError(
+            f"policy {chosen} never merges batches, so it cannot serve a model in several splits; "
+            "choose refill or rebatch, or let every stream prefer all stages"
+        )
+    full, *smaller = points.latencies.variants
+    if placement.stages != full.stages:
+        raise ValueError(
+            f"a placement of {placement.stages} stages, expected {full.stages} as the plan has"
+        )
+    kinds = {}
+    for kind in placement.kinds:
+        if smaller and kind.seconds:
+            raise ValueError(f"kind {kind.name!r} has no times of variants; give its speed instead")
+        scaled = [
+            StageTable([[kind.speed * s for s in row] for row in table.seconds], table.going_on)
+            for table in smaller
+        ]
+        expected_s = placement.expected_s(kind.name, full.seconds)
+        latencies = Latencies(expected_s, full.going_on, smaller=scaled)
+        latencies.calibrate(points.latencies.speed)
+        there = OperatingPoints(points=pareto_front(points.points, latencies), latencies=latencies)
+        policy = make_policy(chosen, there, max_batch_size, len(placement.streams))
+        kinds[kind.name] = KindPolicy(policy, latencies)
+    return PlacedPlan(placement, kinds)
 
 
 def _place(exit_: int, variant: int) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -20,60 +19,20 @@ from offramp.engine.scheduling.base import (
 )
 from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.latency import Latencies
-from offramp.engine.scheduling.policy import Policy, Waiting
+from offramp.engine.scheduling.placed import PlacedPlan
+from offramp.engine.scheduling.policy import Merge, Policy, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
+from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 
 _LATE: Final = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 _NO_ROWS: Rows = np.empty(0, np.intp)
 
 
-@dataclass(slots=True, eq=False)
-class ServedPlan:
-    """A plan of the model's stages, with what chooses and predicts for batches started under it."""
-
-    number: int
-    """The plan's number: :attr:`Run.plan`."""
-    policy: Policy
-    latencies: Latencies
-    """The predictions for its stages; told what is observed."""
-    waiting: Waiting
-    """The samples that its policy may choose from: once it is old, those at its splits only."""
-
-
-@dataclass(slots=True, eq=False)
-class ScheduledBatch:
-    """A batch on a stream, or of a request to be tried again; its samples leave bit by bit."""
-
-    plan: ServedPlan
-    """The plan that its samples were started under, and end under."""
-    stage: int
-    samples: RowSet
-    batch_key: Hashable
-    deepest: int
-    """The stage where all that are still here must leave."""
-    variant: int
-    """What its samples run, from their start to their end, a second try included."""
-    pieces: tuple[Piece, ...] = ()
-    """The buffered batches that it was just merged of."""
-    failed_on: int | None = None
-    """The stream that its samples failed on before, if this is their second try."""
-    losses: int = 0
-    """How often the worker that ran it was lost."""
-    number: int = 0
-    """Given when a stream takes it."""
-    executing: bool = False
-    started_s: float = 0.0
-    earliest_s: float = field(init=False)
-    """First deadline among its samples, or earlier."""
-
-    def __post_init__(self) -> None:
-        self.earliest_s = min(self.samples.deadlines_s.tolist())
-
-
 class InFlight:
     """The account of all started samples, and of whatever leaves without an answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: int = 1) -> None:
+        self.streams = frozenset(range(streams))
         self.batches: dict[int, ScheduledBatch] = {}
         """The running batches, by stream."""
         self.retries: list[ScheduledBatch] = []
@@ -95,16 +54,30 @@ class InFlight:
         self._discarded: list[int] = []
 
     def add_plan(
-        self, number: int, policy: Policy, latencies: Latencies, queue: SampleQueue
+        self,
+        number: int,
+        policy: Policy,
+        latencies: Latencies,
+        queue: SampleQueue,
+        placed: PlacedPlan | None = None,
     ) -> ServedPlan:
         """Make a plan the one that new batches start under; the queue is its from here on."""
+        before = self.plans[-1].placed if self.plans else None
+        if placed is not None:
+            placed.follow(before, len(self.streams))
         if self.plans:
-            old = self.plans[-1].waiting
-            empty = SampleQueue(0, full=1)
-            self.plans[-1].waiting = Waiting(empty, old.buffered, self.suspended)
+            if (placed is None) != (before is None):
+                raise ValueError(f"plan {number}: place its stages, if and only if others' were")
+            old, empty = self.plans[-1], SampleQueue(0, full=1)
+            old.waiting = Waiting(empty, old.waiting.buffered, self.suspended)
+            if old.placed is not None:
+                old.placed.show(old.waiting)
         stages = max(table.stages for table in latencies.variants)
         splits = tuple(BufferedQueue(discarded=self._discarded) for _ in range(stages))
-        plan = ServedPlan(number, policy, latencies, Waiting(queue, splits, self.suspended))
+        waiting = Waiting(queue, splits, self.suspended)
+        if placed is not None:
+            placed.show(waiting)
+        plan = ServedPlan(number, policy, latencies, waiting, placed)
         self.plans.append(plan)
         self.forget_old_plans()
         return plan
@@ -119,6 +92,10 @@ class InFlight:
         used |= {p.number for p in self.plans if any(b.size for b in p.waiting.buffered)}
         self.plans = [plan for plan in self.plans if plan.number in used]
 
+    def others(self, stream: int) -> frozenset[int]:
+        """Give the other streams in service."""
+        return self.streams - self.suspended - {stream}
+
     def samples(self) -> Iterator[RowSet]:
         """Give all samples that were started and have not left."""
         yield from (batch.samples for batch in self.batches.values())
@@ -128,6 +105,15 @@ class InFlight:
             for buffer in self._buffers():
                 for bucket in buffer.buckets.values():
                     yield from (waiting.samples for waiting in bucket.batches)
+
+    def merge(self, plan: ServedPlan, merge: Merge) -> ScheduledBatch:
+        """Form the batch that a policy chose to merge of what waits at a split."""
+        limit = min(merge.limit, plan.latencies.max_batch_size)
+        samples, pieces = plan.waiting.buffered[merge.stage].take(merge.bucket, limit)
+        self.buffered -= len(samples.requests)
+        key, variant = merge.bucket.batch_key, merge.bucket.variant
+        last = plan.latencies.last(variant)
+        return ScheduledBatch(plan, merge.stage, samples, key, last, variant, pieces)
 
     def buffer(self, batch: ScheduledBatch, now_s: float) -> None:
         """Let the survivors of a batch wait at the split that it has come to."""
@@ -151,11 +137,12 @@ class InFlight:
                 self._discarded.remove(number)
         return int(np.count_nonzero(staying))
 
-    def take_interrupted(self) -> ScheduledBatch | None:
-        """Take the batch that was interrupted first, if there is one."""
-        if not self.interrupted:
+    def take_interrupted(self, may_run: Callable[[ScheduledBatch], bool]) -> ScheduledBatch | None:
+        """Take the batch that was interrupted first of those that may run, if there is one."""
+        batch = next(filter(may_run, self.interrupted), None)
+        if batch is None:
             return None
-        batch = self.interrupted.pop(0)
+        self.interrupted.remove(batch)
         self._discarded.append(batch.pieces[0].number)
         batch.number = 0  # it may be buffered again: not under a number that was discarded
         return batch
@@ -186,8 +173,8 @@ class InFlight:
         leaving = before
         if batch.stage < batch.deepest:
             leaving = int(np.count_nonzero(exited))
-            latencies, going_on = batch.plan.latencies, before - leaving
-            latencies.observe_shrinking(batch.stage, before, going_on, batch.variant)
+            going_on = before - leaving
+            batch.plan.observe_shrinking(batch.stage, before, going_on, batch.variant)
         released, dropped, survivors = _NO_ROWS, _NO_ROWS, _NO_ROWS
         if leaving == before:
             released = all_rows(before)
@@ -224,8 +211,7 @@ class InFlight:
         newly = exited & ~samples.answered
         staying = ~newly | runs_on
         going_on = int(np.count_nonzero(staying))
-        latencies = batch.plan.latencies
-        latencies.observe_shrinking(batch.stage, len(exited), going_on, batch.variant)
+        batch.plan.observe_shrinking(batch.stage, len(exited), going_on, batch.variant)
         dropped = self.lose_late(batch, ~(newly | samples.answered), now_s)
         staying[dropped] = False
         released = newly.nonzero()[0]

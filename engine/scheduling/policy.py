@@ -60,6 +60,10 @@ class Waiting:
     suspended: Collection[int] = frozenset()
     """The streams that are out of service now."""
 
+    def without_queue(self) -> Waiting:
+        """Give what waits at splits alone."""
+        return Waiting(SampleQueue(0, full=1), self.buffered, self.suspended)
+
     def ready(self, now_s: float) -> Bucket | Wait | Idle:
         """Find the bucket that the next batch is formed of, or how long to wait for one."""
         bucket = self.queue.ready(now_s)

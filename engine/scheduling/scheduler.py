@@ -42,11 +42,13 @@ from offramp.engine.scheduling.base import (
     Wait,
     wait_until,
 )
-from offramp.engine.scheduling.in_flight import InFlight, ScheduledBatch, ServedPlan
+from offramp.engine.scheduling.in_flight import InFlight
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.parallel import ParallelLimit
-from offramp.engine.scheduling.policy import LoadShedding, Merge, Policy, Start
+from offramp.engine.scheduling.placed import PlacedPlan
+from offramp.engine.scheduling.policy import LoadShedding, Merge, Policy, Start, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
+from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 
 MOST_LOSSES: Final = 5
 """Workers that a batch may lose: then it is taken for what ends them, and has failed."""
@@ -56,7 +58,7 @@ class ModelScheduler:
     """The scheduler of one model: it decides what the streams of its device run, numbered from 0.
 
     ``parallel`` is the device's limit on batches side by side; ``plan`` the number of the first
-    plan (:attr:`Run.plan`).
+    plan (:attr:`Run.plan`). Where streams differ (:mod:`.placement`), ``placed`` chooses for each.
     """
 
     def __init__(
@@ -68,12 +70,12 @@ class ModelScheduler:
         streams: int = 1,
         parallel: ParallelLimit | None = None,
         plan: int = 0,
+        placed: PlacedPlan | None = None,
     ) -> None:
         self._queue = queue
         self._admission = AdmissionControl()
-        self._in_flight = InFlight()
-        self._current = self._in_flight.add_plan(plan, policy, latencies, queue)
-        self._streams = frozenset(range(streams))
+        self._in_flight = InFlight(streams)
+        self._current = self._in_flight.add_plan(plan, policy, latencies, queue, placed)
         self._parallel = parallel or ParallelLimit(latencies.max_batch_size)
         self.retried = 0
         """Samples of failed batches that were tried again."""
@@ -81,9 +83,14 @@ class ModelScheduler:
         """Samples of interrupted batches, once for each time."""
         self._numbers = itertools.count(1)
 
-    def hot_swap(self, plan: int, policy: Policy, latencies: Latencies) -> None:
-        """Start batches under another plan from now on, whose number was never used before."""
-        self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue)
+    def hot_swap(
+        self, plan: int, policy: Policy, latencies: Latencies, placed: PlacedPlan | None = None
+    ) -> None:
+        """Start batches under another plan from now on, whose number was never used before.
+
+        ValueError if its stages are placed and those before were not, or on other streams.
+        """
+        self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue, placed)
 
     @property
     def plan(self) -> int:
@@ -189,7 +196,8 @@ class ModelScheduler:
         """
         batch = self._in_flight.batches[stream]
         samples, before = batch.samples, len(exited)
-        self._observe(batch, before, now_s)
+        batch.plan.observe(stream, batch, before, now_s)
+        batch.pieces = ()
         transition = self._in_flight.leave(batch, exited, runs_on, now_s)
         self._admission.keep(len(transition.released), now_s)
         self._admit_less(now_s)
@@ -206,12 +214,16 @@ class ModelScheduler:
         stage, batch.stage = batch.stage, batch.stage + 1
         batch.executing = False
         retry = batch.failed_on is not None
-        if retry or batch.plan.policy.runs_on(stage, before, len(survivors)):
+        if batch.plan.runs_on(stream, stage, before, len(survivors), retry=retry):
             self._parallel.running(stream, len(survivors))
             return transition
-        self._in_flight.buffer(batch, now_s)
+        number = batch.number
+        if retry:  # it stays alone, so that it fails alone
+            self._in_flight.interrupt(batch, number, now_s)
+        else:
+            self._in_flight.buffer(batch, now_s)
         self._finish(stream)
-        return transition._replace(buffered=batch.number)
+        return transition._replace(buffered=number)
 
     def failed(self, stream: int, now_s: float) -> None:
         """Take note that the batch of ``stream`` failed, if it has one.
@@ -292,69 +304,81 @@ class ModelScheduler:
         """Find a batch for a stream that has none: what is left of the oldest plan goes first."""
         if not self._parallel.allows(stream):
             return wait_until(self._queue.next_expiry_s())
-        if (interrupted := self._in_flight.take_interrupted()) is not None:
-            return interrupted
+        if self._in_flight.interrupted:
+            resumed = self._in_flight.take_interrupted(
+                lambda b: b.plan.placed is None or self._may_take(b, stream)
+            )
+            if resumed is not None:
+                return resumed
         until_s = float("inf")
         for plan in self._in_flight.plans:
             retry = self._next_retry(plan, stream)
             if retry is not None:
                 return retry
-            chosen = self._choose(plan, now_s)
+            chosen = self._choose(plan, stream, now_s)
             if isinstance(chosen, ScheduledBatch):
                 return chosen
             if isinstance(chosen, Wait):
                 until_s = min(until_s, chosen.until_s)
-        # A retry that is meant for another stream may expire first.
-        for retry in self._in_flight.retries:
-            until_s = min(until_s, float(retry.samples.deadlines_s[0]))
+        for batch in (*self._in_flight.retries, *self._in_flight.interrupted):  # left to others
+            until_s = min(until_s, float(batch.samples.deadlines_s.min()))
         return wait_until(until_s)
+
+    def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:
+        """Whether a stream can run a batch; not where it failed, if another can."""
+        placed, able = batch.plan.placed, self._in_flight.others(stream)
+        if placed is not None:
+            if not placed.holds(stream, batch.stage):
+                return False
+            able = frozenset(n for n in able if placed.holds(n, batch.stage))
+        return batch.failed_on != stream or not able
 
     def _next_retry(self, plan: ServedPlan, stream: int) -> ScheduledBatch | None:
         """Take the first that this stream may try: it failed elsewhere, or no other can."""
-        alone = not self._streams - self._in_flight.suspended - {stream}
         for retry in self._in_flight.retries:
-            if retry.plan is plan and (alone or retry.failed_on != stream):
+            if retry.plan is plan and self._may_take(retry, stream):
                 self._in_flight.retries.remove(retry)
                 return retry
         return None
 
-    def _choose(self, plan: ServedPlan, now_s: float) -> ScheduledBatch | Wait | Idle:
+    def _choose(self, plan: ServedPlan, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
+        """Choose of all that waits; of a placed plan of the stream's own stages, or steal."""
+        if (placed := plan.placed) is None:
+            return self._ask(plan, plan.policy, plan.waiting, now_s)
+        others, until_s = self._in_flight.others(stream), placed.wake_s(stream)
+        sheds = self.overloaded or placed.may_shed(stream, others)
+        for waiting in placed.views(stream, others, self._in_flight.batches, now_s):
+            chosen = self._ask(plan, placed.of(stream).policy, waiting, now_s, sheds=sheds)
+            if isinstance(chosen, ScheduledBatch):
+                return chosen
+            if isinstance(chosen, Wait):
+                until_s = min(until_s, chosen.until_s)
+        return wait_until(until_s)
+
+    def _ask(
+        self,
+        plan: ServedPlan,
+        policy: Policy,
+        waiting: Waiting,
+        now_s: float,
+        *,
+        sheds: bool = True,
+    ) -> ScheduledBatch | Wait | Idle:
         while True:
-            choice = plan.policy.choose(plan.waiting, now_s)
+            choice = policy.choose(waiting, now_s)
             if isinstance(choice, Start):
-                return self._form(plan, choice)
+                return plan.form(choice)
             if isinstance(choice, Merge):
-                return self._merge(plan, choice)
+                return self._in_flight.merge(plan, choice)
             if not isinstance(choice, LoadShedding):
                 return choice
-            request = choice.bucket.most_urgent().request
-            dropped = self._queue.remove(request, DropCause.INFEASIBLE)
-            assert dropped is not None
-            self._in_flight.drop([dropped])
-
-    def _form(self, plan: ServedPlan, start: Start) -> ScheduledBatch:
-        limit = min(start.limit, plan.latencies.max_batch_size)
-        samples = self._queue.take(start.bucket, limit)
-        variant, deepest = start.variant, start.deepest
-        if deepest is None:
-            deepest = plan.latencies.last(variant)
-        return ScheduledBatch(plan, 0, samples, start.bucket.batch_key, deepest, variant)
-
-    def _merge(self, plan: ServedPlan, merge: Merge) -> ScheduledBatch:
-        limit = min(merge.limit, plan.latencies.max_batch_size)
-        samples, pieces = plan.waiting.buffered[merge.stage].take(merge.bucket, limit)
-        self._in_flight.buffered -= len(samples.requests)
-        key, variant = merge.bucket.batch_key, merge.bucket.variant
-        last = plan.latencies.last(variant)
-        return ScheduledBatch(plan, merge.stage, samples, key, last, variant, pieces)
-
-    def _observe(self, batch: ScheduledBatch, size: int, now_s: float) -> None:
-        elapsed_s, latencies = now_s - batch.started_s, batch.plan.latencies
-        if batch.pieces:
-            latencies.observe_merged(batch.stage, size, elapsed_s, batch.variant)
-            batch.pieces = ()
-        else:
-            latencies.observe(batch.stage, size, elapsed_s, batch.variant)
+            if sheds:
+                late = choice.bucket.most_urgent().request
+                dropped = self._queue.remove(late, DropCause.INFEASIBLE)
+                assert dropped is not None
+                self._in_flight.drop([dropped])
+            else:  # a faster stream may yet be in time
+                waiting = waiting.without_queue()
 
     def _finish(self, stream: int) -> None:
         self._in_flight.finish(stream)

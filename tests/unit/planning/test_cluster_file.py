@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Profile
-from offramp.engine.planning.cluster import DeviceLink
 from offramp.engine.planning.cluster_file import (
     ClusterFileError,
     make_cluster,
     parse_cluster,
 )
+from offramp.engine.scheduling import DeviceLink
 
 FULL = """
 [devices.fast]

@@ -13,11 +13,12 @@ from tests.unit.planning.instances import (
     random_instance,
 )
 
-from offramp.engine.planning.cluster import Cluster, DeviceLink, DeviceTimes, DeviceType, ModelFacts
+from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
 from offramp.engine.planning.cluster_plan import InfeasiblePlanError, PlanError
 from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.planning.optimiser import make_cluster_plan
 from offramp.engine.planning.prediction import predict
+from offramp.engine.scheduling import DeviceLink
 
 CLOSE = 1e-6
 """Relative: sums of the same figures in another order."""

@@ -120,11 +120,16 @@ class Account:
 
     def interrupt(self, number: int, by_position: dict[int, Sample]) -> None:
         """Samples are to run their last stage once more, from tensors that are kept."""
-        self.kept[number] = by_position
+        self.keep(number, by_position, "interrupted")
         for sample in by_position.values():
-            self.place[sample] = "interrupted"
             self.stage[sample] -= 1
         self.interruptions += len(by_position)
+
+    def keep(self, number: int, by_position: dict[int, Sample], place: str) -> None:
+        """Samples wait at a place, and their tensors are kept."""
+        self.kept[number] = by_position
+        for sample in by_position.values():
+            self.place[sample] = place
 
     def leave(self, samples: list[Sample]) -> None:
         """They are through, wherever they are."""

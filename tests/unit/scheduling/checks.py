@@ -14,10 +14,12 @@ from tests.unit.scheduling.helpers import SIZE, pairs, scheduler
 from offramp.engine.scheduling import (
     DropCause,
     Latencies,
+    Placement,
     Run,
     Transition,
     Wait,
 )
+from offramp.engine.scheduling.stragglers import Standing
 
 Flags: TypeAlias = NDArray[np.bool_]
 
@@ -33,6 +35,8 @@ class Setup(NamedTuple):
     """Whether samples may run on after their answer."""
     hot_swaps: bool = False
     """Whether plans are swapped."""
+    placed: bool = False
+    """Whether streams differ in what they prefer, hold and take."""
 
 
 class CheckedScheduler(RuleBasedStateMachine):
@@ -58,7 +62,13 @@ class CheckedScheduler(RuleBasedStateMachine):
         self.losses: dict[int, int] = {}
         """Interruptions of the batch that a stream runs."""
         self.lost_before: dict[int, int] = {}
-        """Those of batches that wait to be resumed, by number."""
+        """Those of batches that wait to be resumed, by number, in the order of their turn."""
+        self.failed_on: dict[int, int] = {}
+        """Where the second try that a stream runs failed before."""
+        self.failed_before: dict[int, int] = {}
+        """The same of second tries that wait to be resumed, by number."""
+        self.placements: list[Placement] = []
+        """Of every plan; none where streams are alike."""
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -97,9 +107,11 @@ class CheckedScheduler(RuleBasedStateMachine):
             assert decision.until_s > self.now
         if self.setup.tau_b is self.setup.max_violations is None:
             places = Counter(self.account.place.values())
-            assert not places["buffered"], "a stream idles although something is buffered"
-            assert not places["interrupted"], "a stream idles though something is to be resumed"
-            assert not places["queued"] or self.setup.max_delay_s, "a stream idles for nothing"
+            assert not self.left_to_it(stream), "a stream idles although something is buffered"
+            assert not self.resumable(stream), "a stream idles though something is to be resumed"
+            if not self.placements:
+                assert not places["buffered"], "a stream idles although something is buffered"
+                assert not places["queued"] or self.setup.max_delay_s, "a stream idles for nothing"
             assert not self.to_retry(stream), "a stream idles although it could try again"
         return False
 
@@ -152,15 +164,21 @@ class CheckedScheduler(RuleBasedStateMachine):
         if transition.buffered is not None:
             assert transition.buffered not in self.numbers, "a number was given again"
             self.numbers.add(transition.buffered)
-            self.account.kept[transition.buffered] = dict(enumerate(survivors))
-            for sample in survivors:
-                self.account.place[sample] = "buffered"
+            place = "interrupted" if stream in self.failed_on else "buffered"
+            self.account.keep(transition.buffered, dict(enumerate(survivors)), place)
+            if stream in self.failed_on:  # it goes on alone, on a stream that holds its next stage
+                self.lost_before[transition.buffered] = self.losses[stream]
+                self.failed_before[transition.buffered] = self.failed_on[stream]
+            if self.placements:
+                assert place == "buffered" or not self.prefers(stream, run.plan, run.stage + 1)
         elif survivors:
+            assert self.prefers(stream, run.plan, run.stage + 1), "another stream's split began"
             self.before[stream] = run._replace(samples=run.samples.take(rows))
 
     def check_run(self, stream: int, run: Run) -> None:
         samples = pairs(run)
         account = self.account
+        assert self.holds(stream, run.plan, run.stage), "a stream has not what it should run"
         assert 1 <= len(samples) <= SIZE
         assert len(set(samples)) == len(samples)
         assert run.stage <= run.deepest <= self.latencies[run.plan].stages - 1
@@ -181,10 +199,11 @@ class CheckedScheduler(RuleBasedStateMachine):
         beside = [len(other.requests) for other in (self.running | self.before).values()]
         assert self.setup.tau_b is None or max(beside, default=0) < self.setup.tau_b
         self.losses[stream] = 0
+        self.failed_on.pop(stream, None)
         if self.account.place[samples[0]] == "interrupted":
             self.check_resumed(stream, run, samples)
             return
-        assert "interrupted" not in self.account.place.values(), "they go first"
+        assert not self.resumable(stream), "they go first"
         if not run.pieces and self.account.place[samples[0]] == "retry":
             self.check_retry(stream, samples)
             return
@@ -192,14 +211,17 @@ class CheckedScheduler(RuleBasedStateMachine):
         if run.pieces:
             self.check_merged(run, samples)
         else:
-            self.check_new(run, samples)
+            self.check_new(stream, run, samples)
             self.account.start(run)
 
-    def check_new(self, run: Run, samples: list[Sample]) -> None:
+    def check_new(self, stream: int, run: Run, samples: list[Sample]) -> None:
         account = self.account
         assert run.plan == self.s.plan
         buffered = [sample for sample, place in account.place.items() if place == "buffered"]
-        assert {account.origin[sample].plan for sample in buffered} <= {run.plan}, "old plans first"
+        old = [sample for sample in buffered if account.origin[sample].plan != run.plan]
+        assert not any(self.prefers(stream, *self.wanted(sample)) for sample in old) or (
+            self.placements and self.standing(stream)
+        ), "old plans first"
         assert all(account.place[sample] == "queued" for sample in samples)
         batch_key = account.asked[samples[0][0]].batch_key
         left = [
@@ -225,24 +247,96 @@ class CheckedScheduler(RuleBasedStateMachine):
 
     def check_resumed(self, stream: int, run: Run, samples: list[Sample]) -> None:
         ((number, positions),) = run.pieces
+        assert number == self.resumable(stream)[0], "the first that was interrupted goes first"
         kept = self.account.kept[number]
         assert [kept.pop(position) for position in positions.tolist()] == samples
         assert not kept, "a part of an interrupted batch was left"
-        assert number == min(self.lost_before), "the first that was interrupted goes first"
         assert run.batch not in self.numbers
         self.losses[stream] = self.lost_before.pop(number)
+        if number in self.failed_before:
+            self.failed_on[stream] = self.failed_before.pop(number)
 
     def check_retry(self, stream: int, samples: list[Sample]) -> None:
         retries = self.account.retries
         failed_on = next(s for s, again in retries if again == samples)
-        assert failed_on != stream or not self.others(stream), "tried again where it failed"
+        plan = self.account.origin[samples[0]].plan
+        assert failed_on != stream or not self.able(stream, plan, 0), "tried again where it failed"
         retries.remove((failed_on, samples))
+        self.failed_on[stream] = failed_on
 
     def to_retry(self, stream: int) -> list[int]:
         """The plans of what a stream may try again: it failed elsewhere, or nobody else can."""
-        alone = not self.others(stream)
-        retries = [a for failed_on, a in self.account.retries if failed_on != stream or alone]
-        return [self.account.origin[again[0]].plan for again in retries]
+        plans = [(s, self.account.origin[again[0]].plan) for s, again in self.account.retries]
+        return [
+            plan
+            for failed_on, plan in plans
+            if self.holds(stream, plan, 0)
+            and (failed_on != stream or not self.able(stream, plan, 0))
+        ]
+
+    def resumable(self, stream: int) -> list[int]:
+        """The numbers of what a stream may resume, the first first."""
+        found = []
+        for number in self.lost_before:
+            samples = list(self.account.kept.get(number, {}).values())
+            if not samples:
+                continue
+            plan, stage = self.wanted(samples[0])
+            failed_here = self.placements and self.failed_before.get(number) == stream
+            if self.holds(stream, plan, stage) and not (
+                failed_here and self.able(stream, plan, stage)
+            ):
+                found.append(number)
+        return found
+
+    # Where streams differ
+
+    def wanted(self, sample: Sample) -> tuple[int, int]:
+        """The plan of a sample that was started, and the stage that it runs next."""
+        return self.account.origin[sample].plan, self.account.stage[sample] + 1
+
+    def prefers(self, stream: int, plan: int, stage: int) -> bool:
+        return not self.placements or stage in self.placements[plan].streams[stream].prefers
+
+    def holds(self, stream: int, plan: int, stage: int) -> bool:
+        return not self.placements or stage in self.placements[plan].streams[stream].holds
+
+    def able(self, stream: int, plan: int, stage: int) -> list[int]:
+        """Other streams in service that can run a stage."""
+        return [other for other in self.others(stream) if self.holds(other, plan, stage)]
+
+    def standing(self, stream: int) -> Standing:
+        placed = self.s._current.placed
+        assert placed is not None
+        return placed.stragglers.standing(stream)
+
+    def left_to_it(self, stream: int) -> list[Sample]:
+        """What waits at a split that an idle stream holds, and that nobody else is to take.
+
+        To take it is for idle streams that prefer it, and are no stragglers. An excluded straggler
+        leaves it to all others that hold it.
+        """
+        if not self.placements:
+            return []
+        busy = set(self.running) | set(self.before)
+        found = []
+        for sample, place in self.account.place.items():
+            if place != "buffered" or not self.holds(stream, *self.wanted(sample)):
+                continue
+            able = self.able(stream, *self.wanted(sample))
+            if self.standing(stream) is Standing.EXCLUDED:
+                theirs = [other for other in able if self.standing(other) < Standing.EXCLUDED]
+            else:
+                mine = self.prefers(stream, *self.wanted(sample)) and not self.standing(stream)
+                theirs = [
+                    other
+                    for other in able
+                    if not (mine or other in busy or self.standing(other))
+                    and self.prefers(other, *self.wanted(sample))
+                ]
+            if not theirs:
+                found.append(sample)
+        return found
 
     def others(self, stream: int) -> set[int]:
         """Streams in service besides."""
@@ -291,3 +385,4 @@ class CheckedScheduler(RuleBasedStateMachine):
         for number in self.s.take_discarded():
             assert not self.account.kept.pop(number), "discarded, though somebody waits"
             self.lost_before.pop(number, None)
+            self.failed_before.pop(number, None)

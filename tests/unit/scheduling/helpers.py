@@ -14,6 +14,7 @@ from offramp.engine.scheduling import (
     OperatingPoint,
     OperatingPoints,
     ParallelLimit,
+    Placement,
     PolicyName,
     Run,
     SampleQueue,
@@ -51,6 +52,7 @@ def scheduler(
     max_delay_s: float = 0.0,
     streams: int = 1,
     parallel: ParallelLimit | None = None,
+    placement: Placement | None = None,
 ) -> ModelScheduler:
     latencies = latencies or table(first_s=0.25, more_s=0.0)
     return make_scheduler(
@@ -61,6 +63,7 @@ def scheduler(
         max_queue=capacity,
         streams=streams,
         parallel=parallel,
+        placement=placement,
     )
 
 

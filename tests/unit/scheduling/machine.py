@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -20,15 +21,20 @@ from tests.unit.scheduling.helpers import (
 )
 
 from offramp.engine.scheduling import (
+    DeviceKind,
     DropCause,
     ParallelLimit,
+    Placement,
     PolicyName,
     SchedulerFullError,
+    StreamPlacement,
     Submission,
     make_policy,
+    place,
 )
 from offramp.engine.scheduling.queue import PATIENCE_S
 from offramp.engine.scheduling.scheduler import MOST_LOSSES
+from offramp.engine.scheduling.stragglers import StragglerMonitor
 
 CAPACITY = 32
 
@@ -48,22 +54,29 @@ LIFE = {
 class SchedulerMachine(CheckedScheduler):
     """Whatever may happen to a scheduler, in any order."""
 
-    @initialize(streams=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
+    @initialize(streams=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
     def begin(self, streams: int, seed: int) -> None:
         self.streams = streams
         self.random = np.random.default_rng(seed)
+        self.kinds = [str(kind) for kind in self.random.choice(["fast", "slow"], streams)]
+        latencies = table(first_s=0.25, more_s=0.125)
+        if self.setup.placed:
+            self.placements.append(self.draw_placement(STAGES))
         limit = ParallelLimit(
             SIZE, fixed=self.setup.tau_b, max_violations=self.setup.max_violations
         )
-        self.latencies = [table(first_s=0.25, more_s=0.125)]
         self.s = scheduler(
             self.setup.policy,
-            latencies=self.latencies[0],
+            latencies=latencies,
             capacity=CAPACITY,
             max_delay_s=self.setup.max_delay_s,
             streams=streams,
             parallel=limit,
+            placement=self.placements[0] if self.placements else None,
         )
+        self.latencies = [self.s.latencies]
+        if (placed := self.s._current.placed) is not None:  # lives are short
+            placed.stragglers = StragglerMonitor(self.kinds, window=3)
 
     # What happens
 
@@ -162,6 +175,8 @@ class SchedulerMachine(CheckedScheduler):
             self.numbers.add(number)
             self.account.interrupt(number, kept)
             self.lost_before[number] = losses
+            if stream in self.failed_on:
+                self.failed_before[number] = self.failed_on[stream]
 
     @precondition(lambda self: self.account.place)
     @rule(data=st.data())
@@ -190,9 +205,34 @@ class SchedulerMachine(CheckedScheduler):
         chosen = PolicyName.parse(self.setup.policy)
         fewest = chosen.exit + 2  # it must have the exit
         latencies = table(max(stages, fewest), first_s=0.25, more_s=0.125)
+        placed = None
         policy = make_policy(chosen, points_of(latencies), SIZE, self.streams)
-        self.s.hot_swap(len(self.latencies), policy, latencies)
+        if self.setup.placed:
+            self.placements.append(self.draw_placement(latencies.stages))
+            placed = place(chosen, points_of(latencies), self.placements[-1], SIZE)
+            policy, latencies = placed.first()
+        self.s.hot_swap(len(self.latencies), policy, latencies, placed)
         self.latencies.append(latencies)
+
+    def draw_placement(self, stages: int) -> Placement:
+        """Splits of neighbouring stages, each for a stream at least; some hold more, some spare."""
+        splits = int(self.random.integers(1, min(stages, self.streams) + 1))
+        ends = [0, *sorted(self.random.permutation(stages - 1)[: splits - 1] + 1), stages]
+        mine = [frozenset(range(a, b)) for a, b in itertools.pairwise(ends)]
+        mine += [
+            frozenset[int]() if self.random.random() < 0.2 else mine[self.random.integers(splits)]
+            for _ in range(self.streams - splits)
+        ]
+        streams = [
+            StreamPlacement(
+                kind=kind,
+                prefers=prefers,
+                holds=prefers | {s for s in range(stages) if self.random.random() < 0.5},
+            )
+            for kind, prefers in zip(self.kinds, mine, strict=True)
+        ]
+        kinds = DeviceKind(name="fast"), DeviceKind(name="slow", speed=2.0)
+        return Placement(stages=stages, streams=tuple(streams), kinds=kinds)
 
     @rule(turns=st.integers(1, 25))
     def live(self, turns: int) -> None:

@@ -43,6 +43,11 @@ SETUPS = [
     Setup("slackfit", feedback=True, hot_swaps=True),
     Setup("fixed:0", hot_swaps=True),
     Setup("fixed:1", feedback=True, hot_swaps=True),
+    Setup("refill", placed=True),
+    Setup("refill", max_delay_s=0.5, feedback=True, hot_swaps=True, placed=True),
+    Setup("refill", tau_b=2, placed=True),
+    Setup("rebatch", feedback=True, placed=True),
+    Setup("rebatch", hot_swaps=True, placed=True),
 ]
 
 

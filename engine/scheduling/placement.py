@@ -1,0 +1,178 @@
+"""Placements: which stages each stream prefers, which it holds, how fast it is, how far apart.
+
+E3 gives each split of a model devices of its own (3.2, 3.3); whole numbers of devices and forecasts
+that were wrong then leave some of them idle. Here a plan is a preference: a stream serves its own
+split first, and where that has nothing to do it takes what waits for other stages whose weights it
+holds (work stealing), unless a stream that prefers them is idle too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+from offramp.bundle.serde import check_numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLink:
+    """The connection between replicas of neighbouring splits, T_x of the paper's 3.2.1.
+
+    In plans, all rows that cross a border share one link, however many replicas there are.
+    """
+
+    bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "latency_s", least=0)
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s {self.bytes_per_s}: expected more than 0")
+
+    def seconds(self, size_bytes: float) -> float:
+        """Seconds until all of so many bytes have arrived."""
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+NO_DELAY: Final = DeviceLink()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """Devices that are alike, and how long stages take on one of them."""
+
+    name: str
+    speed: float = 1.0
+    """Seconds relative to the table of the model: 2 takes twice as long."""
+    seconds: tuple[tuple[float, ...], ...] = ()
+    """[stages][max_batch_size + 1]: a table of its own, before ``speed``; empty is the model's."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "speed", above=0)
+
+    def own_s(self, table: Sequence[Sequence[float]]) -> list[list[float]]:
+        """[stages][max_batch_size + 1]: what stages take here, where the model's table is given."""
+        own = self.seconds or table
+        if (len(own), len(own[0])) != (len(table), len(table[0])):
+            raise ValueError(
+                f"the table of {self.name!r} is of {len(own)} stages and batches of up to "
+                f"{len(own[0]) - 1}, expected {len(table)} and {len(table[0]) - 1} as the model's"
+            )
+        return [[self.speed * seconds for seconds in row] for row in own]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPlacement:
+    """A stream (a device, a replica): its kind, and its stages."""
+
+    kind: str
+    prefers: frozenset[int]
+    """The stages of its own split; empty for a spare device."""
+    holds: frozenset[int]
+    """Stages whose weights it has, those that it prefers among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the stages of one plan of a model run."""
+
+    stages: int
+    streams: tuple[StreamPlacement, ...]
+    kinds: tuple[DeviceKind, ...]
+    row_bytes: tuple[float, ...] = ()
+    """[stages]: of a row that is moved before each stage; empty is none."""
+    link: DeviceLink = NO_DELAY
+    """Between any two streams whose kinds have none of their own."""
+    links: tuple[tuple[str, str, DeviceLink], ...] = ()
+    """From a kind to a kind, one way."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "stages", least=1)
+        names = [kind.name for kind in self.kinds]
+        if len(set(names)) < len(names):
+            raise ValueError(f"kinds {names}: one name is there twice")
+        every = frozenset(range(self.stages))
+        for number, stream in enumerate(self.streams):
+            if stream.kind not in names:
+                raise ValueError(f"stream {number} is of kind {stream.kind!r}, expected of {names}")
+            if not stream.prefers <= stream.holds <= every:
+                raise ValueError(
+                    f"stream {number} prefers {sorted(stream.prefers)} and holds "
+                    f"{sorted(stream.holds)}; it must hold what it prefers, of {self.stages} stages"
+                )
+        missing = every - self.preferred(range(len(self.streams)))
+        if missing:
+            raise ValueError(f"no stream prefers stages {sorted(missing)}; expected one for each")
+        if len(self.row_bytes) not in (0, self.stages):
+            raise ValueError(f"row_bytes has {len(self.row_bytes)} values, expected {self.stages}")
+
+    @classmethod
+    def shared(cls, streams: int, stages: int) -> Self:
+        """Let every stream serve everything, all as fast: one device and its streams."""
+        every = frozenset(range(stages))
+        stream = StreamPlacement(kind="device", prefers=every, holds=every)
+        return cls(stages=stages, streams=(stream,) * streams, kinds=(DeviceKind(name="device"),))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all streams are alike and serve everything, by the model's own table."""
+        alike = all(kind.speed == 1.0 and not kind.seconds for kind in self.kinds)
+        return alike and len(self.kinds) == 1 and not self.is_split
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a stream prefers some stages and not others."""
+        return any(len(stream.prefers) < self.stages for stream in self.streams)
+
+    def preferred(self, streams: Iterable[int]) -> frozenset[int]:
+        """Give the stages that any of some streams prefers."""
+        return frozenset().union(*(self.streams[stream].prefers for stream in streams))
+
+    def kind_of(self, stream: int) -> DeviceKind:
+        """Give the kind of a stream."""
+        return self._kind(self.streams[stream].kind)
+
+    def moving_s(self, source: str, target: str, stage: int, rows: int) -> float:
+        """Seconds that rows on their way to a stage take from a device to another, by kinds."""
+        size_bytes = rows * self.row_bytes[stage] if self.row_bytes else 0.0
+        for a, b, link in self.links:
+            if (a, b) == (source, target):
+                return link.seconds(size_bytes)
+        return self.link.seconds(size_bytes)
+
+    def expected_s(self, kind: str, table: Sequence[Sequence[float]]) -> list[list[float]]:
+        """[stages][max_batch_size + 1]: what stages take for the rows of a kind's streams.
+
+        What these prefer runs there; other stages run on the slowest kind that prefers them, and
+        where a split begins, moving the rows there is added.
+        """
+        own = {k.name: k.own_s(table) for k in self.kinds}
+        mine = self.preferred([n for n, s in enumerate(self.streams) if s.kind == kind])
+        expected = []
+        for stage, row in enumerate(own[kind]):
+            if stage in mine:
+                expected.append(row)
+                continue
+            moving_s = self._crossing_s(stage, len(row))
+            others = [own[name][stage] for name in self._preferring(stage)]
+            slowest = [max(seconds) for seconds in zip(*others, strict=True)]
+            expected.append([a + b for a, b in zip(slowest, moving_s, strict=True)])
+        return expected
+
+    def _crossing_s(self, stage: int, sizes: int) -> list[float]:
+        """[sizes]: the longest that moving rows to a stage takes, where a split begins with it."""
+        inside = any({stage - 1, stage} <= stream.prefers for stream in self.streams)
+        if not stage or inside:
+            return [0.0] * sizes
+        pairs = [(a, b) for a in self._preferring(stage - 1) for b in self._preferring(stage)]
+        longest = [max(self.moving_s(a, b, stage, n) for a, b in pairs) for n in range(1, sizes)]
+        return [0.0, *longest]
+
+    def _preferring(self, stage: int) -> list[str]:
+        """Give the kinds of the streams that prefer a stage."""
+        return list(dict.fromkeys(s.kind for s in self.streams if stage in s.prefers))
+
+    def _kind(self, name: str) -> DeviceKind:
+        return next(kind for kind in self.kinds if kind.name == name)

@@ -1,0 +1,88 @@
+"""A plan as batches run under it, and the batches: what both know for as long as they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from offramp.engine.scheduling.base import Piece, RowSet
+from offramp.engine.scheduling.latency import Latencies
+from offramp.engine.scheduling.placed import PlacedPlan, TimedRun
+from offramp.engine.scheduling.policy import Policy, Start, Waiting
+
+
+@dataclass(slots=True, eq=False)
+class ServedPlan:
+    """A plan of the model's stages, with what chooses and predicts for batches started under it."""
+
+    number: int
+    """The plan's number: :attr:`Run.plan`."""
+    policy: Policy
+    latencies: Latencies
+    """The predictions for its stages; told what is observed."""
+    waiting: Waiting
+    """The samples that its policy may choose from: once it is old, those at its splits only."""
+    placed: PlacedPlan | None = None
+    """Where streams differ: what each of them is asked with, instead of policy and latencies."""
+
+    def form(self, start: Start) -> ScheduledBatch:
+        """Form the new batch that its policy chose."""
+        limit = min(start.limit, self.latencies.max_batch_size)
+        samples = self.waiting.queue.take(start.bucket, limit)
+        variant, deepest = start.variant, start.deepest
+        if deepest is None:
+            deepest = self.latencies.last(variant)
+        return ScheduledBatch(self, 0, samples, start.bucket.batch_key, deepest, variant)
+
+    def runs_on(self, stream: int, stage: int, before: int, survivors: int, *, retry: bool) -> bool:
+        """Whether the survivors of a batch go on on their stream: not where its split ends."""
+        if self.placed is None:
+            return retry or self.policy.runs_on(stage, before, survivors)
+        if not self.placed.prefers(stream, stage + 1):
+            return False
+        return retry or self.placed.of(stream).policy.runs_on(stage, before, survivors)
+
+    def observe(self, stream: int, batch: ScheduledBatch, size: int, now_s: float) -> None:
+        """Take note of how long the stage of a batch took."""
+        run = TimedRun(batch.stage, size, now_s - batch.started_s, batch.variant)
+        if self.placed is not None:
+            self.placed.observe(stream, run, now_s, merged=bool(batch.pieces))
+        elif batch.pieces:
+            self.latencies.observe_merged(*run)
+        else:
+            self.latencies.observe(*run)
+
+    def observe_shrinking(self, stage: int, before: int, survivors: int, variant: int) -> None:
+        """Take note of how many rows went on from a stage of their own accord."""
+        which = self.latencies if self.placed is None else self.placed
+        which.observe_shrinking(stage, before, survivors, variant)
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledBatch:
+    """A batch on a stream, or of a request to be tried again; its samples leave bit by bit."""
+
+    plan: ServedPlan
+    """The plan that its samples were started under, and end under."""
+    stage: int
+    samples: RowSet
+    batch_key: Hashable
+    deepest: int
+    """The stage where all that are still here must leave."""
+    variant: int
+    """What its samples run, from their start to their end, a second try included."""
+    pieces: tuple[Piece, ...] = ()
+    """The buffered batches that it was just merged of."""
+    failed_on: int | None = None
+    """The stream that its samples failed on before, if this is their second try."""
+    losses: int = 0
+    """How often the worker that ran it was lost."""
+    number: int = 0
+    """Given when a stream takes it."""
+    executing: bool = False
+    started_s: float = 0.0
+    earliest_s: float = field(init=False)
+    """First deadline among its samples, or earlier."""
+
+    def __post_init__(self) -> None:
+        self.earliest_s = min(self.samples.deadlines_s.tolist())
