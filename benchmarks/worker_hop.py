@@ -2,12 +2,11 @@
 
     python -m benchmarks.worker_hop [--rows 8] [--rounds 40] [--runs 50] [--json FILE]
 
-The stage copies its input, and answers with a part of it: in this process and in a worker, in
-turns.
-Measured is how much longer the worker's takes, where the input lies in this process's memory (the
-first stage: it is copied to where both see it) and where it was carried on from the stage before
-(nothing is copied again). Wall time in microseconds; of each round the median run, of these the
-median difference and the quartiles. What else the machine does is in it.
+The stage copies its input, and answers with a part of it: here and in a worker, in turns. Measured
+is how much longer the worker's takes, where the input lies in this process's memory (the first
+stage: it is copied to where both see it) and where it was carried on from the stage before (nothing
+is copied again). Wall time in microseconds; of each round the median run, of these the median
+difference and the quartiles. What else the machine does is in it.
 """
 
 from __future__ import annotations

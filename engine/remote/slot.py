@@ -8,10 +8,12 @@ how much a stage gives, the worker sends that inline.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,7 +167,7 @@ class RemoteSlot:
         try:
             self._connection.send(header)
             frame = self._connection.receive(stage.limit_s(given_bytes, self._least_s))
-            result = self._result(stage, _done(frame), frame, batch, region)
+            result = self._result(stage, frame, batch, region)
         except ConnectionLostError as error:
             raise worker.lose("") from error
         except (TooLateError, FrameError) as error:
@@ -229,8 +231,9 @@ class RemoteSlot:
     def _in_block(self, forms: Mapping[str, TensorForm], block: MemoryBlock) -> RemoteBatch:
         tensors, places, start = {}, {}, block.start
         for name, form in forms.items():
-            tensors[name], places[name] = self._memory.array(form, start), start
-            start += aligned(form.size_bytes)
+            view = tensors[name] = self._memory.array(form, start)
+            places[name] = start
+            start += aligned(view.nbytes)
         rows = next(iter(forms.values())).shape[0]
         return RemoteBatch(tensors, rows, self._memory, places, (block,))
 
@@ -240,7 +243,7 @@ class RemoteSlot:
         while True:
             there = batch.places if batch.memory is self._memory else {}
             lacking = {n: _form(n, a) for n, a in tensors.items() if n not in there}
-            size = sum([aligned(form.size_bytes) for form in lacking.values()])
+            size = sum([aligned(tensors[name].nbytes) for name in lacking])
             block = self._regions.take(size) if lacking else None
             region = self._regions.take(room) if room else None
             if bool(block) >= bool(lacking) and bool(region) >= bool(room):
@@ -274,73 +277,83 @@ class RemoteSlot:
     def _result(
         self,
         stage: RemoteStage,
-        done: StageDone,
         frame: Frame,
         batch: RemoteBatch,
         region: MemoryBlock | None,
     ) -> StageResult:
         """Read what the worker says; FrameError if it is nothing that the run may lead to."""
-        answers = () if done.answer is None else (done.answer,)
-        carried = done.carried or ()
-        placed = (*answers, done.confidence, *carried)
-        arrays = self._arrays(placed, frame, batch, region)
-        sizes = [aligned(a.form.size_bytes) for a in placed if a.place != GIVEN]
-        stage.row_bytes = max(stage.row_bytes, sum(sizes) / batch.rows)
-        *first, confidence = arrays[: len(answers) + 1]
-        answer = None
-        if done.answer is not None:  # it is the caller's: not in memory that is used again
-            answer = first[0] if done.answer.place == INLINE else first[0].copy()
-        if done.confidence.place != INLINE:
-            confidence = confidence.copy()
-        if done.carried is None:
+        said = _read(frame.header, len(frame.body))
+        if isinstance(said, Failed):
+            raise BackendError(said.message)
+        begins, ends = (region.start, region.end) if region else (0, 0)
+        if said.begins < begins or said.ends > ends:
+            raise FrameError(f"it wrote from {said.begins} to {said.ends}, not {begins} to {ends}")
+        stage.row_bytes = max(stage.row_bytes, said.result_bytes / batch.rows)
+        *answers, confidence = [self._own(a, o, frame) for a, o in said.answers]
+        answer = answers[0] if answers else None
+        if said.carried is None:
             return StageResult(answer, confidence, None)
-        names = [array.form.name for array in carried]
-        places = {
-            name: batch.places[name] if place == GIVEN else place
-            for name, (_, place) in zip(names, carried, strict=True)
-            if place != INLINE
-        }
-        tensors = dict(zip(names, arrays[len(answers) + 1 :], strict=True))
-        blocks = batch.blocks if any(place == GIVEN for _, place in carried) else ()
-        blocks += (region,) if region else ()
+        tensors: dict[str, NDArray[Any]] = {}
+        places: dict[str, int] = {}
+        blocks: tuple[MemoryBlock, ...] = (region,) if region else ()
+        passed = False
+        for (form, place), offset in said.carried:
+            name = form.name
+            if place == INLINE:
+                tensors[name] = array_in(frame.body, form, offset)
+            elif place != GIVEN:
+                tensors[name], places[name] = self._memory.array(form, place), place
+            elif name in batch.places:
+                tensors[name], places[name] = batch.tensors[name], batch.places[name]
+                passed = True
+            else:
+                raise FrameError(f"it passes {name!r:.60} on, which it was not given")
+        blocks += batch.blocks if passed else ()
         carry = RemoteBatch(tensors, batch.rows, self._memory, places, blocks)
         return StageResult(answer, confidence, carry)
 
-    def _arrays(
-        self,
-        placed: Sequence[PlacedArray],
-        frame: Frame,
-        batch: RemoteBatch,
-        region: MemoryBlock | None,
-    ) -> list[NDArray[Any]]:
-        """View the arrays of a result; FrameError for one that is where it must not be."""
-        arrays: list[NDArray[Any]] = []
-        offsets = inline_offsets(placed, len(frame.body))
-        for (form, place), offset in zip(placed, offsets, strict=True):
-            if place == INLINE:
-                arrays.append(array_in(frame.body, form, offset))
-            elif place == GIVEN:
-                if form.name not in batch.places:
-                    raise FrameError(f"it passes {form.name!r:.60} on, which it was not given")
-                arrays.append(batch.tensors[form.name])
-            else:
-                begins, ends = place, place + form.size_bytes
-                if region is None or not (
-                    region.start <= begins and ends <= region.start + region.size_bytes
-                ):
-                    raise FrameError(f"it put {form.name!r:.60} outside of its region")
-                arrays.append(self._memory.array(form, place))
-        return arrays
+    def _own(self, array: PlacedArray, offset: int, frame: Frame) -> NDArray[Any]:
+        """Give an array that is the caller's: not in memory that is used again."""
+        form, place = array
+        if place == INLINE:
+            return array_in(frame.body, form, offset)
+        return self._memory.array(form, place).copy()
 
 
-def _done(frame: Frame) -> StageDone:
-    """Read what a worker says of a run; BackendError if that failed, FrameError if it is none."""
-    message = decode(frame.header)
-    if isinstance(message, Failed):
-        raise BackendError(message.message)
-    if not isinstance(message, StageDone):
-        raise FrameError(f"it answered a run with {type(message).__name__}")
-    return message
+class _Said(NamedTuple):
+    """What a worker says of a run, taken apart."""
+
+    answers: tuple[tuple[PlacedArray, int], ...]
+    """Answer, if there is one, and confidence, each with its offset if it is inline."""
+    carried: tuple[tuple[PlacedArray, int], ...] | None
+    begins: float
+    ends: float
+    """Where it wrote in shared memory; infinity and 0 if nowhere."""
+    result_bytes: int
+    """What all that it gave would take there."""
+
+
+@lru_cache(maxsize=1024)  # batches of the same sizes have the same results at the same places
+def _read(header: bytes, body_bytes: int) -> _Said | Failed:
+    """Take apart what a worker says of a run; FrameError if it is nothing that it may say."""
+    done = decode(header)
+    if isinstance(done, Failed):
+        return done
+    if not isinstance(done, StageDone):
+        raise FrameError(f"it answered a run with {type(done).__name__}")
+    answers = (done.confidence,) if done.answer is None else (done.answer, done.confidence)
+    if any(array.place == GIVEN for array in answers):
+        raise FrameError("it passes an answer on")
+    arrays = (*answers, *(done.carried or ()))
+    pairs = tuple(zip(arrays, inline_offsets(arrays, body_bytes), strict=True))
+    shared = [(place, place + form.size_bytes) for form, place in arrays if place >= 0]
+    return _Said(
+        answers=pairs[: len(answers)],
+        carried=None if done.carried is None else pairs[len(answers) :],
+        begins=min([begins for begins, _ in shared], default=math.inf),
+        ends=max([ends for _, ends in shared], default=0),
+        result_bytes=sum([aligned(form.size_bytes) for form, place in arrays if place != GIVEN]),
+    )
 
 
 def _form(name: str, array: NDArray[Any]) -> TensorForm:

@@ -27,6 +27,7 @@ from offramp.engine.remote.wire import (
 
 _CHUNK: Final = 1 << 16
 _MOST_FDS: Final = 4
+_MOST_VIEWS: Final = 1024
 
 
 class ConnectionLostError(Exception):
@@ -52,6 +53,7 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._left = b""
+        self._chunk = memoryview(bytearray(_CHUNK))
 
     @classmethod
     def pair(cls) -> tuple[Self, socket.socket]:
@@ -116,7 +118,7 @@ class Connection:
 
     def _some(self, fds: list[int] | None) -> bytes:
         if fds is None:
-            data = self._socket.recv(_CHUNK)
+            data = bytes(self._chunk[: self._socket.recv_into(self._chunk)])
         else:
             data, found, _, _ = socket.recv_fds(self._socket, _CHUNK, _MOST_FDS)
             fds += found
@@ -149,6 +151,8 @@ class SharedMemory:
         self.fd = fd
         self.size_bytes = size_bytes
         self._map = mmap.mmap(fd, size_bytes)
+        self._views: dict[tuple[TensorForm, int], NDArray[Any]] = {}
+        """Arrays that were asked for: stages of some sizes come again and again."""
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
@@ -167,12 +171,18 @@ class SharedMemory:
 
     def array(self, form: TensorForm, offset: int) -> NDArray[Any]:
         """View an array in it; FrameError if it is not all within."""
+        found = self._views.get((form, offset))
+        if found is not None:
+            return found
         if offset < 0 or offset + form.size_bytes > self.size_bytes:
             raise FrameError(
                 f"array {form.name!r:.60} has {form.size_bytes} bytes at {offset}, expected "
                 f"within {self.size_bytes}"
             )
-        return np.ndarray(form.shape, form.dtype, self._map, offset)
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        view = self._views[form, offset] = np.ndarray(form.shape, form.dtype, self._map, offset)
+        return view
 
     def close_fd(self) -> None:
         """Close the descriptor; what is mapped stays."""
@@ -188,6 +198,11 @@ class MemoryBlock:
 
     def __init__(self, taken: dict[int, int], start: int, size_bytes: int) -> None:
         self._taken, self.start, self.size_bytes = taken, start, size_bytes
+
+    @property
+    def end(self) -> int:
+        """Where it ends."""
+        return self.start + self.size_bytes
 
     def __del__(self) -> None:
         self._taken.pop(self.start, None)

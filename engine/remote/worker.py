@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -214,22 +215,27 @@ class _ServedSlot:
 
     def _answer(self, frame: Frame) -> tuple[bytes, Sequence[NDArray[Any]]]:
         try:
-            order = decode(frame.header)
+            order, offsets = _read(frame.header, len(frame.body))
             self._reached("before-run")
-            return self._run(order, frame.body)
+            return self._run(order, offsets, frame.body)
         except EngineError as error:
             return encode(Failed(message=str(error))), ()
         except Exception as error:
             _log.exception("a stage could not be run")
             return encode(Failed(message=f"a worker failed: {error!r}")), ()
 
-    def _run(self, order: Message, body: bytearray) -> tuple[bytes, Sequence[NDArray[Any]]]:
-        if not isinstance(order, RunStage):
-            raise FrameError(f"{type(order).__name__} came where stages are run")
+    def _run(
+        self, order: RunStage, offsets: Sequence[int], body: bytearray
+    ) -> tuple[bytes, Sequence[NDArray[Any]]]:
         stage = self._stages.get(order.stage)
         if stage is None:
             raise FrameError(f"no stage has the number {order.stage}")
-        tensors = self._read(order, body)
+        tensors = {
+            form.name: self.memory.array(form, place)
+            if place != INLINE
+            else array_in(body, form, offset)
+            for (form, place), offset in zip(order.arrays, offsets, strict=True)
+        }
         result = self._slot.run(stage, self._slot.upload(tensors), order.threshold)
         self._reached("after-run")
         results = _Results(self.memory, *order.region)
@@ -250,19 +256,20 @@ class _ServedSlot:
             )
         return encode(StageDone(answer, confidence, carried)), results.inline
 
-    def _read(self, order: RunStage, body: bytearray) -> dict[str, NDArray[Any]]:
-        tensors = {}
-        offsets = inline_offsets(order.arrays, len(body))
-        for (form, place), offset in zip(order.arrays, offsets, strict=True):
-            if place == GIVEN or form.shape[:1] != (order.rows,):
-                raise FrameError(
-                    f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} is none of "
-                    f"{order.rows} rows"
-                )
-            inline = place == INLINE
-            view = array_in(body, form, offset) if inline else self.memory.array(form, place)
-            tensors[form.name] = view
-        return tensors
+
+@lru_cache(maxsize=1024)  # batches of the same sizes are run again and again
+def _read(header: bytes, body_bytes: int) -> tuple[RunStage, Sequence[int]]:
+    """Read an order to run a stage, and where in the body its inline tensors are."""
+    order = decode(header)
+    if not isinstance(order, RunStage):
+        raise FrameError(f"{type(order).__name__} came where stages are run")
+    for form, place in order.arrays:
+        if place == GIVEN or form.shape[:1] != (order.rows,):
+            raise FrameError(
+                f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} is none of "
+                f"{order.rows} rows"
+            )
+    return order, inline_offsets(order.arrays, body_bytes)
 
 
 class _Results:

@@ -152,6 +152,17 @@ def test_what_models_share_is_there_once() -> None:
         assert (sample.name, sample.labels, sample.value) == (name, {}, value)
 
 
+def test_workers_are_there_where_stages_run_in_them() -> None:
+    assert "offramp_workers" not in families()
+    now = dataclasses.replace(
+        STATISTICS, workers=3, workers_in_service=2, worker_restarts=7, resumed=11
+    )
+    found = families(now=now)
+    samples = [found[name].samples[0] for name in ("offramp_workers", "offramp_worker_restarts")]
+    assert [(s.labels, s.value) for s in samples] == [({}, 2), ({}, 7)]
+    assert found["offramp_resumed"].samples[0].value == 11
+
+
 def test_the_limit_of_parallel_batches_is_there_where_it_limits() -> None:
     assert "offramp_parallel_below" not in families()
     limited = families(now=dataclasses.replace(STATISTICS, parallel_below=12))

@@ -160,6 +160,13 @@ def test_streams_that_failed_are_conspicuous() -> None:
     assert "1 of 2 streams in service" in text
 
 
+def test_workers_and_what_they_cost_are_told() -> None:
+    now = dataclasses.replace(STATISTICS, workers=2, workers_in_service=1, resumed=5)
+    text = text_of(Engine(now=now))
+    assert "1 of 2 workers in service" in text
+    assert "5 resumed" in text
+
+
 def test_without_exits_the_note_is_loud() -> None:
     engine = Engine(now=dataclasses.replace(STATISTICS, stages=(stage("final", 0.0, 9),)))
     text = text_of(engine)
