@@ -1,6 +1,6 @@
 """Forecasts of the batch profile (E3 3.1) compared, on series made of recorded arrivals.
 
-    python -m benchmarks.forecasts TRACES [--arima] [--json FILE]
+    python -m benchmarks.forecasts TRACES [--bundle BUNDLE --data NPZ] [--arima] [--json FILE]
 
 TRACES is a folder with AzureLLMInferenceTrace_conv.csv.gz, AzureLLMInferenceTrace_code.csv.gz
 (Azure Public Dataset, CC-BY-4.0; times and context lengths of requests) and
@@ -9,10 +9,14 @@ servegen_m-small_rate_per600s.csv (summed from Alibaba's ServeGen, Apache-2.0).
 Series: a request of the Azure traces goes on behind exit k if its context is longer than a
 quantile of all contexts of its trace (so that 80, 50 and 20 % do); windows of two minutes. Besides,
 mixes of easy and hard rows that shift from 80:20 to 20:80, by steps and by waves, with as many rows
-in a window as the traces have; which rows are easy is drawn. For each window each method sees those
-before it. Pinball loss is that of shares, the mean of quantiles 0.5 and 0.8; lost goodput is
-PREDICTED, of the plan for a forecast against that for what came, both under what came, on 16 V100
-(batch curves assumed). ARIMA needs the extra `forecast`.
+in a window as the traces have; which rows are easy is drawn. With a bundle and data that it never
+saw, mixes that shift are served in simulation too, as `eebench adapt` does (SIMULATED: thresholds
+as compiled, and as the default controller moves them meanwhile), and what the recorder of the
+server made of it are the series; rows in a window are those of the conversations trace, and exits
+are where they are in the model, by depth. For each window each method sees those before it.
+Pinball loss is that of shares, the mean of quantiles 0.5 and 0.8; lost goodput is PREDICTED, of
+the plan for a forecast against that for what came, both under what came, on 16 V100 (batch curves
+assumed). ARIMA needs the extra `forecast`.
 """
 
 from __future__ import annotations
@@ -20,18 +24,21 @@ from __future__ import annotations
 import csv
 import gzip
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from benchmarks.clusters import HOMOGENEOUS, LAYERS, cluster_of, model_of
 from benchmarks.common import make_parser
+from benchmarks.served_profiles import served_profiles
 from numpy.typing import NDArray
 from rich.table import Table
 
+from offramp.bundle import Bundle
 from offramp.engine.planning.arima import Arima
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan
@@ -49,11 +56,13 @@ from offramp.tools.bench.output import describe_environment, wide_console, write
 
 WINDOW_S = 120.0
 EXITS = (2, 4, 5)
-"""Layers of twelve that the three exits follow; the others have none."""
+"""Layers of twelve that the three exits of made series follow; the others have none."""
 LEVELS = (0.5, 0.8)
 FIRST = 5
 """Windows that are seen before the first forecast that counts."""
 MOST_WINDOWS = 120
+OFTEN = 0.9
+"""Share of the windows that an exit of a served bundle must have been on in to be looked at."""
 GOAL = PlanningGoal(slo_s=0.1, batch_sizes=(1, 2, 4, 8))
 """The paper's objective; its batches are of 8 at most at that."""
 
@@ -62,6 +71,8 @@ def main() -> None:
     """Compare, print, and write if asked."""
     parser = make_parser(__doc__)
     parser.add_argument("traces", type=Path, metavar="TRACES")
+    parser.add_argument("--bundle", type=Path, help="to serve shifting mixes with")
+    parser.add_argument("--data", type=Path, metavar="NPZ", help="of that bundle, never seen by it")
     parser.add_argument("--arima", action="store_true", help="ARIMA too, which takes minutes")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -71,16 +82,26 @@ def main() -> None:
     if options.arima:
         methods.append(Arima())
     found: dict[str, Any] = {}
-    for name, shares in all_series(options.traces, options.seed).items():
-        found[name] = {"windows": len(shares)}
+    series = made_series(options.traces, options.seed)
+    if options.bundle is not None:
+        series |= served_series(options.bundle, options.data, options.traces, options.seed)
+    for name, one in series.items():
+        found[name] = {"windows": len(one.shares), "exits_after": one.exits}
         for method in methods:
-            found[name][title_of(method)] = compare(method, shares)
+            found[name][title_of(method)] = compare(method, one)
         print(name, found[name], flush=True)
     columns = [title_of(method) for method in methods]
+    served = [name for name in found if name.startswith("served")]
+    groups = {"mean": list(found), "mean of made": [n for n in found if n not in served]}
+    if served:
+        groups["mean of served"] = served
     table = Table("series", *columns, title="Pinball loss (of shares); goodput lost, PREDICTED, at "
                   "quantiles 0.5 and 0.8")  # fmt: skip
-    means = {column: mean_of(found, column) for column in columns}
-    for name, row in {**found, "mean": means}.items():
+    means = {
+        title: {column: mean_of([found[name] for name in names], column) for column in columns}
+        for title, names in groups.items()
+    }
+    for name, row in {**found, **means}.items():
         table.add_row(name, *(shown(row[column]) for column in columns))
     wide_console(160).print(table)
     if options.json is not None:
@@ -88,9 +109,11 @@ def main() -> None:
             "predicted": "goodput lost; pinball loss is that of the forecasts on the series",
             "assumptions": " ".join((__doc__ or "").split("Series:")[1].split()),
             "series": found,
-            "mean": means,
-            "least_pinball": min(means, key=lambda name: means[name]["pinball"]),
-            "least_goodput_lost": min(means, key=lambda name: means[name]["lost_at_0.8"]),
+            **{title.replace(" ", "_"): row for title, row in means.items()},
+            "least_pinball": {t: min(m, key=lambda c: m[c]["pinball"]) for t, m in means.items()},
+            "least_goodput_lost": {
+                t: min(m, key=lambda c: m[c]["lost_at_0.8"]) for t, m in means.items()
+            },
             "environment": describe_environment(seed=options.seed),
         }
         write_json(options.json, document)
@@ -106,15 +129,50 @@ def shown(row: Mapping[str, float]) -> str:
     return f"{row['pinball']:.4f}; {row['lost_at_0.5']:.1%}, {row['lost_at_0.8']:.1%}"
 
 
-def mean_of(found: Mapping[str, Any], column: str) -> dict[str, float]:
-    rows = [row[column] for row in found.values()]
+def mean_of(found: Sequence[Mapping[str, Any]], column: str) -> dict[str, float]:
+    rows = [row[column] for row in found]
     return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
 
 
 # Series.
 
 
-def all_series(folder: Path, seed: int) -> dict[str, NDArray[np.float64]]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Series:
+    """What went on behind each exit, window by window."""
+
+    shares: NDArray[np.float64]
+    """[windows, exits]; NaN of exits that were off."""
+    exits: tuple[int, ...] = EXITS
+    """The layer of twelve that each exit follows."""
+
+
+def made_series(folder: Path, seed: int) -> dict[str, Series]:
+    """Series of what traces say of requests, and of mixes that are drawn."""
+    return {name: Series(shares=shares) for name, shares in drawn_shares(folder, seed).items()}
+
+
+def served_series(bundle: Path, data: Path, folder: Path, seed: int) -> dict[str, Series]:
+    """Series that the server's recorder made of shifting mixes, SIMULATED."""
+    times, _ = read_azure(folder / "AzureLLMInferenceTrace_conv.csv.gz")
+    rows = np.bincount((times // WINDOW_S).astype(int))[:-1]
+    segments = Bundle.open(bundle).manifest
+    depths = [(exit_.after_segment + 1) / len(segments.segments) for exit_ in segments.exits]
+    layer_of = {k: round(depth * LAYERS) - 1 for k, depth in enumerate(depths)}
+    found = {}
+    for name, profile in served_profiles(bundle, data, rows, WINDOW_S, seed).items():
+        shares = profile.going_on()
+        on = np.isfinite(shares).mean(axis=0) >= OFTEN
+        exits: dict[int, int] = {}  # by layer; of two exits at one, the earlier
+        for exit_ in np.flatnonzero(on).tolist():
+            if 0 <= layer_of[exit_] < LAYERS - 1:
+                exits.setdefault(layer_of[exit_], exit_)
+        if exits:
+            found[name] = Series(shares=shares[:, list(exits.values())], exits=tuple(exits))
+    return found
+
+
+def drawn_shares(folder: Path, seed: int) -> dict[str, NDArray[np.float64]]:
     """[windows, exits] each: shares that went on."""
     rng = np.random.default_rng(seed)
     series = {}
@@ -167,8 +225,9 @@ def drawn(
 # Losses.
 
 
-def compare(method: Forecaster, shares: NDArray[np.float64]) -> dict[str, float]:
+def compare(method: Forecaster, series: Series) -> dict[str, float]:
     """Forecast every window but the first from those before it."""
+    shares = series.shares
     losses: list[float] = []
     lost: dict[float, list[float]] = {level: [] for level in LEVELS}
     start = time.process_time()
@@ -176,7 +235,7 @@ def compare(method: Forecaster, shares: NDArray[np.float64]) -> dict[str, float]
         level: [
             tuple(
                 np.minimum.accumulate(
-                    [forecast_share(shares[:k, e], method, level) for e in range(len(EXITS))]
+                    [forecast_share(shares[:k, e], method, level) for e in range(shares.shape[1])]
                 ).tolist()
             )
             for k in range(FIRST, len(shares))
@@ -187,8 +246,9 @@ def compare(method: Forecaster, shares: NDArray[np.float64]) -> dict[str, float]
     for level, rows in forecasts.items():
         for forecast, came in zip(rows, shares[FIRST:], strict=True):
             error = came - np.array(forecast)
-            losses.append(float(np.maximum(level * error, (level - 1) * error).mean()))
-            lost[level].append(goodput_lost(forecast, came))
+            if np.isfinite(error).any():
+                losses.append(float(np.nanmean(np.maximum(level * error, (level - 1) * error))))
+            lost[level].append(goodput_lost(forecast, filled(came), series.exits))
     count = len(LEVELS) * (len(shares) - FIRST)
     return {
         "pinball": float(np.mean(losses)),
@@ -197,44 +257,55 @@ def compare(method: Forecaster, shares: NDArray[np.float64]) -> dict[str, float]
     }
 
 
-def cluster() -> Cluster:
-    """Sixteen V100, with times of the three exits alone."""
+def filled(came: NDArray[np.float64]) -> NDArray[np.float64]:
+    """At an exit that was off, all go on that came to it."""
+    shares, before = [], 1.0
+    for share in came.tolist():
+        before = before if np.isnan(share) else share
+        shares.append(before)
+    return np.array(shares)
+
+
+@cache
+def cluster(exits: tuple[int, ...]) -> Cluster:
+    """Sixteen V100, with times of these exits alone."""
     every = cluster_of(HOMOGENEOUS)
     kinds = [
-        replace(kind, times=replace(kind.times, exits_s=kind.times.exits_s[list(EXITS)]))
+        replace(kind, times=replace(kind.times, exits_s=kind.times.exits_s[list(exits)]))
         for kind in every.types
     ]
     return replace(every, types=tuple(kinds))
 
 
-CLUSTER = cluster()
-
-
-def goodput_lost(forecast: tuple[float, ...], came: NDArray[np.float64]) -> float:
+def goodput_lost(
+    forecast: tuple[float, ...], came: NDArray[np.float64], exits: tuple[int, ...]
+) -> float:
     """Share of the goodput of the plan that knew what came."""
-    truth = facts(tuple(np.minimum.accumulate(came).tolist()))
-    best, made = (rate(plan_for(shares), truth) for shares in (truth.going_on, forecast))
+    truth = facts(tuple(np.minimum.accumulate(came).tolist()), exits)
+    best, made = (
+        rate(plan_for(rounded(shares), exits), truth) for shares in (truth.going_on, forecast)
+    )
     return 1 - made / best
 
 
-def facts(shares: tuple[float, ...]) -> ModelFacts:
+def facts(shares: tuple[float, ...], exits: tuple[int, ...]) -> ModelFacts:
     dense = model_of([1.0] * (LAYERS - 1))
-    return ModelFacts(segments=LAYERS, exit_after=EXITS, going_on=shares, row_bytes=dense.row_bytes)
+    return ModelFacts(segments=LAYERS, exit_after=exits, going_on=shares, row_bytes=dense.row_bytes)
 
 
-_PLANS: dict[tuple[float, ...], ClusterPlan] = {}
-
-
-def plan_for(shares: tuple[float, ...]) -> ClusterPlan:
+def rounded(shares: tuple[float, ...]) -> tuple[float, ...]:
     """Forecasts that differ by less than a thousandth have one plan."""
-    key = tuple(round(share, 3) for share in shares)
-    if key not in _PLANS:
-        _PLANS[key] = make_cluster_plan(facts(key), CLUSTER, GOAL).plan
-    return _PLANS[key]
+    return tuple(round(share, 3) for share in shares)
+
+
+@cache
+def plan_for(shares: tuple[float, ...], exits: tuple[int, ...]) -> ClusterPlan:
+    return make_cluster_plan(facts(shares, exits), cluster(exits), GOAL).plan
 
 
 def rate(plan: ClusterPlan, truth: ModelFacts) -> float:
-    return predict(plan, truth, CLUSTER, arrival_rps=plan.rate_rps).rate_rps
+    there = cluster(truth.exit_after)
+    return predict(plan, truth, there, arrival_rps=plan.rate_rps).rate_rps
 
 
 if __name__ == "__main__":

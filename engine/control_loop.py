@@ -115,11 +115,6 @@ class ControlLoop:
         self._jobs.close()
         self._builder.shutdown(wait=True, cancel_futures=True)
 
-    @property
-    def jobs(self) -> JobRunner:
-        """What computes jobs in a process of its own, until the loop is stopped."""
-        return self._jobs
-
     def status(self, model: str) -> ControlStatus:
         """Give what a controller knows, as of the last look."""
         return self._states[model].status

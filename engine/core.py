@@ -70,9 +70,7 @@ class Engine:
         )
         self._executor = Executor(backend, models, scheduler, streams=streams, slots=slots)
         self._control = ControlLoop(self._executor, models, upgrades=EngineUpgrades(build_budget))
-        self._profiles = ProfileLoop(
-            self._executor, models, jobs=self._control.jobs, window_s=profile_window_s
-        )
+        self._profiles = ProfileLoop(self._executor, models, window_s=profile_window_s)
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
         self._profiles.start()
@@ -303,7 +301,7 @@ class Engine:
         """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
         try:
-            await asyncio.to_thread(self._profiles.stop)  # before control ends what runs its jobs
+            await asyncio.to_thread(self._profiles.stop)
             await asyncio.to_thread(self._control.stop)
         finally:
             await asyncio.to_thread(self._executor.stop)

@@ -12,14 +12,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
-from offramp.engine.control.controller import Job
 from offramp.engine.executor import Executor
-from offramp.engine.job_runner import JobError, JobRunner
-from offramp.engine.planning.arima import arima_installed
 from offramp.engine.planning.batch_profile import (
     WINDOW_S,
     BatchProfileRecorder,
@@ -48,7 +44,7 @@ class _Recorded:
     """Counts at the end of the last window, by the exits in use."""
     kept: bool = True
     """Whether the file has all windows that are over."""
-    forecast: Future[ShareForecast] | None = None
+    forecast: ShareForecast | None = None
     """For the window that runs now."""
     status: ProfileStatus
 
@@ -56,8 +52,7 @@ class _Recorded:
 class ProfileLoop:
     """Records the batch profile of every model that has exits to run, until stopped.
 
-    ``jobs`` computes forecasts that take long; ``wall`` tells the time since the epoch, ``clock``
-    steadily.
+    ``wall`` tells the time since the epoch, ``clock`` steadily.
     """
 
     def __init__(
@@ -65,13 +60,11 @@ class ProfileLoop:
         executor: Executor,
         models: Mapping[str, ServedModel],
         *,
-        jobs: JobRunner | None = None,
         window_s: float = WINDOW_S,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
-        self._jobs = jobs if arima_installed() else None
         self._window_s = window_s
         self._clock = clock
         self._epoch_s = wall() - clock()
@@ -87,7 +80,7 @@ class ProfileLoop:
         """Begin the first window, and start the thread."""
         self._begin_s = self._clock()
         for recorded in self._recorded.values():
-            recorded.forecast = self._forecast(recorded)
+            recorded.forecast = _forecast(recorded)
         if self._recorded:
             self._thread.start()
 
@@ -127,8 +120,7 @@ class ProfileLoop:
         seen = [now - before[now.exits] if now.exits in before else now for now in counted]
         if not recorder.add(start_s, seen):
             return  # nothing was decided: the forecast stands for the next window
-        made = _result_of(recorded)
-        profile = recorder.profile()
+        made, profile = recorded.forecast, recorder.profile()
         (*_, last) = profile.going_on().tolist()
         recorded.status = ProfileStatus(
             window_s=self._window_s,
@@ -139,20 +131,7 @@ class ProfileLoop:
         )
         recorded.kept = False
         _keep(recorded)
-        recorded.forecast = self._forecast(recorded)
-
-    def _forecast(self, recorded: _Recorded) -> Future[ShareForecast] | None:
-        """Forecast the window that begins; where ARIMA is installed, in another process."""
-        profile = recorded.recorder.profile()
-        if not profile.windows:
-            return None
-        if self._jobs is not None:
-            number, purpose = len(profile.windows), "forecasting the batch profile"
-            job = Job(number=number, purpose=purpose, function=forecast_next, arguments=(profile,))
-            return self._jobs.submit(job)
-        future: Future[ShareForecast] = Future()
-        future.set_result(forecast_next(profile))
-        return future
+        recorded.forecast = _forecast(recorded)
 
 
 def _make(name: str, model: ServedModel, window_s: float) -> _Recorded:
@@ -178,13 +157,7 @@ def _keep(recorded: _Recorded) -> None:
         recorded.kept = recorded.file.save(recorded.recorder.profile(), recorded.bundle)
 
 
-def _result_of(recorded: _Recorded) -> ShareForecast | None:
-    """Give the forecast that was made for the window which ended; ``None`` if there is none."""
-    future = recorded.forecast
-    if future is None or not future.done():
-        return None
-    try:
-        return future.result()
-    except JobError as error:
-        _log.warning("%s: forecasting the batch profile failed: %s", recorded.name, error)
-        return None
+def _forecast(recorded: _Recorded) -> ShareForecast | None:
+    """Forecast the window that begins; ``None`` without any before it."""
+    profile = recorded.recorder.profile()
+    return forecast_next(profile) if profile.windows else None

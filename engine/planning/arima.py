@@ -1,9 +1,11 @@
-"""ARIMA, as the paper forecasts (E3 3.1), by statsmodels: of the extra ``forecast``."""
+"""ARIMA, as the paper forecasts (E3 3.1), by statsmodels: of the extra ``forecast``.
+
+For comparison: it is no default, see :func:`.forecasting.default_forecaster`.
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import warnings
 from typing import Final
 
@@ -14,11 +16,6 @@ from offramp.engine.planning.cluster_plan import PlanError
 
 _SHORT: Final = 12
 """Windows below which there is too little to fit: the last is taken."""
-
-
-def arima_installed() -> bool:
-    """Whether :class:`Arima` can be made here; imports nothing."""
-    return importlib.util.find_spec("statsmodels") is not None
 
 
 class Arima:

@@ -37,7 +37,7 @@ class ReplanRules:
     """Seconds after which planning is due again."""
     margin: float = 0.1
     """Share by which a plan must be better than the one in force, in rate or in cost. A plan for a
-    wrong forecast loses some 5 % of the rate in the mean (``benchmarks/forecasts.py``): a change
+    wrong forecast loses some 6 % of the rate in the mean (``benchmarks/forecasts.py``): a change
     should gain more."""
     pause_s: float = 5 * WINDOW_S
     """Seconds after a change in which there is no other."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from concurrent.futures import Future
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,11 +16,8 @@ import pytest
 from tests.fakes import FAKE_HASH, fake_model, script
 from tests.unit.engine.serving import with_engine
 
-from offramp.engine import profile_loop
-from offramp.engine.control.controller import Job
 from offramp.engine.core import Engine
 from offramp.engine.executor import Executor
-from offramp.engine.job_runner import JobError, JobRunner
 from offramp.engine.planning.batch_profile import (
     BatchProfile,
     Departures,
@@ -54,13 +52,12 @@ class Counting:
 class Serving:
     """A loop over counts and clocks that the test moves."""
 
-    def __init__(self, file: ProfileFile | None = None, jobs: Any = None) -> None:
+    def __init__(self, file: ProfileFile | None = None) -> None:
         self.counting, self.now_s = Counting(), 1000.0
         model = fake_model(FakeBackend(), (0.9, 0.9), profile_file=file)
         self.loop = ProfileLoop(
             cast(Executor, self.counting),
             {"m": model},
-            jobs=cast(JobRunner, jobs),
             window_s=120.0,
             wall=lambda: EPOCH_S,
             clock=lambda: self.now_s,
@@ -84,12 +81,6 @@ class Serving:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileFile:
     monkeypatch.setattr("platform.node", lambda: "one")
     return ProfileFile.of(tmp_path / "small.ee", "digits")
-
-
-@pytest.fixture(autouse=True)
-def _without_arima(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.engine.planning.forecasting.default_forecaster", LastValue)
-    monkeypatch.setattr(profile_loop, "arima_installed", lambda: False)
 
 
 def begun(file: ProfileFile | None = None) -> Serving:
@@ -269,31 +260,29 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     assert "cannot be written" in record.getMessage()
 
 
-class Jobs:
-    """In place of the process that computes: does it when the test says."""
+def test_windows_end_by_themselves() -> None:
+    serving = Counting()
+    serving.left += (5, 3, 2)
+    model = fake_model(FakeBackend(), (0.9, 0.9))
+    loop = ProfileLoop(cast(Executor, serving), {"m": model}, window_s=0.01)
+    loop.start()
+    ended = threading.Event()
+    while not ended.wait(0.001):
+        status = loop.status("m")
+        assert status is not None
+        if status.windows:
+            ended.set()
+    loop.stop()
+    assert status.going_on == (0.5, 0.2)
+    assert not loop._thread.is_alive()
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[Job, Future[Any]]] = []
 
-    def submit(self, job: Job) -> Future[Any]:
-        self.asked.append((job, Future()))
-        return self.asked[-1][1]
-
-
-def test_where_arima_is_installed_another_process_forecasts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(profile_loop, "arima_installed", lambda: True)
-    jobs = Jobs()
-    serving = Serving(jobs=jobs)
-    serving.window(2, 1, 1)
-    (job, future), *_ = jobs.asked
-    future.set_result(job.run())
-    assert serving.window(2, 1, 1).forecast is not None
-    assert serving.window(2, 1, 1).forecast is None  # it was not ready in time
-    jobs.asked[-1][1].set_exception(JobError("took too long"))
-    assert serving.window(2, 1, 1).forecast is None
-    assert "m: forecasting the batch profile failed: took too long" in caplog.text
+def test_a_model_without_exits_to_run_has_no_windows() -> None:
+    model = replace(fake_model(FakeBackend()), exits=0)
+    loop = ProfileLoop(cast(Executor, Counting()), {"m": model})
+    loop.start()
+    assert loop.status("m") is None
+    loop.stop()
 
 
 def test_an_engine_records_and_tells(tmp_path: Path) -> None:

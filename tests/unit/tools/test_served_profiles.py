@@ -1,0 +1,34 @@
+"""What is served in simulation is counted into windows as a server counts it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from benchmarks.served_profiles import departures_of, profile_of
+from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
+
+from offramp.bundle import NEVER
+from offramp.certify import MODEL_END
+from offramp.engine.plan import Mode
+from offramp.engine.planning.batch_profile import ProfileWindow
+from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, replay
+
+
+@pytest.mark.parametrize(("mode", "decided"), [(Mode.RELEASE, (4, 4)), (Mode.LEAVE, (4, 0))])
+def test_windows_are_of_the_exits_in_use(mode: Mode, decided: tuple[int, ...]) -> None:
+    """Where answers are observed, exits in shadow mode run; else they are off."""
+    controller = Scripted(policy_of(1, {0: 0.95, 1: NEVER}))
+    contender = Contender(label="x", description="", controller=controller, mode=mode)
+    pace = ReplaySettings(chunk=4, delay_chunks=0, tuning_delay=0)
+    trace = replay(in_order(("all", repeated(FOUR, 2))), contender, COSTS, pace)
+    profile = profile_of(trace, contender, np.array([4, 4]), 120.0, exits=2)
+    assert profile.windows == tuple(
+        ProfileWindow(start_s=start_s, decided=decided, went_on=decided) for start_s in (0.0, 120.0)
+    )
+
+
+def test_rows_that_no_exit_in_use_answered_are_a_mistake() -> None:
+    answered_at = np.array([0, MODEL_END, 0])
+    assert departures_of(answered_at, (0,)).left == (2, 1)
+    with pytest.raises(ValueError, match=r"answered by exits that are not among \(1,\)"):
+        departures_of(answered_at, (1,))
