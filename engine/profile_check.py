@@ -112,6 +112,8 @@ def measure(
     Gives what was seen, and in what ways the machine was disturbed meanwhile. ``cpu_clock`` is the
     backend's, if it has one: where workers run the stages, theirs counts.
     """
+    if cpu_clock is None:
+        cpu_clock = getattr(backend, "cpu_clock", time.process_time)
     source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
     staged = Pipeline(backend, plan)
     slot = backend.open_slot()
@@ -130,7 +132,7 @@ def measure(
             _EFFORT,
             lambda so_far: max(e.half_width for r in so_far for e in r.ratios()),
             clock=clock,
-            cpu_clock=cpu_clock or getattr(backend, "cpu_clock", time.process_time),
+            cpu_clock=cpu_clock,
         )
     finally:
         slot.close()
