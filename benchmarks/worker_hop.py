@@ -11,6 +11,7 @@ difference and the quartiles. What else the machine does is in it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -129,7 +130,10 @@ def main() -> None:
             "goal_us": GOAL_US,
             "kib": results,
             "environment": describe_environment(
-                rows=options.rows, rounds=options.rounds, runs=options.runs
+                rows=options.rows,
+                rounds=options.rounds,
+                runs=options.runs,
+                load_average=os.getloadavg(),
             ),
         },
     )

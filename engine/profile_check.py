@@ -77,8 +77,7 @@ def profile_here(
     if keep and (known := read_kept(path, here)) is not None:
         return known
     plan = make_plan(bundle, bundle.policy, Mode.LEAVE)
-    cpu_clock = getattr(backend, "cpu_clock", time.process_time)
-    seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size, cpu_clock=cpu_clock)
+    seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size)
     begins = bundle.manifest.source_begins
     profile = replace(scaled(compiled, plan, seen, source_begins=begins), disturbed=disturbed)
     if keep and not disturbed:  # what a busy machine showed must not be believed for good
@@ -106,12 +105,15 @@ def measure(
     max_batch_size: int,
     *,
     clock: Callable[[], float] = time.perf_counter,
-    cpu_clock: Callable[[], float] = time.process_time,
+    cpu_clock: Callable[[], float] | None = None,
 ) -> tuple[list[SeenTimes], tuple[str, ...]]:
     """Run the source model and the stages of a plan in turns, at a few batch sizes.
 
-    Gives what was seen, and in what ways the machine was disturbed meanwhile.
+    Gives what was seen, and in what ways the machine was disturbed meanwhile. ``cpu_clock`` is the
+    backend's, if it has one: where workers run the stages, theirs counts.
     """
+    if cpu_clock is None:
+        cpu_clock = getattr(backend, "cpu_clock", time.process_time)
     source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
     staged = Pipeline(backend, plan)
     slot = backend.open_slot()
