@@ -1,0 +1,140 @@
+"""Ten thousand requests while a random worker is killed every second: is any answer lost or wrong?
+
+    python -m benchmarks.worker_kills BUNDLE --data TEST.npz [--workers 2] [--requests 10000]
+        [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--json FILE]
+
+One engine runs the bundle's stages in this process, another in worker processes, of which one at a
+time gets SIGKILL. Requests are of one sample each, so many under way at once; what the second says
+is compared with the first, bit by bit. With batches of more than one sample sums are rounded in
+another order, by who happens to share one: then exits and answers are compared up to 1e-5 of the
+largest value. MEASURED; times are of the busy engine, kills included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from benchmarks.common import make_parser
+from benchmarks.replay import single_samples
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle
+from offramp.calibration.dataset import read_dataset
+from offramp.engine.core import Engine, backend_for
+from offramp.engine.errors import EngineError
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.results import EngineResult
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+
+MODEL: Final = "model"
+TOLERANCE: Final = 1e-5
+
+
+def main() -> None:
+    """Serve in both ways, kill, compare, print; exit status 1 if an answer is missing or wrong."""
+    parser = make_parser(__doc__, bundle=True, data=True)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--under-way", type=int, default=32, metavar="N", help="at the same time")
+    parser.add_argument("--every-s", type=float, default=1.0, help="seconds from kill to kill")
+    parser.add_argument("--max-batch-size", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    check_outputs(options.json)
+    found = asyncio.run(measured(options))
+    for name, value in found.items():
+        print(f"{name}: {value:,.5g}" if isinstance(value, float) else f"{name}: {value}")
+    environment = describe_environment(seed=options.seed, threads=1)
+    write_json(options.json, {**found, "environment": environment})
+    if found["failed"] or found["different"] or found["counted"] != options.requests:
+        raise SystemExit("NOT EVERY REQUEST HAS ITS ANSWER, ONCE AND RIGHT")
+
+
+async def measured(options: Namespace) -> dict[str, Any]:
+    """Give what became of the requests."""
+    bundle = Bundle.open(options.bundle)
+    dataset = read_dataset(options.data, bundle.manifest.inputs, answer=bundle.manifest.answer)
+    samples = single_samples(dataset, options.requests)
+    each = ModelOptions(max_batch_size=options.max_batch_size)
+    plain = EngineOptions(threads=1, keep_state=False, defaults=each)
+    async with await Engine.open({MODEL: options.bundle}, plain) as engine:
+        wanted = await _ask(engine, samples, len(samples), options.under_way)
+    remote = EngineOptions(threads=1, workers=options.workers, keep_state=False, defaults=each)
+    backend = backend_for({MODEL: options.bundle}, remote)
+    assert isinstance(backend, RemoteBackend)
+    async with await Engine.open({MODEL: options.bundle}, remote, backend=backend) as engine:
+        killed: list[int] = []
+        killing = asyncio.create_task(_kill(backend, options.every_s, options.seed, killed))
+        begun_s = time.monotonic()
+        given = await _ask(engine, samples, options.requests, options.under_way)
+        seconds = time.monotonic() - begun_s
+        killing.cancel()
+        (statistics,) = engine.statistics().values()
+    backend.close()
+    exact = options.max_batch_size == 1
+    pairs = [(wanted[n % len(samples)], result) for n, result in enumerate(given)]
+    return {
+        "requests": options.requests,
+        "workers": options.workers,
+        "killed": len(killed),
+        "restarts": statistics.worker_restarts,
+        "resumed_samples": statistics.resumed,
+        "retried_samples": statistics.retried,
+        "failed": sum(result is None for result in given),
+        "different": sum(not _same(a, b, exact=exact) for a, b in pairs if b is not None),
+        "counted": sum(stage.answered for stage in statistics.stages),
+        "seconds": seconds,
+    }
+
+
+async def _ask(
+    engine: Engine, samples: Sequence[Mapping[str, NDArray[Any]]], count: int, under_way: int
+) -> list[EngineResult | None]:
+    """Ask for so many samples, in turn, some at a time; ``None`` is one that failed."""
+    free = asyncio.Semaphore(under_way)
+
+    async def ask(number: int) -> EngineResult | None:
+        async with free:
+            try:
+                return await engine.infer(MODEL, samples[number % len(samples)])
+            except EngineError as error:
+                print(f"request {number}: {error}")
+                return None
+
+    return await asyncio.gather(*map(ask, range(count)))
+
+
+async def _kill(backend: RemoteBackend, every_s: float, seed: int, killed: list[int]) -> None:
+    """Kill a worker now and then; adds the numbers of their processes to ``killed``."""
+    chosen = random.Random(seed)
+    while True:
+        await asyncio.sleep(every_s)
+        if pids := backend.pids:
+            killed.append(chosen.choice(pids))
+            os.kill(killed[-1], signal.SIGKILL)
+
+
+def _same(one: EngineResult | None, other: EngineResult, *, exact: bool) -> bool:
+    """Whether two results are alike: bit by bit, or up to the order of sums."""
+    assert one is not None, "without workers nothing fails"
+    if not np.array_equal(one.exits, other.exits):
+        return False
+    for name, array in one.outputs.items():
+        found = other.outputs[name]
+        allowed = 0.0 if exact else TOLERANCE * float(np.abs(array).max(initial=1.0))
+        if found.shape != array.shape or np.abs(found - array).max(initial=0.0) > allowed:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
