@@ -26,6 +26,7 @@ from offramp.engine.errors import (
     OptionsError,
     OutOfServiceError,
     QueueFullError,
+    WorkerLostError,
 )
 
 STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyType(
@@ -38,6 +39,7 @@ STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyT
         DrainingError: grpc.StatusCode.UNAVAILABLE,
         CapacityError: grpc.StatusCode.UNAVAILABLE,
         OutOfServiceError: grpc.StatusCode.UNAVAILABLE,
+        WorkerLostError: grpc.StatusCode.INTERNAL,  # five in a row: who sends it again kills more
         BackendError: grpc.StatusCode.INTERNAL,
         OptionsError: grpc.StatusCode.INTERNAL,
         EngineError: grpc.StatusCode.INTERNAL,
@@ -75,6 +77,7 @@ REASONS: Final[Mapping[type[EngineError], str]] = MappingProxyType(
         DrainingError: "draining",
         OutOfServiceError: "out_of_service",
         CapacityError: "capacity",
+        WorkerLostError: "worker_lost",
         BackendError: "backend",
         EngineError: "internal",
     }
@@ -88,6 +91,7 @@ _WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
     InvalidRequestError: "RequestError",
     ModelNotServedError: "UnknownModelError",
     BadInputError: "InvalidInputError",
+    WorkerLostError: "BackendError",
 }
 """Names in the metadata of the classes that are called otherwise there, as the client's are."""
 

@@ -136,6 +136,7 @@ VALUES = {
     "max_queue_delay_ms": ("2", 2.0), "max_queue_samples": ("7", 7), "slo_ms": ("1.5", 1.5),
     "forced_exits": ("false", False), "weight": ("3", 3.0), "mode": ('"off"', Mode.OFF),
     "backend": ('"onnxruntime"', "onnxruntime"), "streams": ("2", 2), "threads": ("3", 3),
+    "workers": ("2", 2),
     "parallel_below": ("5", 5), "max_violations": ("0.25", 0.25),
     "engine_build_minutes": ("6", 6.0), "profile_window_s": ("30", 30.0),
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
