@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from offramp.bundle.graph_weights import ITEM_BYTES
-from offramp.bundle.onnx_wire import Place
 from offramp.compiler.graph import refill
-from offramp.compiler.weights import LEAST_BYTES, WeightFile
+from offramp.compiler.weights import LEAST_BYTES, WeightFile, named_place
 
 _INPUTS: Final = 1
 """The dimension of input channels."""
@@ -139,10 +138,9 @@ def _group_of(tensor: onnx.TensorProto) -> _Group:
 
 def _values(tensor: onnx.TensorProto, kept: WeightFile | None) -> NDArray[Any]:
     """Read a weight, from the graph or the file that it names."""
-    told = {entry.key: entry.value for entry in tensor.external_data}
-    if not told:
+    if not tensor.external_data:
         return numpy_helper.to_array(tensor)
     assert kept is not None, "no file of weights is named without one"
-    content = b"".join(kept.read(Place(int(told["offset"]), int(told["length"]))))
+    content = b"".join(kept.read(named_place(tensor)))
     dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     return np.frombuffer(content, dtype).reshape(tensor.dims)

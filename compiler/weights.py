@@ -320,9 +320,15 @@ def _copy_field(descriptor: FieldDescriptor, value: Any, target: Message) -> Non
         setattr(target, descriptor.name, value)
 
 
+def named_place(tensor: onnx.TensorProto) -> Place:
+    """Give where a tensor's bytes are, which names a file for them."""
+    told = {entry.key: entry.value for entry in tensor.external_data}
+    return Place(offset=int(told["offset"]), length=int(told["length"]))
+
+
 def _taken_from(tensor: onnx.TensorProto) -> Place:
     """Give where a tensor's bytes are, and take the name of the place from it."""
-    told = {entry.key: entry.value for entry in tensor.external_data}
+    place = named_place(tensor)
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")
-    return Place(offset=int(told["offset"]), length=int(told["length"]))
+    return place

@@ -22,7 +22,7 @@ is told ``--task pose`` and ``--task regression``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,52 +148,47 @@ def value_loss(values: Tensor, measures: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def _answers(model: nn.Module, samples: Samples) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Give what a model answers, and the labels, batch after batch."""
+    for start in range(0, len(samples), 100):
+        batch = samples[start : start + 100]
+        yield model(*batch.tensors()).numpy(), batch.labels
+
+
 def right_places(model: nn.Module, samples: Samples) -> float:
     """Share of pixels or words classified as labelled, of those with a label."""
     right = places = 0
-    for start in range(0, len(samples), 100):
-        batch = samples[start : start + 100]
-        answer = model(*batch.tensors())
-        found = answer.argmax(2 if answer.ndim == 3 else 1).numpy()
-        right += int((found == batch.labels).sum())
-        places += int((batch.labels != NO_CLASS).sum())
+    for answer, labels in _answers(model, samples):
+        right += int((answer.argmax(2 if answer.ndim == 3 else 1) == labels).sum())
+        places += int((labels != NO_CLASS).sum())
     return right / places
 
 
-@torch.no_grad()
 def right_points(model: nn.Module, samples: Samples) -> float:
     """Share of key points whose map is highest within :data:`NEAR` of where they are."""
     right = 0
-    for start in range(0, len(samples), 100):
-        batch = samples[start : start + 100]
-        maps = model(*batch.tensors())
+    for maps, labels in _answers(model, samples):
         side = maps.shape[-1]
-        rows, columns = np.divmod(maps.flatten(2).argmax(2).numpy(), side)
-        true = (batch.labels + 0.5) * (side / CANVAS) - 0.5
+        rows, columns = np.divmod(maps.reshape(*maps.shape[:2], -1).argmax(2), side)
+        true = (labels + 0.5) * (side / CANVAS) - 0.5
         apart = np.hypot(rows - true[..., 0], columns - true[..., 1])
         right += int((apart <= NEAR * side).sum())
     return right / samples.labels[..., 0].size
 
 
-@torch.no_grad()
 def right_label_sets(model: nn.Module, samples: Samples) -> float:
     """Share of samples of which every label is right."""
     right = 0
-    for start in range(0, len(samples), 100):
-        batch = samples[start : start + 100]
-        found = model(*batch.tensors()).numpy() >= 0.5
-        right += int((found == batch.labels).all(axis=1).sum())
+    for answer, labels in _answers(model, samples):
+        right += int(((answer >= 0.5) == labels).all(axis=1).sum())
     return right / len(samples)
 
 
-@torch.no_grad()
 def right_values(model: nn.Module, samples: Samples) -> float:
     """Share of values within :data:`CLOSE` of what they are."""
     right = 0
-    for start in range(0, len(samples), 100):
-        batch = samples[start : start + 100]
-        found = model(*batch.tensors()).numpy()
-        right += int((np.abs(found - batch.labels) <= CLOSE).sum())
+    for answer, labels in _answers(model, samples):
+        right += int((np.abs(answer - labels) <= CLOSE).sum())
     return right / samples.labels.size
 
 
