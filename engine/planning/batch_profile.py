@@ -222,11 +222,6 @@ def dump_batch_profile(profile: BatchProfile, bundle: str = "") -> str:
     return json.dumps(document) + "\n"
 
 
-def parse_batch_profile(text: str, where: str = "batch profile") -> BatchProfile:
-    """Read a batch profile from JSON; BatchProfileError says what is wrong with it."""
-    return parse_recorded(text, where).profile
-
-
 def parse_recorded(text: str, where: str = "batch profile") -> RecordedProfile:
     """Read a batch profile from JSON, and what it is of; BatchProfileError says what is wrong."""
     remedy = "remove it, and it is recorded anew"

@@ -13,7 +13,7 @@ from offramp.engine.planning.batch_profile import (
     BatchProfileError,
     ProfileWindow,
     dump_batch_profile,
-    parse_batch_profile,
+    parse_recorded,
 )
 from offramp.engine.planning.cluster import ModelFacts
 from offramp.engine.planning.cluster_file import make_cluster, parse_cluster
@@ -119,7 +119,7 @@ class PlanningJson:
                 raise WrongError(f"a period of {plan.period_s}")
             return "plan"
         try:
-            profile = parse_batch_profile(text)
+            profile = parse_recorded(text).profile
         except BatchProfileError as error:
             return f"{refused}, {one_line(error)}"
         shares = forecast_going_on(profile, LastValue())

@@ -14,7 +14,7 @@ from offramp.engine.planning.batch_profile import (
     Departures,
     ProfileWindow,
     dump_batch_profile,
-    parse_batch_profile,
+    parse_recorded,
 )
 
 
@@ -59,7 +59,7 @@ def test_the_last_windows_are_kept_and_go_on_from_json() -> None:
         recorder.add(float(second), [departures(10 - second, second, exits=(0,))])
     past = recorder.profile()
     assert [w.went_on for w in past.windows] == [(2,), (3,)]
-    again = parse_batch_profile(dump_batch_profile(past))
+    again = parse_recorded(dump_batch_profile(past)).profile
     assert again == past
     resumed = BatchProfileRecorder(1, window_s=1.0, kept=3, past=again)
     resumed.add(0.0, [departures(0, 5, exits=(0,))])  # another run, another clock
@@ -104,5 +104,5 @@ def test_a_profile_says_what_it_has(starts: tuple[float, ...], text: str) -> Non
 )
 def test_what_is_no_batch_profile_is_refused_in_a_line(text: str, message: str) -> None:
     with pytest.raises(BatchProfileError, match=message) as caught:
-        parse_batch_profile(text)
+        parse_recorded(text)
     assert "\n" not in str(caught.value)
