@@ -199,7 +199,10 @@ def test_segments_in_a_chain_are_the_source(compiled) -> None:
 
 def test_stages_read_what_their_graphs_declare(compiled) -> None:
     bundle, _ = compiled
-    for plan in (make_plan(bundle), make_chained_plan(bundle), with_all_exits(bundle, 0.9)):
+    everywhere = make_plan(bundle, borders=range(len(bundle.manifest.segments)))
+    assert len(everywhere.stages) == len(bundle.manifest.segments)
+    plans = (make_plan(bundle), everywhere, make_chained_plan(bundle), with_all_exits(bundle, 0.9))
+    for plan in plans:
         for stage in plan.stages:
             session = make_session(stage.load(), 1)
             assert {i.name for i in session.get_inputs()} == set(stage.inputs)
