@@ -19,7 +19,14 @@ from offramp.engine.deployment import Deployment
 from offramp.engine.errors import BackendError, DrainingError, EngineError
 from offramp.engine.pipeline import Pipeline, StageStep
 from offramp.engine.request_table import CompletionQueue, Request, RequestTable
-from offramp.engine.scheduling import DropCause, Dropped, ModelScheduler, Policy, Run, Transition
+from offramp.engine.scheduling import (
+    DropCause,
+    Dropped,
+    ModelScheduler,
+    PlanPolicy,
+    Run,
+    Transition,
+)
 from offramp.engine.served_model import ServedModel
 from offramp.engine.statistics import (
     Counters,
@@ -76,9 +83,9 @@ class ModelRuntime:
         """What batches start under from now on."""
         self._put_in_force(model.deployment)
 
-    def hot_swap(self, deployment: Deployment, policy: Policy) -> None:
+    def hot_swap(self, deployment: Deployment, chosen: PlanPolicy) -> None:
         """Put a deployment in force for batches that start from now on."""
-        self.scheduler.hot_swap(deployment.number, policy, deployment.points.latencies)
+        self.scheduler.hot_swap(deployment.number, *chosen)
         self._put_in_force(deployment)
         for plan in self._deployments.keys() - self.scheduler.plans:
             del self._deployments[plan], self._departures[plan]

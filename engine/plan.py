@@ -34,7 +34,6 @@ from offramp.bundle.criteria import PROBABILITY, Criterion
 from offramp.bundle.parts import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
-from offramp.engine.assembly import assemble
 from offramp.engine.external_weights import WeightForm
 from offramp.engine.stage_assembly import ReadPart, assemble_stage
 
@@ -263,22 +262,6 @@ def chain_stages(structure: ModelStructure, read: ReadPart) -> tuple[StageSpec, 
     inner = structure.segments[last_beginning(structure.segments) : -1]
     ends = [(segment.index, None, NEVER) for segment in inner]
     return tuple(_stages(structure, read, [*ends, (last.index, MODEL_END, 0.0)]))
-
-
-def answering_graphs(structure: ModelStructure, read: ReadPart) -> tuple[bytes, ...]:
-    """Join all segments and exits, used or not: what answers a sample at every exit and the end.
-
-    It is one graph, in a cascade two: that of all exits, and the source model, which may be of
-    another opset.
-    """
-    outputs = [name for e in structure.exits for name in (e.output, e.confidence)]
-    exits = [e.file for e in structure.exits]
-    segments = [s.file for s in structure.segments]
-    answer = structure.answer.output
-    if begins := last_beginning(structure.segments):
-        front = assemble([read(file) for file in (*segments[:begins], *exits)], outputs)
-        return front, assemble([read(file) for file in segments[begins:]], [answer])
-    return (assemble([read(file) for file in (*segments, *exits)], [*outputs, answer]),)
 
 
 def source_stage(bundle: Bundle) -> StageSpec:

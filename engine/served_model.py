@@ -33,6 +33,7 @@ from offramp.engine.scheduling import (
     ModelScheduler,
     OperatingPoints,
     ParallelLimit,
+    Placement,
     make_scheduler,
     may_buffer,
 )
@@ -143,6 +144,8 @@ class ServedModel:
                 streams=options.streams,
                 parallel=parallel,
                 plan=deployment.number,
+                placement=deployment.placement,
+                batch_size=deployment.batch_size,
             )
         except ValueError as error:
             raise OptionsError(f"{name}: {error}") from error
@@ -254,17 +257,23 @@ def scheduler_of(
     streams: int,
     parallel: ParallelLimit | None = None,
     plan: int = 0,
+    placement: Placement | None = None,
+    batch_size: int | None = None,
 ) -> ModelScheduler:
-    """Make the scheduler of a model; ValueError if the policy does not fit the operating points."""
+    """Make the scheduler of a model; ValueError if the policy does not fit the operating points.
+
+    ``batch_size`` is the most rows that a batch is formed of, if fewer than the options say.
+    """
     return make_scheduler(
         options.scheduling,
         points,
-        max_batch_size=options.max_batch_size,
+        max_batch_size=batch_size or options.max_batch_size,
         max_delay_s=options.max_queue_delay_ms / 1e3,
         max_queue=options.max_queue_samples,
         streams=streams,
         parallel=parallel,
         plan=plan,
+        placement=placement,
     )
 
 

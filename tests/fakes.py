@@ -97,6 +97,7 @@ class FakeDeployments(DeploymentMaker):
                 policy=policy,
                 pipeline=Pipeline(self.backend, plan),
                 points=fake_points(plan, self.settings, self.stage_s),
+                batch_size=self.settings.max_batch_size,
             )
         )
         return self.made[-1]
@@ -215,6 +216,7 @@ def fake_model(
             policy=ExitPolicy(version=7, active=()),
             pipeline=Pipeline(backend, plan),
             points=fake_points(plan, settings, stage_s),
+            batch_size=settings.max_batch_size,
         )
     else:
         deployments = FakeDeployments(backend, len(thresholds), settings, stage_s)

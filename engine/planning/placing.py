@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from offramp.certify.decision import MODEL_END
 from offramp.engine.planning.cluster import Cluster, DeviceTimes, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError
 from offramp.engine.planning.transition import Segments
 from offramp.engine.scheduling.placement import DeviceKind, Placement, StreamPlacement
 
 StageSpan = tuple[int, int, int | None]
-"""First and last segment of a stage, and the exit that it ends with: ``StageSpec.unit``."""
+"""First and last segment of a stage, and the exit that it ends with: ``None`` or below 0 is none."""
 
 
 class StreamRole(NamedTuple):
@@ -139,7 +138,7 @@ def stage_times(
     table = []
     for first, last, exit_ in spans:
         row = times.segments_s[first : last + 1, sizes].sum(0) + overhead_s
-        if exit_ is not None and exit_ != MODEL_END:
+        if exit_ is not None and exit_ >= 0:
             row = row + times.exits_s[exit_, sizes]
         table.append((0.0, *row.tolist()))
     return tuple(table)
