@@ -87,6 +87,11 @@ class WorkerProcess:
             raise BackendError(answer.reason)
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"worker {self.pid}"
+
+    @property
     def pid(self) -> int:
         """The process's number."""
         return self._process.pid
@@ -136,7 +141,7 @@ class WorkerProcess:
         self.lost = True
         with contextlib.suppress(OSError):
             self._process.kill()
-        error = WorkerLostError(f"worker {self.pid} was lost: {reason or self._fate()}")
+        error = WorkerLostError(f"{self.name} was lost: {reason or self._fate()}")
         self._wait()
         return error
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import StageSpec
-from offramp.engine.remote.process import WorkerProcess
+from offramp.engine.remote.launching import WorkerHandle
 from offramp.engine.remote.transport import (
     ConnectionLostError,
     Frame,
@@ -111,9 +111,9 @@ class RemoteSlot:
 
     def __init__(
         self,
-        worker: WorkerProcess,
+        worker: WorkerHandle,
         *,
-        load: Callable[[WorkerProcess, RemoteStage], None],
+        load: Callable[[WorkerHandle, RemoteStage], None],
         least_s: float = LEAST_LIMIT_S,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -150,7 +150,7 @@ class RemoteSlot:
         assert isinstance(batch, RemoteBatch)
         worker = self._worker
         if worker.lost:
-            raise WorkerLostError(f"worker {worker.pid} was lost before")
+            raise WorkerLostError(f"{worker.name} was lost before")
         if stage.number not in worker.stages:
             self._load(worker, stage)
         room = int(stage.row_bytes * batch.rows) + ALIGNMENT if stage.row_bytes else 0
