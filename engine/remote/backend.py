@@ -149,9 +149,6 @@ class RemoteBackend:
                 least_s=self._least_s,
                 closed=lambda: self._leave(seat),
             )
-        except OSError as error:
-            self._leave(seat)
-            raise BackendError(f"no memory can be shared with a worker: {error}") from error
         except BaseException:
             self._leave(seat)
             raise

@@ -7,7 +7,7 @@ from typing import Protocol
 from offramp.engine.criteria import criterion_modules
 from offramp.engine.errors import WorkerLostError
 from offramp.engine.remote.process import WorkerCommand, WorkerProcess
-from offramp.engine.remote.transport import Connection, SharedMemory
+from offramp.engine.remote.tensors import SlotLink
 from offramp.engine.remote.wire import Hello, Message
 
 
@@ -37,11 +37,8 @@ class WorkerHandle(Protocol):
     def order(self, message: Message, body: bytes = b"") -> None:
         """Have an order carried out; BackendError if it cannot be, WorkerLostError."""
 
-    def open_slot(self, memory: SharedMemory) -> tuple[int, Connection]:
-        """Open a slot: its number, and the connection that runs are ordered on."""
-
-    def give_memory(self, slot: int, memory: SharedMemory) -> None:
-        """Let a slot have other memory; errors as of :meth:`order`."""
+    def open_slot(self) -> SlotLink:
+        """Open a slot; errors as of :meth:`order`."""
 
     def lose(self, reason: str) -> WorkerLostError:
         """Give it up as it does not answer: end it, and give the error that says so.
