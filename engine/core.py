@@ -25,7 +25,8 @@ from offramp.engine.executor import Executor
 from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
 from offramp.engine.planning.batch_profile import WINDOW_S
 from offramp.engine.profile_loop import ProfileLoop
-from offramp.engine.remote.backend import RemoteBackend, worker_command
+from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.launching import LocalLauncher, worker_command
 from offramp.engine.request_table import Request
 from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
@@ -386,7 +387,6 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
         raise BackendError(f"backend {backend.name} was chosen, and {WORKERS_ON_CPU}")
     return RemoteBackend(
         backend,
-        workers=options.workers,
+        launchers=[LocalLauncher(worker_command())] * options.workers,
         threads=options.threads_per_stream(),
-        command=worker_command(),
     )

@@ -1,7 +1,7 @@
 """A backend whose slots are worker processes: engine and control see no difference.
 
 Each of the workers holds all stages; a stream's slot is one of them. One that is lost is replaced
-when its stream opens a slot again, which is where pauses between starts come from
+by its launcher when its stream opens a slot again, which is where pauses between starts come from
 (:mod:`offramp.engine.streams`).
 """
 
@@ -21,10 +21,9 @@ from typing import Final
 from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import Backend
-from offramp.engine.criteria import criterion_modules
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import StageSpec
-from offramp.engine.remote.process import WorkerCommand, WorkerProcess
+from offramp.engine.remote.launching import WorkerHandle, WorkerLauncher
 from offramp.engine.remote.slot import LEAST_LIMIT_S, RemoteSlot, RemoteStage
 from offramp.engine.remote.stages import describe_stage
 from offramp.engine.remote.wire import Hello, Prepare, Release
@@ -36,7 +35,7 @@ BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino
 
 
 class RemoteBackend:
-    """Prepares stages in ``workers`` processes: a backend.
+    """Prepares stages in workers, one of each of ``launchers``: a backend.
 
     ``local`` is a backend of the kind that the workers have, in this process; it says what there is
     to say of it, and runs nothing. ``least_s`` is the least time after which a stage hangs.
@@ -48,9 +47,8 @@ class RemoteBackend:
         self,
         local: Backend,
         *,
-        workers: int,
+        launchers: Sequence[WorkerLauncher],
         threads: int = 1,
-        command: WorkerCommand | None = None,
         least_s: float = LEAST_LIMIT_S,
     ) -> None:
         self._local = local
@@ -59,13 +57,12 @@ class RemoteBackend:
             backend=BACKEND_OF.get(local.name, local.name),
             threads=threads,
         )
-        self._command = command or WorkerCommand()
         self._least_s = least_s
         self._numbers = itertools.count(1)
         self._stages: weakref.WeakValueDictionary[int, RemoteStage] = weakref.WeakValueDictionary()
         self._released: deque[int] = deque()
         """Stages that nobody has any more, and workers still do."""
-        self._seats = [_Seat() for _ in range(workers)]
+        self._seats = [_Seat(launcher) for launcher in launchers]
         self._lock = threading.Lock()
         """Of the seats' counts."""
         self.restarts = 0
@@ -87,13 +84,18 @@ class RemoteBackend:
         return len(self._seats)
 
     @property
+    def device_types(self) -> tuple[str, ...]:
+        """The type of device of each, in the order of the launchers."""
+        return tuple(seat.launcher.device_type for seat in self._seats)
+
+    @property
     def in_service(self) -> int:
         """How many of them are there."""
         return sum(seat.worker is not None and seat.worker.alive for seat in self._seats)
 
     @property
     def pids(self) -> list[int]:
-        """The process numbers of those."""
+        """The process numbers of those, each on its host."""
         found = [seat.worker for seat in self._seats]
         return [worker.pid for worker in found if worker is not None and worker.alive]
 
@@ -147,9 +149,6 @@ class RemoteBackend:
                 least_s=self._least_s,
                 closed=lambda: self._leave(seat),
             )
-        except OSError as error:
-            self._leave(seat)
-            raise BackendError(f"no memory can be shared with a worker: {error}") from error
         except BaseException:
             self._leave(seat)
             raise
@@ -165,7 +164,7 @@ class RemoteBackend:
         with self._lock:
             seat.open_slots -= 1
 
-    def _worker_of(self, seat: _Seat) -> WorkerProcess:
+    def _worker_of(self, seat: _Seat) -> WorkerHandle:
         """Give the worker of a seat; starts one, with all stages, where there is none."""
         with seat.lock:
             if seat.worker is not None and seat.worker.alive:
@@ -173,7 +172,7 @@ class RemoteBackend:
             if seat.worker is not None:
                 seat.worker.end()
                 self.restarts += 1
-            worker = WorkerProcess(self._hello, self._command)
+            worker = seat.launcher.start(self._hello)
             try:
                 for stage in sorted(self._stages.values(), key=lambda stage: stage.number):
                     self._load(worker, stage)
@@ -181,7 +180,7 @@ class RemoteBackend:
                 worker.end()
                 raise
             seat.worker = worker
-            _log.info("worker %d is ready", worker.pid)
+            _log.info("%s is ready: %s", worker.name, seat.launcher.describe())
             return worker
 
     def _try_load(self, number: int, stage: RemoteStage) -> BackendError | None:
@@ -191,7 +190,7 @@ class RemoteBackend:
             return error
         return None
 
-    def _load(self, worker: WorkerProcess, stage: RemoteStage) -> None:
+    def _load(self, worker: WorkerHandle, stage: RemoteStage) -> None:
         """Have a worker load a stage that it does not have, and forget what nobody has."""
         while self._released:
             gone = self._released.popleft()
@@ -205,20 +204,12 @@ class RemoteBackend:
             worker.stages.add(stage.number)
 
 
-def worker_command() -> WorkerCommand:
-    """Give the command of a worker with this process's libraries of operators and criteria."""
-    from offramp.engine.backends.custom_ops import libraries  # noqa: PLC0415 - heavy
-
-    words = [("--custom-ops", str(library.path.absolute())) for library in libraries()]
-    words += [("--criterion-module", text) for text in criterion_modules()]
-    return WorkerCommand(arguments=tuple(word for pair in words for word in pair))
-
-
 class _Seat:
-    """The place of a worker, whichever process has it."""
+    """The place of a worker, whichever has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: WorkerLauncher) -> None:
+        self.launcher = launcher
         self.lock = threading.Lock()
         """Held while one is started."""
-        self.worker: WorkerProcess | None = None
+        self.worker: WorkerHandle | None = None
         self.open_slots = 0
