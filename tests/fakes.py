@@ -23,6 +23,7 @@ from offramp.engine.scheduling import (
     OperatingPoint,
     OperatingPoints,
     ParallelLimit,
+    Placement,
     make_scheduler,
 )
 from offramp.engine.served_model import ModelControl, ServedModel
@@ -197,6 +198,7 @@ def fake_model(
     max_delay_s: float = 0.0,
     stage_s: float = 1e-3,
     parallel: ParallelLimit | None = None,
+    placement: Placement | None = None,
     controller: ScriptedController | None = None,
     state_path: Path | None = None,
     guard: InputGuard | None = None,
@@ -217,6 +219,7 @@ def fake_model(
             pipeline=Pipeline(backend, plan),
             points=fake_points(plan, settings, stage_s),
             batch_size=settings.max_batch_size,
+            placement=placement,
         )
     else:
         deployments = FakeDeployments(backend, len(thresholds), settings, stage_s)
@@ -247,6 +250,7 @@ def fake_model(
             streams=streams,
             parallel=parallel,
             plan=deployment.number,
+            placement=placement,
         ),
         good_inputs={SCRIPT: np.zeros((1, stages, classes), np.float32)},
         control=control,

@@ -17,7 +17,7 @@ from offramp.engine.planning.transition import Segments
 from offramp.engine.scheduling.placement import DeviceKind, Placement, StreamPlacement
 
 StageSpan = tuple[int, int, int | None]
-"""First and last segment of a stage, and the exit that it ends with: ``None`` or below 0 is none."""
+"""First and last segment of a stage, and the exit that it ends with: none where below 0, either."""
 
 
 class StreamRole(NamedTuple):
@@ -36,6 +36,27 @@ def roles_of(plan: ClusterPlan) -> tuple[StreamRole, ...]:
         for replicas in split.replicas
         for _ in range(replicas.count)
     )
+
+
+def roles_for(plan: ClusterPlan, device_types: Sequence[str]) -> tuple[StreamRole, ...]:
+    """Give each stream a role in a plan by its type of device, the surplus that of a spare.
+
+    PlanError if there are too few of a type.
+    """
+    wanted: dict[str, list[Segments | None]] = {}
+    for role in reversed(roles_of(plan)):
+        wanted.setdefault(role.device_type, []).append(role.segments)
+    given = []
+    for kind in device_types:
+        left = wanted.get(kind)
+        given.append(StreamRole(kind, left.pop() if left else None))
+    for kind, left in wanted.items():
+        if left:
+            raise PlanError(
+                f"the plan has {len(left)} devices of type {kind!r} more than there are workers; "
+                "plan again for the workers that are there"
+            )
+    return tuple(given)
 
 
 def borders_of(plan: ClusterPlan) -> frozenset[int]:

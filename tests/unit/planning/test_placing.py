@@ -19,6 +19,7 @@ from offramp.engine.planning.placing import (
     borders_of,
     held_segments,
     place_plan,
+    roles_for,
     roles_of,
 )
 from offramp.engine.scheduling import DeviceLink
@@ -80,6 +81,14 @@ def test_streams_prefer_their_split_and_hold_all_where_there_is_room() -> None:
     for row, one_s in zip(slow, (1.1, 2.0, 4.2, 8.0), strict=True):
         assert row == pytest.approx((0.0, one_s, 1.5 * one_s))
     assert placement.kind_of(0).seconds[3] == (0.0, 4.0, 6.0)
+
+
+def test_roles_go_by_type_and_what_is_left_is_spare() -> None:
+    plan = two_splits(cluster_of(device("fast", 2.0), device("slow", 1.0)))
+    roles = roles_for(plan, ["slow", "fast", "fast", "slow", "fast"])
+    assert [role.segments for role in roles] == [(2, 3), (0, 1), (0, 1), (2, 3), None]
+    with pytest.raises(PlanError, match="1 devices of type 'slow' more"):
+        roles_for(plan, ["fast", "fast", "slow"])
 
 
 def test_a_device_holds_the_nearest_that_its_memory_has_room_for() -> None:
