@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny
+from tests.part_sizes import check_part_sizes
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.graph_weights import PAGE
@@ -190,6 +191,14 @@ def test_large_weights_are_in_one_file_once(compiled) -> None:
     told = "Large weights" in bundle.read("report.html").decode()
     assert told == (bundle.weight_folder() is not None) == (bundle.manifest.schema_version == 2)
     assert told == bool(large)
+
+
+def test_the_manifest_has_the_sizes_of_all_parts(compiled) -> None:
+    bundle, unseen = compiled
+    check_part_sizes(bundle)
+    first = bundle.manifest.segments[0]
+    if "attention_mask" in unseen:  # 8 tokens of 16 numbers cross, with a mask of 8 integers
+        assert first.row_bytes == 8 * 16 * 4 + 8 * 8
 
 
 def test_segments_in_a_chain_are_the_source(compiled) -> None:
