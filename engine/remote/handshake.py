@@ -110,7 +110,7 @@ def reach_worker(connected: socket.socket, token: bytes, who: str, limit_s: floa
     until_s = time.monotonic() + limit_s
     ours = secrets.token_bytes(NONCE_BYTES)
     _send(connected, greet(ours), until_s)
-    theirs = read_greeting(_exactly(connected, GREETING_BYTES, until_s), who)
+    theirs = read_greeting(_greeting_from(connected, until_s), who)
     nonces = Nonces(ours, theirs)
     _send(connected, prove(token, b"router", nonces), until_s)
     accepted, proof = _VERDICT.unpack(_exactly(connected, _VERDICT.size, until_s))
@@ -127,12 +127,9 @@ def admit_router(connected: socket.socket, token: bytes, who: str, limit_s: floa
     """Do the worker's part, and name the session; errors as of :func:`reach_worker`."""
     until_s = time.monotonic() + limit_s
     ours = secrets.token_bytes(NONCE_BYTES)
-    first = _exactly(connected, len(_MAGIC), until_s)
-    if first != _MAGIC:  # it may never send as much as a greeting
-        read_greeting(first.ljust(GREETING_BYTES, b"\0"), who)
-    rest = _exactly(connected, GREETING_BYTES - len(_MAGIC), until_s)
-    _send(connected, greet(ours), until_s)  # also to another version, which then can say so
-    nonces = Nonces(read_greeting(first + rest, who), ours)
+    greeting = _greeting_from(connected, until_s)
+    _send(connected, greet(ours), until_s)  # also to whoever is wrong here, who then can say so
+    nonces = Nonces(read_greeting(greeting, who), ours)
     proof = _exactly(connected, _PROOF_BYTES, until_s)
     if not hmac.compare_digest(proof, prove(token, b"router", nonces)):
         _send(connected, _VERDICT.pack(0, bytes(_PROOF_BYTES)), until_s)
@@ -144,6 +141,18 @@ def admit_router(connected: socket.socket, token: bytes, who: str, limit_s: floa
 def _send(connected: socket.socket, message: bytes, until_s: float) -> None:
     connected.settimeout(_left_s(until_s))
     connected.sendall(message)
+
+
+def _greeting_from(connected: socket.socket, until_s: float) -> bytes:
+    """Receive a greeting, or what begins otherwise: that may never be as long as one."""
+    found = b""
+    while len(found) < GREETING_BYTES and found[: len(_MAGIC)] == _MAGIC[: len(found)]:
+        connected.settimeout(_left_s(until_s))
+        some = connected.recv(GREETING_BYTES - len(found))
+        if not some:
+            raise ConnectionResetError("the other end closed the connection")
+        found += some
+    return found.ljust(GREETING_BYTES, b"\0")
 
 
 def _exactly(connected: socket.socket, size: int, until_s: float) -> bytes:

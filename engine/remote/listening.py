@@ -8,6 +8,7 @@ that have come no further are few: the oldest makes room.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import itertools
 import logging
@@ -22,7 +23,7 @@ from offramp.engine.errors import EngineError
 from offramp.engine.line_limit import LineLimit, one_line
 from offramp.engine.remote.handshake import HandshakeError, admit_router
 from offramp.engine.remote.stages import FindBundle
-from offramp.engine.remote.tcp import HostPort, cut, tls_reason, tune
+from offramp.engine.remote.tcp import HostPort, cut, take_leave, tls_reason, tune
 from offramp.engine.remote.transport import Connection, ConnectionLostError, TooLateError
 from offramp.engine.remote.wire import (
     Failed,
@@ -98,8 +99,8 @@ class Listener:
             try:
                 connected, address = self._listening.accept()
             except OSError as error:
-                if self._listening.fileno() < 0:
-                    return
+                if self._listening.fileno() < 0 or error.errno == errno.EINVAL:
+                    return  # it listens no more
                 self._tell("accept", f"a connection cannot be taken: {tls_reason(error)}")
                 self._over.wait(_PAUSE_S)
                 continue
@@ -159,6 +160,9 @@ class Listener:
                 connected.settimeout(limit_s)
                 connected.do_handshake()  # the limit is of all of it
             return admit_router(connected, self._admission.token, peer, limit_s)
+        except (HandshakeError, OSError):
+            take_leave(connected)
+            raise
         finally:
             self._forget(number)
 

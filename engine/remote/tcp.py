@@ -16,6 +16,8 @@ from offramp.engine.errors import EngineError
 _IDLE_S: Final = 10
 """Seconds of silence after which the system asks the other end for a sign of life."""
 _BETWEEN_S: Final = 5
+_LEAVE_S: Final = 1.0
+"""Limit of a farewell."""
 _MOST_ASKED: Final = 3
 _UNACKNOWLEDGED_MS: Final = 1000 * (_IDLE_S + _MOST_ASKED * _BETWEEN_S)
 """Time after which what was sent and not acknowledged ends a connection."""
@@ -149,6 +151,14 @@ def cut(connected: socket.socket) -> None:
     with contextlib.suppress(OSError):
         # Not the method of a TLS socket, which would let another thread send in the clear.
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+
+def take_leave(connected: socket.socket) -> None:
+    """Let the other end read the last word: with what it says unread, the system would unsay it."""
+    with contextlib.suppress(OSError):
+        connected.settimeout(_LEAVE_S)
+        socket.socket.shutdown(connected, socket.SHUT_WR)
+        socket.socket.recv(connected, 1 << 16)
 
 
 def has_ended(connected: socket.socket) -> bool:

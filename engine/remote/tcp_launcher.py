@@ -84,8 +84,9 @@ class WorkerAddress:
             )
         if isinstance(error, TimeoutError):
             return WorkerLostError(f"{who} did not answer within {GREET_LIMIT_S:g} s")
+        hint = "it may expect TLS (tls_ca); " if self.context is None else ""
         return WorkerLostError(
-            f"{who} closed the connection: {tls_reason(error)}; its log may say why"
+            f"{who} closed the connection: {tls_reason(error)}; {hint}its log says why"
         )
 
 
