@@ -201,6 +201,7 @@ class RemoteBackend:
             with seat.lock:
                 if seat.worker is not None:
                     seat.worker.end()
+                seat.launcher.close()
 
     def _leave(self, seat: _Seat) -> None:
         with self._lock:

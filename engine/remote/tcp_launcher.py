@@ -231,3 +231,6 @@ class TcpLauncher:
     def start(self, hello: Hello) -> TcpWorker:
         """Reach it, and have it be what ``hello`` says; BackendError if it cannot be."""
         return TcpWorker(hello, self._address, ping_s=self._ping_s)
+
+    def close(self) -> None:
+        """Hold nothing."""

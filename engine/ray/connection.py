@@ -1,0 +1,96 @@
+"""The connection to a Ray cluster: one a process, made once, and what the cluster has."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+from offramp.engine.errors import BackendError
+
+_log = logging.getLogger(__name__)
+
+HOW_TO_INSTALL: Final = "install it on every node: pip install 'offramp[ray]'"
+HOW_TO_START: Final = (
+    "start Ray on this host (ray start --head, or ray start --address=HEAD:6379 to join a cluster)"
+)
+
+_connecting = threading.Lock()
+
+
+def import_ray() -> Any:
+    """Give the ``ray`` module, whose types are not looked at; BackendError if it is not there."""
+    try:
+        import ray  # noqa: PLC0415 - heavy, and optional
+    except ImportError as error:
+        raise BackendError(f"workers on Ray need the package ray; {HOW_TO_INSTALL}") from error
+    return ray
+
+
+def connect(address: str | None = None) -> Any:
+    """Connect this process to a Ray cluster that runs, and give the ``ray`` module.
+
+    Where the process is connected already, as within an actor of Ray Serve, that connection is
+    used. None is started: a server that is nobody's cluster would end with a cluster of its own.
+
+    Args:
+        address: HOST:PORT of its head; ``None`` takes ``RAY_ADDRESS``, or the one on this host.
+
+    Raises:
+        BackendError: There is no ray, or no cluster is there.
+    """
+    with _connecting:
+        return _connect(import_ray(), address)
+
+
+def _connect(ray: Any, address: str | None) -> Any:
+    if ray.is_initialized():
+        return ray
+    if address is not None and "://" in address:
+        raise BackendError(
+            f"{address!r:.80} is an address of Ray's client, expected HOST:PORT of the head: the "
+            f"server has to run on a node of the cluster; {HOW_TO_START}"
+        )
+    try:
+        ray.init(
+            address=address or "auto",
+            namespace="offramp",
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        where = f"at {address!r:.80}" if address else "on this host"
+        raise BackendError(
+            f"no Ray cluster can be reached {where}: {_first_line(error)}; {HOW_TO_START}"
+        ) from error
+    _log.info("connected to the Ray cluster at %s", ray.get_runtime_context().gcs_address)
+    return ray
+
+
+def free_cpus(ray: Any) -> int:
+    """Count the whole CPUs that nothing in the cluster has asked for."""
+    return int(ray.available_resources().get("CPU", 0.0))
+
+
+def connected_ray() -> Any:
+    """Give the ``ray`` module if this process is connected to a cluster, else ``None``."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
+
+
+def node_address() -> str:
+    """Give the address that this node is known by in its cluster."""
+    found: str = import_ray().util.get_node_ip_address()
+    return found
+
+
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """Say resources in words, for instance ``1 CPU and 1 gpu``."""
+    parts = [f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount]
+    return " and ".join(parts) or "nothing"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
