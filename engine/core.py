@@ -26,7 +26,7 @@ from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
 from offramp.engine.planning.batch_profile import WINDOW_S
 from offramp.engine.profile_loop import ProfileLoop
 from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher, worker_command
+from offramp.engine.remote.launching import LocalLauncher, WorkerLauncher, worker_command
 from offramp.engine.request_table import Request
 from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
@@ -380,13 +380,17 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
     )
     if backend.name in CPU_RUNTIMES:
         options.check_cores()
-    if not options.workers:
+    if not options.worker_count:
         return backend
     if backend.name not in CPU_RUNTIMES:
         backend.close()
         raise BackendError(f"backend {backend.name} was chosen, and {WORKERS_ON_CPU}")
+    command, cluster = worker_command(), options.cluster
+    launchers: Sequence[WorkerLauncher] = [LocalLauncher(command)] * options.workers
+    if cluster is not None:
+        launchers = cluster.launchers(command)
     return RemoteBackend(
         backend,
-        launchers=[LocalLauncher(worker_command())] * options.workers,
+        launchers=launchers,
         threads=options.threads_per_stream(),
     )

@@ -1,9 +1,13 @@
-"""Reads ``cluster.toml``: the devices to plan for, what they cost, how they are connected.
+"""Reads ``cluster.toml``: the devices to plan for, what they cost, and the workers that serve.
 
 Each ``[devices.NAME]`` has ``count``, ``cost_per_hour``, and the speed of the device: ``profile``,
 the file of a bundle's profile that was measured on it (as ``profiles/cpu.json`` of a bundle), or
 ``speed``, how many times as fast it is as the bundle's own profile. ``[link]`` is the connection
-between any two splits, ``[[links]]`` those between two types. Sans I/O: files are read by others.
+between any two splits, ``[[links]]`` those between two types.
+
+Each of ``[[workers]]`` has one type: with an ``address`` it is an ``eeworker`` that listens there,
+without one it is so many processes (``count``) on the router's host. ``[router]`` has what the
+router shows to workers. Sans I/O: files are read by others.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ _MOST: Final = 1e12
 """Of any number: what is beyond is a slip."""
 _MOST_COUNT: Final = 100_000
 _MOST_NAME: Final = 60
-_TOP: Final = ("devices", "link", "links")
+_TOP: Final = ("devices", "link", "links", "workers", "router")
 _DEVICE: Final = ("count", "cost_per_hour", "speed", "profile", "memory_gib")
 _LINK: Final = ("gbit_per_s", "latency_ms")
+_WORKERS: Final = ("device", "address", "count")
+_ROUTER_FILES: Final = ("token_file", "tls_ca", "tls_cert", "tls_key")
 _TOML_TYPES: Final = {
     bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array",
     dict: "a table",
@@ -55,12 +61,42 @@ class DeviceEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersEntry:
+    """One of ``[[workers]]``."""
+
+    device: str
+    """The name of its type of device."""
+    address: str | None
+    """``HOST:PORT`` of a worker that is there; ``None`` for processes on the router's host."""
+    count: int
+    """How many workers it stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterEntry:
+    """``[router]``: files relative to the cluster file."""
+
+    token_file: str | None = None
+    """The secret that workers have too."""
+    tls_ca: str | None = None
+    """Authorities of workers' certificates; ``None`` reaches workers in the clear."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    """The router's own, for workers that ask for one."""
+    insecure: bool = False
+    """Whether workers on other hosts may be reached in the clear."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFile:
     """A cluster as its file has it, before any profile was read."""
 
     devices: tuple[DeviceEntry, ...]
     link: DeviceLink
     links: tuple[tuple[str, str, DeviceLink], ...]
+    workers: tuple[WorkersEntry, ...] = ()
+    """Plans are made without them."""
+    router: RouterEntry = RouterEntry()
 
 
 def parse_cluster(content: bytes, where: str = "cluster.toml") -> ClusterFile:
@@ -110,6 +146,8 @@ def parse_cluster(content: bytes, where: str = "cluster.toml") -> ClusterFile:
         devices=entries,
         link=_link(_table(document.get("link", {}), place), place),
         links=between,
+        workers=_all_workers(document.get("workers", []), entries, where),
+        router=_router(document.get("router", {}), f"{where} [router]"),
     )
 
 
@@ -209,6 +247,88 @@ def _between(table: object, names: Sequence[str], place: str) -> tuple[str, str,
             )
     rest = {key: value for key, value in content.items() if key in _LINK}
     return content["from"], content["to"], _link(rest, place)
+
+
+def _all_workers(
+    tables: object, devices: Sequence[DeviceEntry], where: str
+) -> tuple[WorkersEntry, ...]:
+    """Read ``[[workers]]``: no more of a type than there are devices, and none twice."""
+    if not isinstance(tables, list):
+        raise ClusterFileError(
+            f"{where} [[workers]] is {_kind(tables)}, expected an array of tables"
+        )
+    left = {device.name: device.count for device in devices}
+    found: list[WorkersEntry] = []
+    for number, table in enumerate(tables, 1):
+        place = f"{where} [[workers]] {number}"
+        entry = _workers(table, tuple(left), place)
+        left[entry.device] -= entry.count
+        if left[entry.device] < 0:
+            count = next(device.count for device in devices if device.name == entry.device)
+            raise ClusterFileError(
+                f"{place}: is more than the {count} of [devices.{_shown_name(entry.device)}]; "
+                "leave workers out, or raise that count"
+            )
+        if entry.address is not None and entry.address in [other.address for other in found]:
+            raise ClusterFileError(
+                f"{place} address = {_shown(entry.address)}: is there already, and a worker serves "
+                "one router at a time; start another worker on another port"
+            )
+        found.append(entry)
+    return tuple(found)
+
+
+def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
+    content = _table(table, place)
+    _refuse_unknown(content, _WORKERS, place)
+    device, address = content.get("device"), content.get("address")
+    if type(device) is not str or device not in names:
+        raise ClusterFileError(
+            f"{place} device = {_shown(device)}, expected a type of [devices]: "
+            f"{', '.join(map(_shown_name, names))!s:.200}"
+        )
+    if address is not None and type(address) is not str:
+        raise ClusterFileError(
+            f'{place} address = {_shown(address)}, expected for instance "10.0.0.2:7070"; leave it '
+            "out for processes on this host"
+        )
+    count = content.get("count", 1)
+    if type(count) is not int or not 1 <= count <= _MOST_COUNT:
+        raise ClusterFileError(
+            f"{place} count = {_shown(count)}, expected a whole number from 1 to {_MOST_COUNT:,}"
+        )
+    if address is not None and count > 1:
+        raise ClusterFileError(
+            f"{place} has an address and count = {count}, expected one worker behind an address; "
+            "give each worker its own port and entry"
+        )
+    return WorkersEntry(device=device, address=address, count=count)
+
+
+def _router(table: object, place: str) -> RouterEntry:
+    content = _table(table, place)
+    _refuse_unknown(content, (*_ROUTER_FILES, "insecure"), place)
+    for key in _ROUTER_FILES:
+        name = content.get(key)
+        if name is not None and (type(name) is not str or not name or not name.isprintable()):
+            raise ClusterFileError(
+                f"{place} {key} = {_shown(name)}, expected the name of a file, relative to the "
+                "cluster file"
+            )
+    if type(content.get("insecure", False)) is not bool:
+        raise ClusterFileError(
+            f"{place} insecure = {_shown(content['insecure'])}, expected true or false"
+        )
+    if ("tls_cert" in content) != ("tls_key" in content):
+        raise ClusterFileError(
+            f"{place} has one of tls_cert and tls_key, expected both: a certificate and its key"
+        )
+    if "tls_cert" in content and "tls_ca" not in content:
+        raise ClusterFileError(
+            f"{place} has tls_cert and no tls_ca, expected the authorities of workers' "
+            "certificates beside it; add tls_ca"
+        )
+    return RouterEntry(**content)
 
 
 def _link(content: Mapping[str, Any], place: str) -> DeviceLink:
