@@ -95,20 +95,24 @@ class RemoteBackend:
         return tuple(seat.launcher.device_type for seat in self._seats)
 
     @property
+    def alive(self) -> list[WorkerHandle]:
+        """Those that are there, as far as is known."""
+        found = [seat.worker for seat in self._seats]
+        return [worker for worker in found if worker is not None and worker.alive]
+
+    @property
     def in_service(self) -> int:
         """How many of them are there."""
-        return sum(seat.worker is not None and seat.worker.alive for seat in self._seats)
+        return len(self.alive)
 
     @property
     def pids(self) -> list[int]:
         """The process numbers of those, each on its host."""
-        found = [seat.worker for seat in self._seats]
-        return [worker.pid for worker in found if worker is not None and worker.alive]
+        return [worker.pid for worker in self.alive]
 
     def cpu_clock(self) -> float:
         """Seconds of processor time of this process and its workers, where that can be known."""
-        found = [seat.worker for seat in self._seats]
-        return time.process_time() + sum(w.cpu_s() for w in found if w is not None and w.alive)
+        return time.process_time() + sum(worker.cpu_s() for worker in self.alive)
 
     def as_computed(self, bundle: Bundle) -> Bundle:
         """Give the bundle as the local backend does."""
