@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from tests.fakes import fake_plan, script
 from tests.unit.engine.serving import LIMIT_S
-from tests.unit.remote.listening import TOKEN, listening_worker, reaching
+from tests.unit.remote.listening import HELLO, TOKEN, listener, listening_worker, reaching
 from tests.unit.remote.proxy import proxy
-from tests.unit.remote.test_listening import HELLO, listener
 from tests.unit.remote.workers import answers_of, in_process, random_scripts, serve
 
 from offramp.engine.core import Engine
