@@ -153,6 +153,8 @@ class TcpWorker:
 
     def open_slot(self) -> SlotLink:
         """Open a slot, with a connection of its own; errors as of :meth:`order`."""
+        if self.lost:
+            raise self.lose("")
         try:
             connected, _ = self._address.reach()
         except BackendError as error:

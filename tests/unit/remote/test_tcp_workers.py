@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.fakes import fake_plan, script
 from tests.unit.remote.listening import listening_worker, reaching
 from tests.unit.remote.workers import (
     answers_of,
@@ -16,6 +17,7 @@ from tests.unit.remote.workers import (
 )
 
 from offramp.engine.core import Engine
+from offramp.engine.errors import WorkerLostError
 from offramp.engine.scheduling import PolicyName
 from offramp.testing.worker import FAULTS
 
@@ -52,3 +54,61 @@ def test_killed_workers_cost_no_answer(policy: str, faults: Path, tmp_path: Path
         serve(backend, body, streams=2, scheduling=PolicyName(policy), max_batch_size=4)
         assert backend.restarts >= len(POINTS)
     assert left(faults) == []
+
+
+def test_a_worker_that_ends_while_it_is_asked_for_service_is_reached_again(
+    faults: Path, tmp_path: Path
+) -> None:
+    break_at(faults, "kill@before-hello@1", "kill@before-slot@1", "kill@before-prepare@4")
+    expected = in_process(SCRIPTS[:6])
+    with listening_worker(tmp_path) as worker, reaching([worker.address]) as backend:
+        with pytest.raises(WorkerLostError, match=f"worker {worker.address} was lost: its conn"):
+            backend.open_slot()
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, SCRIPTS[:6]) == expected
+            with pytest.raises(WorkerLostError):
+                backend.prepare(fake_plan([0.9]).stages[0])
+            assert await answers_of(engine, SCRIPTS[:6]) == expected
+
+        serve(backend, body, streams=1)
+        assert "ended with status -9" in worker.said()
+    assert left(faults) == []
+
+
+def test_a_worker_that_hangs_is_dropped_and_its_batch_resumed(faults: Path, tmp_path: Path) -> None:
+    break_at(faults, "hang@mid-run@5")
+    scripts = [script([0.1, 0.2, 0.3]), *SCRIPTS[:8]]  # the first runs every stage
+    expected = in_process(scripts)
+    with (
+        listening_worker(tmp_path) as worker,
+        reaching([worker.address], least_s=1.0) as backend,
+    ):
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, scripts[:1]) == expected[:1]
+            first = backend.pids
+            assert await answers_of(engine, scripts[1:]) == expected[1:]
+            assert backend.pids != first, "the serving process ended with its router's session"
+            statistics = engine.statistics()["fake"]
+            assert (statistics.failed, statistics.retried) == ({}, 0)
+            assert statistics.resumed >= 1
+
+        serve(backend, body, streams=1)
+    assert left(faults) == []
+
+
+def test_a_router_that_comes_after_another_finds_nothing_of_it(tmp_path: Path) -> None:
+    expected = in_process(SCRIPTS[:4])
+
+    async def body(engine: Engine) -> None:
+        assert await answers_of(engine, SCRIPTS[:4]) == expected
+
+    pids = []
+    with listening_worker(tmp_path) as worker:
+        for _ in range(2):
+            with reaching([worker.address]) as backend:
+                serve(backend, body, streams=1)
+                pids += backend.pids
+        assert len(set(pids)) == 2
+        assert worker.stop() == 0
