@@ -1,4 +1,4 @@
-"""A worker without a model that Ray runs: it answers by script, and ends or hangs as a test says."""
+"""A worker without a model that Ray runs: it answers by script."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from offramp.engine.errors import BackendError
@@ -54,12 +55,8 @@ def _connect(ray: Any, address: str | None) -> Any:
             f"server has to run on a node of the cluster; {HOW_TO_START}"
         )
     try:
-        ray.init(
-            address=address or "auto",
-            namespace="offramp",
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(_init, ray, address or "auto").result()
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = f"at {address!r:.80}" if address else "on this host"
         raise BackendError(
@@ -67,6 +64,17 @@ def _connect(ray: Any, address: str | None) -> Any:
         ) from error
     _log.info("connected to the Ray cluster at %s", ray.get_runtime_context().gcs_address)
     return ray
+
+
+def _init(ray: Any, address: str) -> None:
+    """Connect, on a thread of its own: on the main thread Ray would handle SIGTERM for us."""
+    logger = logging.getLogger("ray")
+    before = logger.level
+    logger.setLevel(logging.ERROR)  # it warns that it does not
+    try:
+        ray.init(address=address, namespace="offramp", log_to_driver=False, configure_logging=False)
+    finally:
+        logger.setLevel(before)
 
 
 def free_cpus(ray: Any) -> int:

@@ -19,10 +19,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+from offramp.engine.criteria import criterion_modules
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.ray.actor import WorkerActor
 from offramp.engine.ray.connection import connect, connected_ray, describe_resources
@@ -35,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 PLACE_LIMIT_S: Final = 2.0
 """How long the first look at a place may take: Ray needs a moment even where there is room."""
+RESERVE_LIMIT_S: Final = 60.0
+"""How long a server waits for its first workers to have their places."""
 _LOOK_S: Final = 0.05
 """Between looks at whether a worker has its place, and its address."""
 
@@ -49,6 +53,48 @@ class ActorNeeds:
     criterion_modules: tuple[str, ...] = ()
     actor: type[WorkerActor] = WorkerActor
     """Named by its module, which every node has to have."""
+
+
+def actor_needs(bundles: Sequence[Path]) -> ActorNeeds:
+    """Give what actors need to serve bundles, with this process's operators and criteria."""
+    from offramp.engine.backends.custom_ops import libraries  # noqa: PLC0415 - heavy
+
+    modules = []
+    for text in criterion_modules():
+        file, _, name = text.rpartition(":")
+        modules.append(f"{Path(file).absolute()}:{name}")
+    return ActorNeeds(
+        bundles=tuple(str(path.absolute()) for path in bundles),
+        custom_ops=tuple(str(library.path.absolute()) for library in libraries()),
+        criterion_modules=tuple(modules),
+    )
+
+
+def reserve(launchers: Sequence[RayLauncher], least: int) -> None:
+    """Ask Ray for the places of all workers, and wait until ``least`` have theirs; BackendError."""
+    try:
+        for launcher in launchers:
+            launcher.reserve()
+        placed = _await_places(launchers, least)
+    except BaseException:
+        for launcher in launchers:
+            launcher.close()
+        raise
+    _log.info("Ray has placed %d of %d workers", placed, len(launchers))
+
+
+def _await_places(launchers: Sequence[RayLauncher], least: int) -> int:
+    over = threading.Event()
+    until_s = time.monotonic() + RESERVE_LIMIT_S
+    while (placed := sum(launcher.placed() for launcher in launchers)) < least:
+        if time.monotonic() >= until_s:
+            raise BackendError(
+                f"Ray has placed {placed} of {len(launchers)} workers within "
+                f"{RESERVE_LIMIT_S:g} s, expected {least} at least; add nodes, end what holds "
+                "them (ray status), or ask for fewer workers or resources"
+            )
+        over.wait(_LOOK_S)
+    return placed
 
 
 class RayWorker(TcpWorker):
