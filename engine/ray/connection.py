@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import threading
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Final
 
-from offramp.engine.errors import BackendError
+from offramp.engine.errors import BackendError, EngineError
+from offramp.engine.remote.tcp import parse_address
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +20,10 @@ HOW_TO_INSTALL: Final = "install it on every node: pip install 'offramp[ray]'"
 HOW_TO_START: Final = (
     "start Ray on this host (ray start --head, or ray start --address=HEAD:6379 to join a cluster)"
 )
-
+REACH_LIMIT_S: Final = 5.0
+"""Limit of a connection to the head, which shows that something is there."""
+CONNECT_LIMIT_S: Final = 60.0
+"""Limit of all of it."""
 _connecting = threading.Lock()
 
 
@@ -54,11 +60,13 @@ def _connect(ray: Any, address: str | None) -> Any:
             f"{address!r:.80} is an address of Ray's client, expected HOST:PORT of the head: the "
             f"server has to run on a node of the cluster; {HOW_TO_START}"
         )
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    where = "on this host" if address == "auto" else f"at {address!r:.80}"
     try:
-        with ThreadPoolExecutor(1) as beside:
-            beside.submit(_init, ray, address or "auto").result()
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        where = f"at {address!r:.80}" if address else "on this host"
+        if address != "auto":  # Ray itself would try for minutes
+            socket.create_connection(parse_address(address), REACH_LIMIT_S).close()
+        _in_thread(_init, ray, address)
+    except (ConnectionError, EngineError, RuntimeError, ValueError, OSError) as error:
         raise BackendError(
             f"no Ray cluster can be reached {where}: {_first_line(error)}; {HOW_TO_START}"
         ) from error
@@ -67,14 +75,33 @@ def _connect(ray: Any, address: str | None) -> Any:
 
 
 def _init(ray: Any, address: str) -> None:
-    """Connect, on a thread of its own: on the main thread Ray would handle SIGTERM for us."""
     logger = logging.getLogger("ray")
     before = logger.level
-    logger.setLevel(logging.ERROR)  # it warns that it does not
+    logger.setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, as is meant
     try:
         ray.init(address=address, namespace="offramp", log_to_driver=False, configure_logging=False)
     finally:
         logger.setLevel(before)
+
+
+def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
+    """Call on a thread of its own, with a limit: on the main one Ray would handle SIGTERM for us.
+
+    TimeoutError, and the thread is left behind: Ray waits for a cluster that is gone without end.
+    """
+    done: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(function(*arguments))
+        except BaseException as error:  # handed to who waits
+            done.set_exception(error)
+
+    threading.Thread(target=call, name="connect to Ray", daemon=True).start()
+    try:
+        done.result(CONNECT_LIMIT_S)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer within {CONNECT_LIMIT_S:g} s") from error
 
 
 def free_cpus(ray: Any) -> int:
@@ -101,4 +128,6 @@ def describe_resources(resources: Mapping[str, float]) -> str:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
