@@ -23,7 +23,7 @@ from offramp.engine.remote.process import ORDER_LIMIT_S, START_LIMIT_S
 from offramp.engine.remote.tcp import HostPort, TlsTrust, cut, has_ended, tls_reason, tune
 from offramp.engine.remote.tensors import InlineTensors, SlotLink
 from offramp.engine.remote.transport import Connection
-from offramp.engine.remote.wire import Hello, JoinSlot, Message, Ping, Refused
+from offramp.engine.remote.wire import Hello, JoinSlot, Message, Ping, Ready, Refused
 
 REACH_LIMIT_S: Final = 5.0
 """Limit of a connection's making."""
@@ -100,6 +100,7 @@ class TcpWorker:
         self._address = address
         self._slots = itertools.count(1)
         self._why = ""
+        self._cpu_s = 0.0
         self._slot_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.stages: set[int] = set()
         """Those that it has loaded."""
@@ -144,8 +145,11 @@ class TcpWorker:
         return not self.lost
 
     def cpu_s(self) -> float:
-        """Seconds of processor time on this host: none."""
-        return 0.0
+        """Seconds of processor time that it has had on its host, as far as is known."""
+        if not self.lost and not self._orders.lock.locked():
+            with contextlib.suppress(BackendError):
+                self._ping()
+        return self._cpu_s
 
     def order(self, message: Message, body: bytes = b"") -> None:
         """Have an order carried out; BackendError if it cannot be, WorkerLostError."""
@@ -199,7 +203,12 @@ class TcpWorker:
         while not self._over.wait(every_s):
             if not self._orders.lock.locked():
                 with contextlib.suppress(BackendError):  # which has given it up
-                    self._orders.ask(Ping(), PING_LIMIT_S)
+                    self._ping()
+
+    def _ping(self) -> None:
+        answer = self._orders.ask(Ping(), PING_LIMIT_S)
+        if isinstance(answer, Ready):
+            self._cpu_s = answer.cpu_s
 
 
 class TcpLauncher:

@@ -14,6 +14,7 @@ from tests.unit.remote.workers import answers_of, in_process, random_scripts, se
 from offramp.engine.core import Engine
 from offramp.engine.errors import WorkerLostError
 from offramp.engine.remote import tcp_launcher
+from offramp.engine.remote import worker as worker_module
 from offramp.engine.remote.tcp_launcher import TcpLauncher
 from offramp.testing.backend import SCRIPT
 
@@ -93,6 +94,15 @@ def test_a_connection_that_ends_is_noticed_without_asking() -> None:
             worker.order(tcp_launcher.Ping())
         slot.close()
         worker.end()
+
+
+def test_processor_time_is_that_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module.time, "process_time", lambda: 12.5)
+    with listener() as address:
+        worker = TcpLauncher(address, TOKEN, None, ping_s=LIMIT_S).start(HELLO)
+        assert worker.cpu_s() == 12.5
+        worker.end()
+        assert worker.cpu_s() == 12.5, "what was known"
 
 
 def test_many_rows_travel_whole(tmp_path: Path) -> None:
