@@ -12,7 +12,6 @@ import itertools
 import socket
 import ssl
 import threading
-import weakref
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -101,7 +100,9 @@ class TcpWorker:
         self._slots = itertools.count(1)
         self._why = ""
         self._cpu_s = 0.0
-        self._slot_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        """Of the list of connections."""
+        self._slot_sockets: list[socket.socket] = []
         self.stages: set[int] = set()
         """Those that it has loaded."""
         self.lost = False
@@ -163,7 +164,9 @@ class TcpWorker:
             connected, _ = self._address.reach()
         except BackendError as error:
             raise self.lose(str(error)) from error
-        self._slot_sockets.add(connected)
+        with self._lock:
+            self._slot_sockets = [s for s in self._slot_sockets if s.fileno() >= 0]
+            self._slot_sockets.append(connected)
         connection = Connection(connected)
         try:
             self._join(connection)
@@ -195,8 +198,9 @@ class TcpWorker:
     def _let_go(self) -> None:
         self.lost = True
         self._over.set()
-        for connected in (self._socket, *self._slot_sockets):
-            cut(connected)
+        with self._lock:
+            for connected in (self._socket, *self._slot_sockets):
+                cut(connected)
 
     def _ask_for_life(self, every_s: float) -> None:
         """Ask for a sign of life while there is nothing else to ask: networks fail in silence."""
