@@ -37,6 +37,9 @@ Holds: TypeAlias = Callable[[int, StageSpec], bool]
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
 """What a worker is told to be, by the name of the backend that it stands for."""
 
+_CLOSE_S: Final = 5.0
+"""Limit of the wait for a start that is under way, which may have to give up a network first."""
+
 
 class RemoteBackend:
     """Prepares stages in workers, one of each of ``launchers``: a backend.
@@ -200,11 +203,14 @@ class RemoteBackend:
         return (there or able)[0]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; one that is being started ends with this process."""
         for seat in self._seats:
-            with seat.lock:
-                if seat.worker is not None:
-                    seat.worker.end()
+            if seat.lock.acquire(timeout=_CLOSE_S):
+                try:
+                    if seat.worker is not None:
+                        seat.worker.end()
+                finally:
+                    seat.lock.release()
 
     def _leave(self, seat: _Seat) -> None:
         with self._lock:

@@ -81,6 +81,9 @@ def main(
     parser = make_parser()
     given = parser.parse_args(words)
     _set_up_logging(given.log_level)
+    if os.name != "posix":
+        sys.stderr.write("eeworker: needs a Unix, where sockets are handed on; run it on one\n")
+        return EXIT_CANNOT_START
     try:
         if given.serve_fds is not None:
             _serve(given, make, reached, any_graph=any_graph)

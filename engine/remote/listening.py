@@ -124,17 +124,25 @@ class Listener:
     def _welcome(self, connected: socket.socket, peer: str, number: int) -> None:
         """Serve a connection, whatever it is for, or refuse it in a line."""
         try:
-            with self._encrypted(connected, number) as encrypted:
-                session = self._admit(encrypted, peer, number)
-                connection = Connection(encrypted)
-                message = decode(connection.receive(self._admission.admit_s).header)
-                self._dispatch(message, connection, session, peer)
+            self.attend(connected, peer, number)
         except HandshakeError as error:
             self._tell("handshake", str(error))
         except (OSError, ConnectionLostError, TooLateError, EngineError) as error:
             self._tell("refused", f"{peer}: {self._reason(error)}")
         except Exception:
             _log.exception("a connection of %s cannot be served", peer)
+
+    def attend(self, connected: socket.socket, peer: str, number: int = -1) -> None:
+        """Serve a connection until it ends, as what its first message says that it is for.
+
+        HandshakeError, OSError, ConnectionLostError, TooLateError or FrameError if it is for
+        nothing.
+        """
+        with self._encrypted(connected, number) as encrypted:
+            session = self._admit(encrypted, peer, number)
+            connection = Connection(encrypted)
+            message = decode(connection.receive(self._admission.admit_s).header)
+            self._dispatch(message, connection, session, peer)
 
     def _encrypted(self, connected: socket.socket, number: int) -> socket.socket:
         """Give what a connection is spoken on; with TLS that is another socket."""

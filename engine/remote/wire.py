@@ -136,6 +136,8 @@ class Ready:
     """The answer of a worker that did what it was told."""
 
     pid: int
+    cpu_s: float = 0.0
+    """Seconds of processor time that it has had, if a ping asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

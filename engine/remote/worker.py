@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -154,7 +155,8 @@ class Worker:
             return Failed(message=str(error))
         except Exception as error:  # runtimes raise what they like
             return Failed(message=f"a worker failed: {error!r}")
-        return Ready(pid=os.getpid())
+        cpu_s = time.process_time() if isinstance(message, Ping) else 0.0
+        return Ready(pid=os.getpid(), cpu_s=cpu_s)
 
     def _carry_out(self, message: Message, frame: Frame) -> None:
         if isinstance(message, Prepare):
