@@ -225,7 +225,12 @@ class RemoteBackend:
             if seat.worker is not None:
                 seat.worker.end()
                 self.restarts += 1
-            worker = seat.launcher.start(self._hello)
+            try:
+                worker = seat.launcher.start(self._hello)
+            except WorkerLostError:
+                seat.absent = True
+                raise
+            seat.absent = False
             try:
                 for stage in sorted(self._stages.values(), key=lambda stage: stage.number):
                     if self._holds(number, stage.spec):
@@ -242,8 +247,7 @@ class RemoteBackend:
         able = [n for n in range(len(self._seats)) if self._holds(n, stage.spec)]
         if not able:
             raise self._held_by_none(stage.spec)
-        workers = [(n, self._seats[n].worker) for n in able]
-        there = [n for n, worker in workers if worker is None or worker.alive] or able[:1]
+        there = [n for n in able if self._seats[n].may_load] or able[:1]
         with ThreadPoolExecutor(len(there)) as pool:
             return list(pool.map(lambda n: self._try_load(n, stage), there))
 
@@ -290,4 +294,11 @@ class _Seat:
         self.lock = threading.Lock()
         """Held while one is started."""
         self.worker: WorkerHandle | None = None
+        self.absent = False
+        """Whether the last start found nobody: a network may take long to say so."""
         self.open_slots = 0
+
+    @property
+    def may_load(self) -> bool:
+        """Whether to have a stage loaded here now, and not when its stream starts a worker."""
+        return not self.absent if self.worker is None else self.worker.alive

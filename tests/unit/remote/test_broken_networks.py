@@ -17,9 +17,12 @@ from offramp.engine.core import Engine
 from offramp.engine.errors import WorkerLostError
 from offramp.engine.remote import tcp_launcher
 from offramp.engine.remote import worker as worker_module
-from offramp.engine.remote.tcp import tune
-from offramp.engine.remote.tcp_launcher import TcpLauncher
+from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.tcp import HostPort, tune
+from offramp.engine.remote.tcp_launcher import TcpLauncher, TcpWorker
+from offramp.engine.remote.wire import Hello
 from offramp.testing.backend import SCRIPT
+from offramp.testing.worker import ScriptedBackend
 
 SCRIPTS = random_scripts(40)
 
@@ -117,6 +120,31 @@ def test_processor_time_is_that_of_the_worker(monkeypatch: pytest.MonkeyPatch) -
         assert worker.cpu_s() == 12.5
         worker.end()
         assert worker.cpu_s() == 12.5, "what was known"
+
+
+class CountedLauncher(TcpLauncher):
+    """Counts its starts."""
+
+    starts = 0
+
+    def start(self, hello: Hello) -> TcpWorker:
+        self.starts += 1
+        return super().start(hello)
+
+
+def test_a_worker_that_is_absent_is_waited_for_by_its_stream_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        absent = CountedLauncher(HostPort(*listening.getsockname()), TOKEN, None)
+    with listener() as address:
+        launchers = [TcpLauncher(address, TOKEN, None), absent]
+        backend = RemoteBackend(ScriptedBackend(), launchers=launchers)
+        stages = [backend.prepare(spec) for spec in fake_plan([0.9, 0.8]).stages]
+        assert (len(stages), absent.starts) == (3, 1)
+        backend.open_slot_of(0).close()
+        with pytest.raises(WorkerLostError, match="cannot be reached"):
+            backend.open_slot_of(1)
+        assert (absent.starts, backend.in_service) == (2, 1)
+        backend.close()
 
 
 def test_many_rows_travel_whole(tmp_path: Path) -> None:
