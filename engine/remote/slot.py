@@ -15,10 +15,10 @@ from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import StageSpec
 from offramp.engine.remote.launching import WorkerHandle
 from offramp.engine.remote.layouts import (
-    TensorLayout,
     Order,
     ReplyArray,
     RunReply,
+    TensorLayout,
     form_set,
     forms_of,
     keep,
