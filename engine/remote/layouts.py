@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.errors import BackendError
@@ -46,12 +47,13 @@ class FormSet:
 
 def forms_of(tensors: Mapping[str, NDArray[Any]]) -> FormSet:
     """Give the forms of arrays; BackendError for a dtype that does not travel."""
-    return form_set(tuple([TensorForm(n, a.dtype, a.shape) for n, a in tensors.items()]))
+    return form_set(tuple([(name, a.dtype, a.shape) for name, a in tensors.items()]))
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def form_set(forms: tuple[TensorForm, ...]) -> FormSet:
+def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> FormSet:
     """Give the set of these forms; BackendError for a dtype that does not travel."""
+    forms = tuple([TensorForm(*form) for form in given])
     offsets, end = [], 0
     for form in forms:
         if form.dtype not in _DTYPES:

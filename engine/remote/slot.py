@@ -79,8 +79,10 @@ class RemoteStage:
         """Seconds after which a run hangs: ten times the longest, more for more than ever."""
         if not self.largest_bytes:
             return max(FIRST_LIMIT_S, least_s)
-        more = max(given_bytes / self.largest_bytes, 1.0)
-        return max(HANG_FACTOR * more * self.longest_s, least_s)
+        limit_s = HANG_FACTOR * self.longest_s
+        if given_bytes > self.largest_bytes:
+            limit_s *= given_bytes / self.largest_bytes
+        return limit_s if limit_s > least_s else least_s
 
 
 class RemoteSlot:
@@ -106,8 +108,7 @@ class RemoteSlot:
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> RemoteBatch:
         """Take the arrays as they are; they are copied once a stage is run on them."""
-        forms_of(tensors)  # which says whether they can be sent
-        return RemoteBatch(tensors, len(next(iter(tensors.values()))))
+        return RemoteBatch(tensors, len(next(iter(tensors.values()))), forms_of(tensors))
 
     def run(
         self, stage: RemoteStage, batch: TensorBatch, threshold: float | None = None
@@ -156,7 +157,7 @@ class RemoteSlot:
         """Copy the given rows, to where any slot may take them from."""
         assert isinstance(batch, RemoteBatch)
         kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
-        return RemoteBatch(kept, len(rows))
+        return RemoteBatch(kept, len(rows), forms_of(kept))
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> RemoteBatch:
         """Concatenate rows of the parts, in their order, where the worker reads them."""
@@ -202,11 +203,12 @@ class RemoteSlot:
         blocks: tuple[MemoryBlock, ...] = () if region is None else (region,)
         if reply.passed:
             blocks += batch.blocks
-        if reply.layout is not None:
-            tensors = reply.layout.tensors
+        layout = reply.layout
+        if layout is not None:
+            carry = RemoteBatch(layout.tensors, batch.rows, layout.forms, layout, blocks)
         else:
-            tensors = {a.form.name: _found(a, frame, batch) for a in reply.carried}
-        carry = RemoteBatch(tensors, batch.rows, reply.layout, blocks)
+            found = {a.form.name: _found(a, frame, batch) for a in reply.carried}
+            carry = RemoteBatch(found, batch.rows, forms_of(found), None, blocks)
         return StageResult(answer, confidence, carry)
 
     def _read(self, order: Order, frame: Frame, batch: RemoteBatch) -> RunReply:

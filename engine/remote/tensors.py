@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.errors import BackendError
-from offramp.engine.remote.layouts import FormSet, TensorLayout, forms_of, keep
+from offramp.engine.remote.layouts import FormSet, TensorLayout, keep
 from offramp.engine.remote.transport import Connection, MemoryBlock, Regions, SharedMemory
 from offramp.engine.remote.wire import INLINE, FrameError, TensorForm
 
@@ -31,6 +31,7 @@ class RemoteBatch:
 
     tensors: Mapping[str, NDArray[Any]]
     rows: int
+    forms: FormSet
     layout: TensorLayout | None = None
     """``None`` if a worker cannot read all of them where they are."""
     blocks: tuple[MemoryBlock, ...] = ()
@@ -116,7 +117,7 @@ class SharedTensors:
             block = self._regions.take(forms.part_bytes)
         assert block is not None
         layout = self._in_block(forms, block.start)
-        return RemoteBatch(layout.tensors, rows, layout, (block,))
+        return RemoteBatch(layout.tensors, rows, forms, layout, (block,))
 
     def _in_block(self, forms: FormSet, start: int) -> TensorLayout:
         found = self._in_blocks.get((forms, start))
@@ -132,8 +133,7 @@ class SharedTensors:
 
         BackendError if there is no memory, WorkerLostError.
         """
-        there = batch.layout
-        forms = forms_of(batch.tensors) if there is None else there.forms
+        there, forms = batch.layout, batch.forms
         while True:
             if there is not None and there.memory is not self._memory:
                 there = None
@@ -152,7 +152,8 @@ class SharedTensors:
         layout = self._in_block(forms, block.start)
         for name, array in batch.tensors.items():
             layout.tensors[name][...] = array
-        return RemoteBatch(layout.tensors, batch.rows, layout, (block,)), layout, region
+        batch = RemoteBatch(layout.tensors, batch.rows, forms, layout, (block,))
+        return batch, layout, region
 
     def _grow(self, size_bytes: int) -> None:
         """Take other memory, with room for this and as much again; the next run gives it away.
@@ -184,7 +185,7 @@ class InlineTensors:
 
     def placed(self, batch: RemoteBatch, _room: int) -> tuple[RemoteBatch, TensorLayout, None]:
         """Have all of a batch travel; results need no room."""
-        forms = forms_of(batch.tensors)
+        forms = batch.forms
         found = self._layouts.get(forms)
         if found is None:
             places = {form.name: INLINE for form in forms.forms}
@@ -198,7 +199,8 @@ class InlineTensors:
 
     def room(self, forms: FormSet, rows: int) -> RemoteBatch:
         """Give a batch of these forms, still to be filled."""
-        return RemoteBatch({f.name: np.empty(f.shape, f.dtype) for f in forms.forms}, rows)
+        tensors = {form.name: np.empty(form.shape, form.dtype) for form in forms.forms}
+        return RemoteBatch(tensors, rows, forms)
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
         """Refuse, by a FrameError: no memory is shared."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import struct
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
@@ -53,6 +54,9 @@ class Connection:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self._in_clear = type(connected) is socket.socket
+        self._limit_s: float | None = 0.0
+        """Of what is sent and received; 0 if it is not set yet."""
         self._left = b""
         self._chunk = memoryview(bytearray(_CHUNK))
 
@@ -74,11 +78,11 @@ class Connection:
         """
         pieces: Sequence[Any] = (_framed(header),) if not body else _pieces(header, body)
         try:
-            if body:
+            if body and limit_s != self._limit_s:
                 self._limit(limit_s)
             for piece in pieces:
                 self._socket.sendall(piece)
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
         except OSError as error:
             raise ConnectionLostError(str(error)) from error
@@ -99,15 +103,16 @@ class Connection:
         """
         found: list[int] = []
         try:
-            self._limit(limit_s)
-            data = self._left
+            if limit_s != self._limit_s:
+                self._limit(limit_s)
+            data = self._left or self._some(found if fds else None)
             while len(data) < HEAD.size:
                 data += self._some(found if fds else None)
-            header_bytes, body_bytes = unpack_head(data)
+            header_bytes, body_bytes = unpack_head(data[: HEAD.size])
             start = HEAD.size + header_bytes
+            end = start + body_bytes
             while len(data) < start:
                 data += self._some(found if fds else None)
-            end = start + body_bytes
             body = bytearray(data[start:end])
             self._left = data[end:]
             if len(data) < end:
@@ -115,7 +120,7 @@ class Connection:
         except (OSError, FrameError) as error:
             for fd in found:
                 os.close(fd)
-            if isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError | BlockingIOError):
                 raise TooLateError(f"no answer within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error
         return Frame(data[HEAD.size : start], body, tuple(found))
@@ -125,8 +130,18 @@ class Connection:
         self._socket.close()
 
     def _limit(self, limit_s: float | None) -> None:
-        if self._socket.gettimeout() != limit_s:
+        """Have sockets wait no longer; of those in the clear the system sees to it.
+
+        A limit of Python's makes a call of the system more of everything that is sent or received.
+        """
+        if not self._in_clear:
             self._socket.settimeout(limit_s)
+        elif limit_s != self._limit_s:
+            self._socket.settimeout(None)
+            timeval = _timeval(limit_s)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._limit_s = limit_s
 
     def _some(self, fds: list[int] | None) -> bytes:
         if fds is None:
@@ -150,6 +165,12 @@ class Connection:
                         raise ConnectionResetError("the other end closed the connection")
                     have += count
         return body
+
+
+def _timeval(limit_s: float | None) -> bytes:
+    """Give a limit as the system takes it, where 0 is none."""
+    micros = 0 if limit_s is None else max(round(1e6 * limit_s), 1)
+    return struct.pack("@ll", *divmod(micros, 1_000_000))
 
 
 @lru_cache(maxsize=1024)  # the same are sent again and again
@@ -240,14 +261,14 @@ class Regions:
 
     def take(self, size_bytes: int) -> MemoryBlock | None:
         """Take a part of this size, aligned; ``None`` if there is no room."""
-        size_bytes = aligned(size_bytes) or ALIGNMENT
-        start = 0
-        if self._taken:
-            for begins, ends in sorted(self._taken.items()):
+        size_bytes = -(-size_bytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+        start, taken = 0, self._taken
+        if taken:
+            for begins, ends in sorted(taken.items()):
                 if begins - start >= size_bytes:
                     break
                 start = ends
         if start + size_bytes > self._size_bytes:
             return None
-        self._taken[start] = start + size_bytes
-        return MemoryBlock(self._taken, start, size_bytes)
+        taken[start] = start + size_bytes
+        return MemoryBlock(taken, start, size_bytes)
