@@ -136,7 +136,7 @@ class Connection:
         """
         if not self._in_clear:
             self._socket.settimeout(limit_s)
-        elif limit_s != self._limit_s:
+        else:
             self._socket.settimeout(None)
             timeval = _timeval(limit_s)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
