@@ -27,7 +27,8 @@ from offramp.engine.scheduling import (
 )
 from offramp.tools.bench.outcomes import Summary, summarise
 from offramp.tools.bench.output import describe_environment, write_json
-from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
+from offramp.tools.bench.simulated_model import Behaviour
+from offramp.tools.bench.simulation import draw_load, simulate
 from offramp.tools.bench.traces import constant
 
 DEVICES, SLO_MS = 16, 100.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
@@ -120,14 +121,16 @@ class PlacedPlan:
         starting = (n for n in others if self.prefers(n, 0) and not self.stragglers.standing(n))
         return self.prefers(stream, 0) and all(self._whole_s(n) >= mine_s for n in starting)
 
-    def wake_s(self, stream: int) -> float:
+    def wake_s(self, stream: int, now_s: float) -> float:
         """When a stream that was given nothing has to ask again, at the latest.
 
-        For what waits and is left to others may expire, and a probe may be due.
+        For what waits and is left to others may expire, and a probe may become due; one that is
+        due already waits for work, not for a time.
         """
         buffered_s = (queue.deadline_s for queue in self._waiting.buffered if queue.size)
         queued_s = self._waiting.queue.next_expiry_s()
-        return min(queued_s, self.stragglers.probe_s(stream), *buffered_s)
+        probe_s = self.stragglers.probe_s(stream)
+        return min(queued_s, probe_s if probe_s > now_s else math.inf, *buffered_s)
 
     def views(
         self, stream: int, others: Collection[int], busy: Collection[int], now_s: float

@@ -345,7 +345,7 @@ class ModelScheduler:
         """Choose of all that waits; of a placed plan of the stream's own stages, or steal."""
         if (placed := plan.placed) is None:
             return self._ask(plan, plan.policy, plan.waiting, now_s)
-        others, until_s = self._in_flight.others(stream), placed.wake_s(stream)
+        others, until_s = self._in_flight.others(stream), placed.wake_s(stream, now_s)
         sheds = self.overloaded or placed.may_shed(stream, others)
         for waiting in placed.views(stream, others, self._in_flight.batches, now_s):
             chosen = self._ask(plan, placed.of(stream).policy, waiting, now_s, sheds=sheds)

@@ -28,7 +28,8 @@ from offramp.tools.bench.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.bench.simulation import draw_load, model_of, simulate
+from offramp.tools.bench.simulated_model import model_of
+from offramp.tools.bench.simulation import draw_load, simulate
 from offramp.tools.bench.traces import Trace
 
 _DESCRIPTION = """\

@@ -20,6 +20,7 @@ from offramp.engine.scheduling import (
     Run,
     StreamPlacement,
     Submission,
+    Wait,
     make_policy,
     place,
 )
@@ -275,3 +276,16 @@ def test_a_placement_is_of_as_many_stages_as_the_plan() -> None:
     latencies = Latencies([[0.0, 1.0]] * 2)
     with pytest.raises(ValueError, match="a placement of 3 stages, expected 2 as the plan has"):
         place(PolicyName.parse("refill"), points_of(latencies), placement(*OWN), 1)
+
+
+def test_an_excluded_straggler_whose_probe_is_due_waits_for_work_not_for_a_time() -> None:
+    """Stream 1 may probe from 1.0 on, but nothing waits for its stages; 2 holds what does."""
+    s = placed(on([0]), on([1, 2]), on([0], [1]))
+    plan = s._current.placed
+    assert plan is not None
+    monitor = plan.stragglers = StragglerMonitor(["fast"] * 3, window=1)
+    for stream, ratio in ((0, 1.0), (2, 1.0), (1, 9.0), (1, 9.0)):
+        monitor.observe(stream, ratio, 0.0)
+    submit(s, 0, 1)
+    assert s.next(1, 0.5) == Wait(1.0)
+    assert s.next(1, 1.5) == Idle()
