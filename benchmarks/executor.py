@@ -177,6 +177,7 @@ def fake_model(backend: FakeBackend) -> ServedModel:
             policy=ExitPolicy(version=1, active=()),
             pipeline=Pipeline(backend, Plan(stages=specs, policy_version=1, mode=Mode.LEAVE)),
             points=points,
+            batch_size=BATCH,
         ),
         scheduler=make_scheduler(
             PolicyName("run-through"), points, max_batch_size=BATCH, max_queue=REQUESTS

@@ -48,10 +48,11 @@ from offramp.calibration.trade_offs import (
 )
 from offramp.certify import MODEL_END
 from offramp.engine.agreement import agreement_of
+from offramp.engine.answering_graphs import answering_graphs
 from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.options import available_cores
 from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import answering_graphs, make_plan
+from offramp.engine.plan import make_plan
 from offramp.tools.bench.compare import measure_size
 from offramp.tools.bench.frontier.measurement import FrontierPoint, SharedStages, point_of
 from offramp.tools.bench.output import (

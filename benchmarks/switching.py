@@ -36,7 +36,7 @@ from offramp.engine.core import Engine
 from offramp.engine.deployment import Deployment
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode, StageSpec
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.scheduling import PlanPolicy, PolicyName
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.policy import Choice, NeverBuffers, Start, Waiting
 from offramp.tools.bench.output import (
@@ -153,7 +153,8 @@ def put_in_force(engine: Engine, max_batch_size: int, seed: int) -> RandomVarian
     executor = engine._executor  # noqa: SLF001 - no policy of the product draws
     deployment = executor.deployment(MODEL)
     policy = RandomVariant(deployment, max_batch_size, seed)
-    executor.hot_swap(MODEL, replace(deployment, number=deployment.number + 1), policy)
+    chosen = PlanPolicy(policy, deployment.points.latencies)
+    executor.hot_swap(MODEL, replace(deployment, number=deployment.number + 1), chosen)
     return policy
 
 

@@ -25,6 +25,7 @@ from offramp.engine.backends import Backend, Slot
 from offramp.engine.backends.base import Stage, TensorBatch
 from offramp.engine.plan import StageSpec
 from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.launching import LocalLauncher
 from offramp.engine.remote.process import WorkerCommand
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=50, help="of each round")
     options = parser.parse_args()
     command = WorkerCommand(module="offramp.testing.worker")
-    remote = RemoteBackend(ScriptedBackend(), workers=1, command=command)
+    remote = RemoteBackend(ScriptedBackend(), launchers=[LocalLauncher(command)])
     here, there, results = Chain(ScriptedBackend()), Chain(remote), {}
     try:
         for kib in SIZES_KIB:

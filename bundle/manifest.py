@@ -26,6 +26,7 @@ from offramp.bundle.manifest_checks import (
     check_precision,
     check_samples,
     check_sharing,
+    check_sizes,
     check_unique,
     check_variants,
 )
@@ -241,6 +242,7 @@ class Manifest:
         check_chain(self)
         check_variants(self)
         check_sharing(self)
+        check_sizes(self.segments)
 
     @property
     def graphs(self) -> tuple[str, ...]:

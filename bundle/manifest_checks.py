@@ -12,6 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from offramp.bundle.joint_training import JointTraining
     from offramp.bundle.manifest import Answer, Calibration, Manifest, TensorSpec
+    from offramp.bundle.parts import Segment
 
 MOST_SAMPLE_BYTES: Final = 2**30
 """Of a sample's input: more is no sample, but a way to exhaust memory."""
@@ -166,6 +167,17 @@ def check_sharing(manifest: Manifest) -> None:
             f"weight_sharing: of variants {said!s:.100}, expected one for each from 0 to "
             f"{len(manifest.variants)}, in order"
         )
+
+
+def check_sizes(segments: Sequence[Segment]) -> None:
+    """Sizes are said of every segment, or of none; behind the last there is no border."""
+    said = {size is not None for s in segments for size in (s.row_bytes, s.weight_bytes)}
+    if len(said) > 1:
+        raise ValueError(
+            "segments: some lack row_bytes or weight_bytes, expected both of all, or of none"
+        )
+    if last := segments[-1].row_bytes:
+        raise ValueError(f"segments: row_bytes {last} behind the last, expected 0")
 
 
 def check_chain(manifest: Manifest) -> None:

@@ -25,9 +25,16 @@ class Segment:
     flops_share: float
     """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
     where their number is not known); of a quantised segment, that of what it stands for."""
+    row_bytes: int | None = field(default=None, metadata=LEFT_OUT)
+    """Bytes of a row that cross the border behind it, at the shapes of the calibration data: cut
+    tensors and graph inputs that what follows reads; 0 behind the last. ``None`` in older bundles,
+    as the next."""
+    weight_bytes: int | None = field(default=None, metadata=LEFT_OUT)
+    """Bytes of its weights, and of those of the exit that follows it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "flops_share", least=0, most=1 + 1e-6)
+        check_numbers(self, "row_bytes", "weight_bytes", least=0)
 
     @property
     def outputs(self) -> tuple[str, ...]:

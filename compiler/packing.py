@@ -38,6 +38,7 @@ from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.options import CompileOptions
+from offramp.compiler.part_sizes import sized_segments
 from offramp.compiler.report import render_report
 from offramp.compiler.report.pictures import EarlyMap
 from offramp.compiler.rounding import fits_16_bits
@@ -69,6 +70,7 @@ def make_manifest(
     model, front = sliced.model, sliced.front or sliced.model
     quantised = sliced.copy == "quantised"
     truth, final = certify.labels, certify.final_prediction
+    row = parts.train.take(slice(1))
     return Manifest(
         schema_version=SCHEMA_VERSION,
         name=bundle_name(options.output),
@@ -83,14 +85,14 @@ def make_manifest(
         inputs=model.inputs,
         outputs=model.outputs,
         answer=model.answer,
-        segments=built.segments,
+        segments=sized_segments(built, built.read, row),
         exits=tuple(judged(exit_, certify) for exit_ in built.exits),
         calibration=Calibration(
             data_sha256=parts.train.sha256,
             train_samples=len(parts.train),
             tune_samples=len(parts.tune),
             certify_samples=len(parts.certify),
-            sample_shapes={n: a.shape[1:] for n, a in parts.train.take(slice(1)).items()},
+            sample_shapes={name: array.shape[1:] for name, array in row.items()},
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
         ),

@@ -25,8 +25,9 @@ from offramp.compiler.rounding import SINGLE, STEPS, rounding_of
 from offramp.compiler.rows import scaled_by_batch
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.slicing import find_masks
+from offramp.engine.answering_graphs import answering_graphs
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.plan import ModelStructure, answering_graphs
+from offramp.engine.plan import ModelStructure
 
 _log = logging.getLogger(__name__)
 

@@ -7,22 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import onnx
-
 from offramp.bundle import Bundle, Profile
 from offramp.bundle.files import parse_json
 from offramp.bundle.npz import open_regular
 from offramp.bundle.profile import upgraded
 from offramp.bundle.serde import from_plain
-from offramp.certify import NEVER
-from offramp.compiler.graph import weight_bytes
-from offramp.engine.assembly import assemble
+from offramp.compiler.part_sizes import measure_sizes
 from offramp.engine.backends.custom_ops import open_runnable
-from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.control_state import identity_of
 from offramp.engine.deployment import zeros
-from offramp.engine.plan import carried_over
 from offramp.engine.planning.batch_profile import (
     MOST_PROFILE_BYTES,
     BatchProfile,
@@ -31,10 +24,15 @@ from offramp.engine.planning.batch_profile import (
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_file import MOST_FILE_BYTES, make_cluster, parse_cluster
 from offramp.engine.planning.cluster_plan import PlanError, dump_plan
+from offramp.engine.planning.facts import (
+    PartSizes,
+    exits_in_use,
+    facts_of,
+    recorded_shares,
+)
 from offramp.engine.planning.forecasting import CONSERVATIVE, forecast_next
 from offramp.engine.planning.goal import PlanningGoal, PlanningResult
 from offramp.engine.planning.optimiser import make_cluster_plan
-from offramp.engine.scheduling import going_on
 
 MATTERS = 0.01
 """Share of rate or cost from which a constraint is said to bind."""
@@ -129,68 +127,27 @@ def _sizes(own: Profile, profiles: Mapping[str, Profile]) -> tuple[int, ...]:
 
 def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
     """Gather what plans know of a bundle, with the shares of the exits that are in use."""
-    manifest = bundle.manifest
-    active = [a for a in bundle.policy.active if a.threshold < NEVER]
-    exits = tuple(a.exit for a in active)
     if options.batch_profile is None:
-        placed = [(stage, a.exit, a.threshold) for stage, a in enumerate(active)]
-        each = going_on(placed, bundle.records(), len(active) + 1)
-        shares = tuple(np.cumprod(each[: len(active)]).tolist())
+        shares = recorded_shares(bundle)
         shares_from = "the bundle's certify split"
     else:
         profile = _batch_profile(options.batch_profile, bundle)
         forecast = forecast_next(profile)
-        shares = tuple(forecast.going_on[exit_] for exit_ in exits)
+        shares = {exit_: forecast.going_on[exit_] for exit_ in exits_in_use(bundle.policy)}
         shares_from = (
             f"a conservative forecast ({forecast.method}, quantile {CONSERVATIVE:g}) of "
             f"{profile.describe()}, in {options.batch_profile}"
         )
-    return (
-        ModelFacts(
-            segments=len(manifest.segments),
-            exit_after=tuple(manifest.exits[exit_].after_segment for exit_ in exits),
-            going_on=shares,
-            row_bytes=crossing_bytes(bundle),
-            weight_bytes=segment_weight_bytes(bundle),
-            exits=exits,
-            begins=manifest.source_begins,
-        ),
-        shares_from,
-    )
+    sizes = part_sizes(bundle)
+    facts = facts_of(bundle, exits=[*shares], going_on=[*shares.values()], sizes=sizes)
+    return facts, shares_from
 
 
-def crossing_bytes(bundle: Bundle) -> tuple[float, ...]:
-    """[segments - 1]: bytes of a row that cross the border behind each segment.
-
-    Cut tensors and graph inputs that what follows reads, at the shapes of the calibration data;
-    those of cut tensors are found by running the segments on one row of zeros.
-    """
+def part_sizes(bundle: Bundle) -> PartSizes:
+    """Give the sizes of a bundle's parts: those of its manifest, or, if it has none, measured."""
     manifest = bundle.manifest
-    inputs = zeros(manifest, 1)
-    sizes = {name: array.nbytes for name, array in inputs.items()}
-    inner = manifest.segments[: manifest.source_begins or len(manifest.segments)]
-    names = list(dict.fromkeys(name for segment in inner for name in segment.outputs))
-    graph = assemble([bundle.read(segment.file) for segment in inner], names)
-    session = make_session(graph, 1)
-    given = {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()}
-    sizes |= {n: a.nbytes for n, a in zip(names, session.run(names, given), strict=True)}
-    return tuple(
-        float(sum(sizes[name] for name in carried_over(manifest, k, k + 1)))
-        for k in range(len(manifest.segments) - 1)
-    )
-
-
-def segment_weight_bytes(bundle: Bundle) -> tuple[float, ...]:
-    """[segments]: bytes of the weights of each segment, and of the exit that follows it."""
-    manifest = bundle.manifest
-
-    def of(file: str) -> float:
-        return float(weight_bytes(onnx.load_model_from_string(bundle.read(file))))
-
-    sizes = [of(segment.file) for segment in manifest.segments]
-    for exit_ in manifest.exits:
-        sizes[exit_.after_segment] += of(exit_.file)
-    return tuple(sizes)
+    kept = PartSizes.kept_by(manifest.segments)
+    return kept or measure_sizes(manifest, bundle.read, zeros(manifest, 1))
 
 
 def _batch_profile(path: Path, bundle: Bundle) -> BatchProfile:

@@ -29,10 +29,11 @@ from offramp.calibration.running import BATCH_SIZE
 from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify.agreement import tuning_path
 from offramp.compiler.progress import Progress
+from offramp.engine.answering_graphs import answering_graphs
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.two_stage import StageTimes
 from offramp.engine.options import available_cores
-from offramp.engine.plan import ModelStructure, answering_graphs
+from offramp.engine.plan import ModelStructure
 
 
 def record_exits(

@@ -24,6 +24,7 @@ from offramp.compiler.exits import find_exits
 from offramp.compiler.graph import serialised
 from offramp.compiler.own_answer import own_exit
 from offramp.compiler.packing import PROFILE, BuiltVariant, judged
+from offramp.compiler.part_sizes import sized_segments
 from offramp.compiler.policy import record_exits
 
 
@@ -78,7 +79,7 @@ def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) 
     certify = record_exits(draft, draft.read, run.parts.certify, title, run.progress)
     level = 1 - (1 - run.options.confidence_level) / count
     policy = replace(blueprint.choice, confidence_level=level).certify(blueprint.path, certify)
-    *own, source = draft.segments
+    *own, source = sized_segments(draft, draft.read, run.parts.train.take(slice(1)))
     names = [segment.file for segment in own] + [exit_.file for exit_ in draft.exits]
     files = {
         folder + RECORDS: dump_records(blueprint.tune, certify),

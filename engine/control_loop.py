@@ -24,7 +24,6 @@ from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.executor import Executor
 from offramp.engine.job_runner import JobError, JobRunner
 from offramp.engine.options import ModelOptions
-from offramp.engine.scheduling import make_policy
 from offramp.engine.served_model import ModelControl, ServedModel
 
 _log = logging.getLogger(__name__)
@@ -220,8 +219,8 @@ class ControlLoop:
         deployment = state.control.deployments.make(policy, before)
         options, streams = state.options, self._executor.health.streams
         try:
-            scheduling = make_policy(
-                options.scheduling, deployment.points, options.max_batch_size, streams
+            chosen = deployment.scheduled_by(
+                options.scheduling, streams, self._executor.placed(state.name)
             )
         except ValueError as error:
             exits = tuple(active.exit for active in policy.active)
@@ -229,7 +228,7 @@ class ControlLoop:
                 state.refused.add(exits)
                 _log.error("%s: exits %s do not suit scheduling: %s", state.name, exits, error)
             return
-        self._executor.hot_swap(state.name, deployment, scheduling)
+        self._executor.hot_swap(state.name, deployment, chosen)
 
     def _upgrade(self, state: _State) -> None:
         """Take engines into use that were built since for stages which run as chains."""

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -17,19 +18,28 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU_RUNTIMES
+from offramp.engine.cluster_serving import plan_splits
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.control_loop import ControlLoop
 from offramp.engine.engine_upgrades import EngineUpgrades
-from offramp.engine.errors import BackendError, BadInputError, DrainingError, ModelNotServedError
+from offramp.engine.errors import (
+    BackendError,
+    BadInputError,
+    DrainingError,
+    ModelNotServedError,
+    OptionsError,
+)
 from offramp.engine.executor import Executor
 from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
 from offramp.engine.planning.batch_profile import WINDOW_S
 from offramp.engine.profile_loop import ProfileLoop
-from offramp.engine.remote.backend import RemoteBackend, worker_command
+from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.launching import LocalLauncher, worker_command
 from offramp.engine.request_table import Request
 from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel, warm_slots
+from offramp.engine.served_splits import ServedSplits
 from offramp.engine.statistics import ModelStatistics
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.engine.validation import check_request
@@ -68,7 +78,18 @@ class Engine:
             {name: model.scheduler for name, model in models.items()},
             weights={name: model.options.weight for name, model in models.items()},
         )
-        self._executor = Executor(backend, models, scheduler, streams=streams, slots=slots)
+        open_slot = None
+        placed = any(model.deployment.placement for model in models.values())
+        if placed and isinstance(backend, RemoteBackend):  # each stream is a worker of its own
+            open_slot = backend.open_slot_of
+        self._executor = Executor(
+            backend,
+            models,
+            scheduler,
+            streams=streams,
+            slots=slots,
+            open_slot=open_slot,
+        )
         self._control = ControlLoop(self._executor, models, upgrades=EngineUpgrades(build_budget))
         self._profiles = ProfileLoop(self._executor, models, window_s=profile_window_s)
         self._executor.start(asyncio.get_running_loop())
@@ -93,6 +114,11 @@ class Engine:
             OptionsError: A scheduling policy does not fit its model.
         """
         options = options or EngineOptions()
+        if options.cluster is not None and len(models) > 1:
+            raise OptionsError(
+                f"a cluster serves one model, and there are {len(models)}: {', '.join(models)}; "
+                "start a server for each, with devices of its own"
+            )
         bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
         owned = backend is None
         if backend is None:
@@ -107,9 +133,8 @@ class Engine:
             for name, bundle in bundles.items():
                 began_s = time.monotonic()
                 _log.info("%s: loading %s", name, bundle.path)
-                loaded[name] = await _in_thread(
-                    ServedModel.load, name, bundle, backend, options, parallel
-                )
+                load = partial(ServedModel.load, splits=_split(name, bundle, backend, options))
+                loaded[name] = await _in_thread(load, name, bundle, backend, options, parallel)
                 _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
             slots = await _in_thread(warm_slots, backend, loaded, options.streams)
         except BaseException:
@@ -355,6 +380,18 @@ async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
         raise
 
 
+def _split(
+    name: str, bundle: Bundle, backend: Backend, options: EngineOptions
+) -> ServedSplits | None:
+    """Split a model among the workers of a cluster, if there is one, and say who holds what."""
+    if options.cluster is None:
+        return None
+    assert isinstance(backend, RemoteBackend), "the devices of a cluster are workers"
+    splits = plan_splits(name, bundle, options.cluster, backend.device_types)
+    backend.hold(splits.holds)
+    return splits
+
+
 def _close_after_failure(backend: Backend) -> None:
     try:
         backend.close()
@@ -386,7 +423,6 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
         raise BackendError(f"backend {backend.name} was chosen, and {WORKERS_ON_CPU}")
     return RemoteBackend(
         backend,
-        workers=options.workers,
+        launchers=[LocalLauncher(worker_command())] * options.workers,
         threads=options.threads_per_stream(),
-        command=worker_command(),
     )

@@ -24,12 +24,18 @@ from offramp.engine.plan import Mode, Plan, StageSpec, make_plan
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoints,
+    PlacedPlan,
+    Placement,
+    PlanPolicy,
+    PolicyName,
     chooses_points,
     going_on,
     operating_points,
     pareto_front,
+    policy_for,
     stage_seconds,
 )
+from offramp.engine.served_splits import ServedSplits
 from offramp.engine.weight_sharing import share_weights
 
 STAGE_OVERHEAD_S: Final = 60e-6
@@ -53,6 +59,10 @@ class Deployment:
     """Those of the model's variants, from number 1 on."""
     points: OperatingPoints
     """Costs and worth of the stages, for the scheduling policy."""
+    batch_size: int
+    """Most rows that a batch is formed of."""
+    placement: Placement | None = None
+    """Where the stages run, if streams differ."""
 
     @property
     def plan(self) -> Plan:
@@ -63,6 +73,22 @@ class Deployment:
         """Give what runs a variant; 0 is the full model."""
         return self.smaller[variant - 1] if variant else self.pipeline
 
+    def scheduled_by(
+        self, policy: PolicyName, streams: int, before: PlacedPlan | None = None
+    ) -> PlanPolicy:
+        """Make what chooses for its batches; ValueError if the policy does not fit.
+
+        ``before`` is the placed plan that it follows.
+        """
+        return policy_for(
+            policy,
+            self.points,
+            max_batch_size=self.batch_size,
+            streams=streams,
+            placement=self.placement,
+            before=before,
+        )
+
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """All of them, by variant."""
@@ -72,7 +98,8 @@ class Deployment:
 class DeploymentMaker:
     """Makes the deployments of a bundle, one after another; used by one thread at a time.
 
-    ``profile`` says what the model's parts take on the backend, with packed weights.
+    ``profile`` says what the model's parts take on the backend, with packed weights. ``splits`` is
+    the plan that the model is split by among devices, if it is; variants then do not serve.
     """
 
     def __init__(
@@ -83,14 +110,17 @@ class DeploymentMaker:
         *,
         mode: Mode,
         options: ModelOptions,
+        splits: ServedSplits | None = None,
     ) -> None:
+        self.splits = splits
+        """What the next deployment is placed by; changed between two calls of :meth:`make`."""
         self._bundle = bundle
         self._backend = backend
         self._mode = mode
         self._options = options
         self._records = bundle.records()
         compiled = bundle.profile()
-        served = served_variants(bundle, backend, mode, options)
+        served = () if splits else served_variants(bundle, backend, mode, options)
         sharing = share_weights(bundle.manifest, options.share_weights, backend, served=len(served))
         self._profile, self._sharing = sharing.slowed(profile, 0), sharing
         self._smaller = [
@@ -162,7 +192,8 @@ class DeploymentMaker:
         It takes over what was observed of the same stages of ``before``, the deployment that it
         follows, or of the machine's speed at least.
         """
-        plan = make_plan(self._bundle, policy, self._mode)
+        splits, most = self.splits, self._options.max_batch_size
+        plan = self._plan(policy)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         points = points_of(self._profile, self._records, plan, self._options)
         smaller = tuple(
@@ -183,13 +214,23 @@ class DeploymentMaker:
                 points.latencies.calibrate(before.points.latencies.speed)
         self._number += 1
         return Deployment(
-            number=self._number, policy=policy, pipeline=pipeline, smaller=smaller, points=points
+            number=self._number,
+            policy=policy,
+            pipeline=pipeline,
+            smaller=smaller,
+            points=points,
+            batch_size=splits.batch_size(most) if splits else most,
+            placement=splits.placement(plan, most, STAGE_OVERHEAD_S) if splits else None,
         )
+
+    def _plan(self, policy: ExitPolicy) -> Plan:
+        borders = self.splits.borders if self.splits else ()
+        return make_plan(self._bundle, policy, self._mode, borders=borders)
 
     def _in_shadow_mode(self, exits: Sequence[int]) -> Plan:
         """The plan of some exits that are run, and answer nothing."""
         active = tuple(ActiveExit(exit=index, threshold=NEVER) for index in exits)
-        return make_plan(self._bundle, ExitPolicy(version=0, active=active), self._mode)
+        return self._plan(ExitPolicy(version=0, active=active))
 
     def _stage(self, spec: StageSpec) -> Stage:
         """Prepare a stage, unless it is there: its graph does not depend on thresholds."""

@@ -37,7 +37,8 @@ from offramp.engine.request_table import CompletionQueue, Request, copy_of
 from offramp.engine.scheduling import (
     Assignment,
     DeviceScheduler,
-    Policy,
+    PlacedPlan,
+    PlanPolicy,
     Run,
     SchedulerFullError,
     Submission,
@@ -81,13 +82,19 @@ class Executor:
         *,
         streams: int,
         slots: Sequence[Slot] = (),
+        open_slot: Callable[[int], Slot] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``open_slot`` opens the slot of a stream, where these are not all alike."""
         self._backend = backend
+        self._open_slot_of = open_slot or (lambda _stream: backend.open_slot())
         self._scheduler = scheduler
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        placed = any(model.scheduler.placed is not None for model in models.values())
+        self._announce = self._changed.notify_all if placed else self._changed.notify
+        """Tells of new work: where streams differ it may not be for the first that wakes up."""
         self._ended = threading.Condition(self._lock)
         """What a stream that pauses waits for: work is announced to those in service only."""
         self._completions = CompletionQueue(self._lock, clock)
@@ -157,7 +164,7 @@ class Executor:
             finally:
                 runtime.settle()
             runtime.table.accept(request)
-            self._changed.notify()
+            self._announce()
 
     def cancel(self, model: str, number: int) -> None:
         """Withdraw a request; nothing is posted for it any more."""
@@ -170,15 +177,24 @@ class Executor:
                 runtime.settle()
             runtime.table.forget(number)
 
-    def hot_swap(self, model: str, deployment: Deployment, policy: Policy) -> None:
+    def hot_swap(self, model: str, deployment: Deployment, chosen: PlanPolicy) -> None:
         """Start batches under another deployment from now on; what runs is not disturbed.
 
-        The deployment is prepared and warmed up; the scheduling policy is made for its operating
-        points.
+        The deployment is prepared and warmed up; ``chosen`` is made for its operating points and
+        its placement.
         """
         with self._lock:
-            self._models[model].hot_swap(deployment, policy)
+            self._models[model].hot_swap(deployment, chosen)
             self._changed.notify_all()
+
+    def placed(self, model: str) -> PlacedPlan | None:
+        """Give the placed plan in force, where streams differ."""
+        return self._models[model].scheduler.placed
+
+    def plans(self, model: str) -> frozenset[int]:
+        """Give the numbers of the deployments that something still runs or waits under."""
+        with self._lock:
+            return self._models[model].scheduler.plans
 
     def deployment(self, model: str) -> Deployment:
         """Give the deployment in force for what starts now."""
@@ -272,7 +288,7 @@ class Executor:
             if not self._backend.on_cpu:  # that takes a while: others run what waits
                 self._scheduler.suspend(stream)
         try:
-            return self._backend.open_slot(), False
+            return self._open_slot_of(stream), False
         except Exception as error:
             raise _StartFailedError from error
 
@@ -344,7 +360,7 @@ class Executor:
                     model.settle()
                 if task is not None:
                     if self._scheduler.waiting:  # another stream may start, or keep time
-                        self._changed.notify()
+                        self._announce()
                     return task
                 timeout_s = _LONGEST_WAIT_S
                 if isinstance(decision, Wait):
@@ -371,7 +387,7 @@ class Executor:
             transition = self._scheduler.done(stream, step.exited, now_s, runs_on)
             kept = model.conclude(run, step, transition, now_s - started_s)
             self.health.succeeded(stream)
-            self._changed.notify()
+            self._announce()
         if not len(transition.survivors):
             return None
         assert step.result.carry is not None

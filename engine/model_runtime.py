@@ -18,8 +18,16 @@ from offramp.engine.comparison import AnswerLog, TakesCodes, answer_log
 from offramp.engine.deployment import Deployment
 from offramp.engine.errors import BackendError, DrainingError, EngineError
 from offramp.engine.pipeline import Pipeline, StageStep
+from offramp.engine.plan import StageSpec
 from offramp.engine.request_table import CompletionQueue, Request, RequestTable
-from offramp.engine.scheduling import DropCause, Dropped, ModelScheduler, Policy, Run, Transition
+from offramp.engine.scheduling import (
+    DropCause,
+    Dropped,
+    ModelScheduler,
+    PlanPolicy,
+    Run,
+    Transition,
+)
 from offramp.engine.served_model import ServedModel
 from offramp.engine.statistics import (
     Counters,
@@ -76,9 +84,9 @@ class ModelRuntime:
         """What batches start under from now on."""
         self._put_in_force(model.deployment)
 
-    def hot_swap(self, deployment: Deployment, policy: Policy) -> None:
+    def hot_swap(self, deployment: Deployment, chosen: PlanPolicy) -> None:
         """Put a deployment in force for batches that start from now on."""
-        self.scheduler.hot_swap(deployment.number, policy, deployment.points.latencies)
+        self.scheduler.hot_swap(deployment.number, *chosen)
         self._put_in_force(deployment)
         for plan in self._deployments.keys() - self.scheduler.plans:
             del self._deployments[plan], self._departures[plan]
@@ -186,7 +194,7 @@ class ModelRuntime:
         if recorder is None:
             return None
         if answer is not None:
-            exit_index = self._answered_by(run)
+            exit_index = self._stage_of(run).answered_by
             log = self._logs[run.variant]
             log.say(run.sample_ids, exit_index, answer, step.result.confidence)
         return recorder.runs_on(run.sample_ids)
@@ -199,12 +207,13 @@ class ModelRuntime:
         ``run_s`` is the seconds that the stage took. Gives where to put the survivors' tensors if
         another run will take them on.
         """
-        exit_index, result = self._answered_by(run), step.result
-        counters = self.table.counters.stages[run.variant, exit_index]
-        counters.batch_size.observe(len(run.requests))
-        counters.run_s.observe(run_s)
-        if not run.variant:
-            self._count_departures(run, step, exit_index, transition.released)
+        exit_index, result = self._stage_of(run).exit, step.result
+        if exit_index is not None:  # where a split alone ends, nothing is said or counted
+            counters = self.table.counters.stages[run.variant, exit_index]
+            counters.batch_size.observe(len(run.requests))
+            counters.run_s.observe(run_s)
+            if not run.variant:
+                self._count_departures(run, step, exit_index, transition.released)
         # Survivors run on: on this stream, or from a buffer that others may be given at once.
         kept = None
         if transition.buffered is not None:
@@ -212,8 +221,8 @@ class ModelRuntime:
         # The recorder is told which rows were answered early, and which will not be heard of again.
         runs_on: NDArray[np.bool_] | None = None
         if self._recorder is not None:
-            if exit_index != MODEL_END and len(transition.released):
-                rows = transition.released
+            rows = transition.released
+            if exit_index not in (None, MODEL_END) and len(rows):
                 if run.variant:
                     self._audits[run.variant - 1].answered(run.sample_ids[rows], exit_index)
                 else:
@@ -228,6 +237,7 @@ class ModelRuntime:
             self._logs[run.variant].forget(run.sample_ids[leaves])
         # Released rows are answered. Those of them that survive run on for feedback.
         for rows in _by_request(run, transition.released):
+            assert exit_index is not None
             following = 0 if runs_on is None else int(np.count_nonzero(runs_on[rows]))
             self._answer(run, step, rows, exit_index, following)
         # Rows that were answered before, and end here: the model's end has its say, or is lost.
@@ -304,12 +314,12 @@ class ModelRuntime:
             (variant, stage.answered_by): stage.threshold
             for variant, pipeline in enumerate(deployment.pipelines)
             for stage in pipeline.plan.stages
+            if stage.exit is not None
         }
         counters.put_in_force(thresholds)
 
-    def _answered_by(self, run: Run) -> int:
-        """The exit that gives the answers of a run's stage, or ``MODEL_END``."""
-        return self.pipeline_of(run).plan.stages[run.stage].answered_by
+    def _stage_of(self, run: Run) -> StageSpec:
+        return self.pipeline_of(run).plan.stages[run.stage]
 
     def _answer(
         self, run: Run, step: StageStep, rows: Rows, exit_index: int, following: int

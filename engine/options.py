@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from offramp.bundle.engines import PRECISIONS, Precision
+from offramp.engine.cluster_serving import ServedCluster
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.plan import Mode
@@ -126,6 +127,8 @@ class EngineOptions:
     """Batches that run at the same time, of whatever models."""
     workers: int = 0
     """Processes that run the stages, each of them one of the streams; 0 runs them in this one."""
+    cluster: ServedCluster | None = None
+    """Whose devices the workers are: the model, which is the only one, is split among them."""
     threads: int | None = None
     """Intra-op threads of each stream; ``None`` shares the cores among the streams."""
     parallel_below: int | None = None

@@ -8,10 +8,11 @@ the quantised model lies between the last exit and it does not run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -33,7 +34,6 @@ from offramp.bundle.criteria import PROBABILITY, Criterion
 from offramp.bundle.parts import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
-from offramp.engine.assembly import assemble
 from offramp.engine.external_weights import WeightForm
 from offramp.engine.stage_assembly import ReadPart, assemble_stage
 
@@ -189,8 +189,18 @@ def exit_label(exit_index: int) -> str:
     return "final" if exit_index == MODEL_END else f"exit {exit_index}"
 
 
-def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mode.LEAVE) -> Plan:
-    """Plan the stages between the active exits of ``policy`` (default: the bundle's own)."""
+def make_plan(
+    bundle: Bundle,
+    policy: ExitPolicy | None = None,
+    mode: Mode = Mode.LEAVE,
+    *,
+    borders: Collection[int] = (),
+) -> Plan:
+    """Plan the stages between the active exits of ``policy`` (default: the bundle's own).
+
+    Where the model is split among devices, a stage ends behind each segment of ``borders`` too; in
+    mode off nothing is split.
+    """
     policy = bundle.policy if policy is None else policy
     if mode is Mode.OFF:
         return Plan(stages=(source_stage(bundle),), policy_version=policy.version, mode=mode)
@@ -199,21 +209,33 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
     if bundle.number and (not active or active[-1].exit != bundle.manifest.exits[-1].index):
         # What a subnet's exits are not sure of ends at its own answer, sure or not.
         active.append(ActiveExit(exit=bundle.manifest.exits[-1].index, threshold=NEVER))
-    stages = _of(bundle, plan_stages(bundle.manifest, bundle.read, active))
+    stages = _of(bundle, plan_stages(bundle.manifest, bundle.read, active, borders))
     return Plan(stages=stages, policy_version=policy.version, mode=mode)
 
 
 def plan_stages(
-    structure: ModelStructure, read: ReadPart, active: Sequence[ActiveExit]
+    structure: ModelStructure,
+    read: ReadPart,
+    active: Sequence[ActiveExit],
+    borders: Collection[int] = (),
 ) -> tuple[StageSpec, ...]:
     """Plan the stages between exits, in depth order; ``read`` gives a part's file.
 
-    Where an exit's decision depends on earlier ones, all up to the last of ``active`` run.
+    Where an exit's decision depends on earlier ones, all up to the last of ``active`` run. Behind
+    segments of ``borders`` where none of these is, stages end without an answer; but not in what of
+    a cascade's copy lies behind its last exit, and does not run.
     """
     if structure.answer.criterion.depends_on_earlier and active:
         active = all_up_to(active)
-    ends = [(structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active]
-    last = len(structure.segments) - 1
+    ends: list[tuple[int, int | None, float]] = [
+        (structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active
+    ]
+    last, exits_end = len(structure.segments) - 1, {end for end, _, _ in ends}
+    if last_beginning(structure.segments) > 0:  # only the copy in front has borders inside
+        last_exit = max(exits_end, default=0)
+        borders = [border for border in borders if border < last_exit]
+    ends += [(b, None, NEVER) for b in set(borders) - exits_end if 0 <= b < last]
+    ends.sort(key=itemgetter(0))
     return tuple(_stages(structure, read, [*ends, (last, MODEL_END, 0.0)]))
 
 
@@ -240,22 +262,6 @@ def chain_stages(structure: ModelStructure, read: ReadPart) -> tuple[StageSpec, 
     inner = structure.segments[last_beginning(structure.segments) : -1]
     ends = [(segment.index, None, NEVER) for segment in inner]
     return tuple(_stages(structure, read, [*ends, (last.index, MODEL_END, 0.0)]))
-
-
-def answering_graphs(structure: ModelStructure, read: ReadPart) -> tuple[bytes, ...]:
-    """Join all segments and exits, used or not: what answers a sample at every exit and the end.
-
-    It is one graph, in a cascade two: that of all exits, and the source model, which may be of
-    another opset.
-    """
-    outputs = [name for e in structure.exits for name in (e.output, e.confidence)]
-    exits = [e.file for e in structure.exits]
-    segments = [s.file for s in structure.segments]
-    answer = structure.answer.output
-    if begins := last_beginning(structure.segments):
-        front = assemble([read(file) for file in (*segments[:begins], *exits)], outputs)
-        return front, assemble([read(file) for file in segments[begins:]], [answer])
-    return (assemble([read(file) for file in (*segments, *exits)], [*outputs, answer]),)
 
 
 def source_stage(bundle: Bundle) -> StageSpec:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +33,19 @@ from offramp.engine.scheduling import (
     ModelScheduler,
     OperatingPoints,
     ParallelLimit,
+    Placement,
+    PolicyName,
     make_scheduler,
     may_buffer,
 )
+from offramp.engine.served_splits import ServedSplits
 from offramp.engine.state_file import StateFile
 from offramp.engine.whole_promise import EndEvidence, end_evidence, whole_status
 
 _log = logging.getLogger(__name__)
 
+MERGING: Final = PolicyName("refill")
+"""The policy where a model is split, if the one asked for cannot serve that."""
 _TIMED_RUNS = 5
 """Timed runs, the fastest of which tells this machine's speed against the profile's."""
 
@@ -98,6 +103,8 @@ class ServedModel:
     """Of the bundle; 0 where none runs (mode off)."""
     profile_file: ProfileFile | None = None
     """Where the batch profile is kept over restarts; ``None`` keeps none."""
+    split_by: DeploymentMaker | None = None
+    """What makes deployments of other plans, where the model is split among devices."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -108,18 +115,26 @@ class ServedModel:
         backend: Backend,
         options: EngineOptions,
         parallel: ParallelLimit,
+        *,
+        splits: ServedSplits | None = None,
     ) -> Self:
         """Prepare the stages, warm up every batch size, and see how fast they are here.
 
-        ``parallel`` is the device's limit on batches side by side. BackendError if a stage cannot
-        be loaded, OptionsError if the scheduling policy does not fit the model.
+        ``parallel`` is the device's limit on batches side by side, ``splits`` the plan of a cluster
+        whose devices the streams are. BackendError if a stage cannot be loaded, OptionsError if the
+        scheduling policy does not fit the model.
         """
         mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]
+        if splits and not may_buffer(of_model.scheduling):
+            _log.info("%s: policy %s, as %s never merges", name, MERGING, of_model.scheduling)
+            of_model = replace(of_model, scheduling=MERGING)
         bundle = backend.as_computed(bundle)
         warn_of_saturation(name, bundle.manifest, cpu_features(), mode)
         warn_of_other_kernels(name, bundle.manifest, backend.name, mode)
-        profile = _profile(name, bundle, backend, options)
-        deployments = DeploymentMaker(bundle, backend, profile, mode=mode, options=of_model)
+        profile = bundle.profile() if splits else _profile(name, bundle, backend, options)
+        deployments = DeploymentMaker(
+            bundle, backend, profile, mode=mode, options=of_model, splits=splits
+        )
         policy, control = bundle.policy, None
         if mode.observed:
             controller, found_under = make_controller(bundle, profile, mode, of_model)
@@ -143,10 +158,15 @@ class ServedModel:
                 streams=options.streams,
                 parallel=parallel,
                 plan=deployment.number,
+                placement=deployment.placement,
+                batch_size=deployment.batch_size,
             )
         except ValueError as error:
             raise OptionsError(f"{name}: {error}") from error
-        deployment.points.latencies.calibrate(_speed(deployment, bundle, of_model.max_batch_size))
+        speed = _speed(deployment, bundle, of_model.max_batch_size)
+        placed = scheduler.placed
+        for latencies in placed.latencies.values() if placed else (scheduler.latencies,):
+            latencies.calibrate(speed)
         exits = 0 if mode is Mode.OFF else len(bundle.manifest.exits)
         keeps_profile = exits > 0 and options.keep_state
         return cls(
@@ -166,6 +186,7 @@ class ServedModel:
             bundle=identity,
             exits=exits,
             profile_file=ProfileFile.of(bundle.path, name) if keeps_profile else None,
+            split_by=deployments if splits else None,
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:
@@ -254,17 +275,23 @@ def scheduler_of(
     streams: int,
     parallel: ParallelLimit | None = None,
     plan: int = 0,
+    placement: Placement | None = None,
+    batch_size: int | None = None,
 ) -> ModelScheduler:
-    """Make the scheduler of a model; ValueError if the policy does not fit the operating points."""
+    """Make the scheduler of a model; ValueError if the policy does not fit the operating points.
+
+    ``batch_size`` is the most rows that a batch is formed of, if fewer than the options say.
+    """
     return make_scheduler(
         options.scheduling,
         points,
-        max_batch_size=options.max_batch_size,
+        max_batch_size=batch_size or options.max_batch_size,
         max_delay_s=options.max_queue_delay_ms / 1e3,
         max_queue=options.max_queue_samples,
         streams=streams,
         parallel=parallel,
         plan=plan,
+        placement=placement,
     )
 
 

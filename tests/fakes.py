@@ -23,6 +23,7 @@ from offramp.engine.scheduling import (
     OperatingPoint,
     OperatingPoints,
     ParallelLimit,
+    Placement,
     make_scheduler,
 )
 from offramp.engine.served_model import ModelControl, ServedModel
@@ -97,6 +98,7 @@ class FakeDeployments(DeploymentMaker):
                 policy=policy,
                 pipeline=Pipeline(self.backend, plan),
                 points=fake_points(plan, self.settings, self.stage_s),
+                batch_size=self.settings.max_batch_size,
             )
         )
         return self.made[-1]
@@ -196,6 +198,7 @@ def fake_model(
     max_delay_s: float = 0.0,
     stage_s: float = 1e-3,
     parallel: ParallelLimit | None = None,
+    placement: Placement | None = None,
     controller: ScriptedController | None = None,
     state_path: Path | None = None,
     guard: InputGuard | None = None,
@@ -215,6 +218,8 @@ def fake_model(
             policy=ExitPolicy(version=7, active=()),
             pipeline=Pipeline(backend, plan),
             points=fake_points(plan, settings, stage_s),
+            batch_size=settings.max_batch_size,
+            placement=placement,
         )
     else:
         deployments = FakeDeployments(backend, len(thresholds), settings, stage_s)
@@ -245,6 +250,7 @@ def fake_model(
             streams=streams,
             parallel=parallel,
             plan=deployment.number,
+            placement=placement,
         ),
         good_inputs={SCRIPT: np.zeros((1, stages, classes), np.float32)},
         control=control,

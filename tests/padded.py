@@ -29,8 +29,8 @@ from offramp.compiler.exits import BuiltExit, build_on, reads_of
 from offramp.compiler.packing import Draft
 from offramp.compiler.padding import find_paddings
 from offramp.compiler.slicing import Sliced
+from offramp.engine.answering_graphs import answering_graphs
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.plan import answering_graphs
 from offramp.tools.gpu.staged import plain_bundle
 
 Arrays = dict[str, NDArray[Any]]

@@ -21,7 +21,6 @@ from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.results import EngineResult
-from offramp.engine.scheduling import make_policy
 
 MODEL = "m"
 Tensors = dict[str, NDArray[Any]]
@@ -195,13 +194,8 @@ async def swapped(
                 for version in range(2, swaps + 2):
                     policies.append(another(policies[0], version, rng))
                     made = await asyncio.to_thread(control.deployments.make, policies[-1])
-                    scheduling = make_policy(
-                        how.defaults.scheduling,
-                        made.points,
-                        how.defaults.max_batch_size,
-                        how.streams,
-                    )
-                    engine._executor.hot_swap(MODEL, made, scheduling)
+                    chosen = made.scheduled_by(how.defaults.scheduling, how.streams)
+                    engine._executor.hot_swap(MODEL, made, chosen)
                     for _ in range(3):
                         await ask(rng)
             finally:

@@ -35,8 +35,8 @@ class ModelFacts:
     weight_bytes: tuple[float, ...] = ()
     """[segments]: bytes of weights of each, its exit's included; empty is none."""
     exits: tuple[int, ...] = ()
-    """[exits]: what each is called in plans, such as its index in a bundle, of which not all may
-    be in use; empty is by their places here."""
+    """[exits]: index of each in the bundle, by which plans and :class:`DeviceTimes` know it, since
+    not all may be in use; empty is by their places here."""
     begins: int = 0
     """The segment that the unmodified model begins with: 0, or the last of a cascade, where a copy
     stands before it."""
@@ -62,17 +62,22 @@ class ModelFacts:
         check_numbers(self, "row_bytes", "weight_bytes", least=0)
         if any(a < b for a, b in itertools.pairwise(self.going_on)):
             raise ValueError(f"going_on {self.going_on} must not rise with depth")
+        if any(a >= b for a, b in itertools.pairwise((-1, *self.exits))):
+            raise ValueError(f"exits {self.exits} must rise from 0, as indices in a bundle do")
 
     @property
     def exit_names(self) -> tuple[int, ...]:
-        """[exits]: what each is called in plans."""
+        """[exits]: index of each in the bundle."""
         return self.exits or tuple(range(len(self.exit_after)))
 
     @property
     def exit_at(self) -> NDArray[np.int64]:
-        """[segments + 1]: the exit at each border, -1 for none; border k is before segment k."""
+        """[segments + 1]: index in the bundle of the exit at each border, -1 for none.
+
+        Border k is before segment k.
+        """
         at = np.full(self.segments + 1, -1)
-        at[np.array(self.exit_after, np.int64) + 1] = np.arange(len(self.exit_after))
+        at[np.array(self.exit_after, np.int64) + 1] = self.exit_names
         return at
 
     @property
@@ -95,7 +100,7 @@ class DeviceTimes:
     segments_s: NDArray[np.float64]
     """[segments, sizes + 1]."""
     exits_s: NDArray[np.float64]
-    """[exits, sizes + 1]: head, border and check of each."""
+    """[exits of the bundle, sizes + 1]: head, border and check of each, in use or not."""
 
     def __post_init__(self) -> None:
         for name in ("segments_s", "exits_s"):

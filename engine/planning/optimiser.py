@@ -31,7 +31,7 @@ from offramp.engine.planning.cluster_plan import (
 from offramp.engine.planning.goal import Limits, PlanningGoal, PlanningResult
 from offramp.engine.planning.prediction import describe_split, plan_of, replicas_of
 from offramp.engine.planning.recursion import ROUNDING, DeviceGrid, SplitSearch
-from offramp.engine.planning.stage_times import SplitTimes, split_times
+from offramp.engine.planning.stage_times import SplitTimes, check_times, split_times
 from offramp.engine.planning.whole_model import WholeModel
 
 NEAR: Final = 0.01
@@ -45,8 +45,8 @@ def make_cluster_plan(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -
 
     Raises:
         InfeasiblePlanError: No plan meets the goal; it says which constraint binds.
-        PlanError: The cluster has more combinations of devices than are searched, or no batch size
-            is profiled on all of its types.
+        PlanError: The cluster has more combinations of devices than are searched, no batch size is
+            profiled on all of its types, or their times are those of another model.
     """
     return _Optimiser(model, cluster, goal).result()
 
@@ -54,6 +54,7 @@ def make_cluster_plan(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -
 class _Optimiser:
     def __init__(self, model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> None:
         self._model, self._cluster, self._goal = model, cluster, goal
+        check_times(model, cluster)
         budget = [kind.count for kind in cluster.types]
         places = len(budget) * (max(budget) + 1) * math.prod(count + 1 for count in budget)
         if places > MOST_PLACES:
@@ -351,8 +352,7 @@ class _Optimiser:
         start, end, kind, count = step
         exit_at = self._model.exit_at
         borders = [*times.exits_between(kind, start, end), end] if on else []
-        names = self._model.exit_names
-        exits = tuple(names[exit_at[border]] for border in borders if exit_at[border] >= 0)
+        exits = tuple(int(exit_at[border]) for border in borders if exit_at[border] >= 0)
         named = Replicas(
             device_type=self._cluster.types[kind].name,
             count=count,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.planning.cluster import Cluster, DeviceTimes, ModelFacts
+from offramp.engine.planning.cluster_plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +40,19 @@ class SplitTimes:
             found.append(border)
             end = border
         return found[::-1]
+
+
+def check_times(model: ModelFacts, cluster: Cluster) -> None:
+    """Refuse a cluster whose times are those of another model: PlanError."""
+    last = max(model.exit_names, default=-1)
+    for kind in cluster.types:
+        segments, exits = len(kind.times.segments_s), len(kind.times.exits_s)
+        if segments != model.segments or exits <= last:
+            raise PlanError(
+                f"device type {kind.name!r:.40} has times of {segments} segments and {exits} "
+                f"exits, expected {model.segments} and more than {last} as the model has; give "
+                "times of the same bundle"
+            )
 
 
 def split_times(

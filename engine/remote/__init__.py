@@ -6,6 +6,8 @@ May import: certify, bundle, engine, engine.backends.
 
     backend    what the engine sees: a backend whose slots are workers
     slot       runs stages in a worker, on tensors in memory that both have
+    launching  what starts a worker, and what the router then has of it
+    tensors    how tensors get to a worker: in shared memory, or inline
     process    starts a worker, asks it, and ends it
     worker     the process: opens bundles, loads stages, runs them
     stages     how a stage is named, so that a worker makes the same one

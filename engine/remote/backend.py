@@ -1,7 +1,7 @@
 """A backend whose slots are worker processes: engine and control see no difference.
 
 Each of the workers holds all stages; a stream's slot is one of them. One that is lost is replaced
-when its stream opens a slot again, which is where pauses between starts come from
+by its launcher when its stream opens a slot again, which is where pauses between starts come from
 (:mod:`offramp.engine.streams`).
 """
 
@@ -14,32 +14,36 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, TypeAlias
 
 from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import Backend
-from offramp.engine.criteria import criterion_modules
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import StageSpec
-from offramp.engine.remote.process import WorkerCommand, WorkerProcess
+from offramp.engine.remote.launching import WorkerHandle, WorkerLauncher
+from offramp.engine.remote.routing import RoutedSlot
 from offramp.engine.remote.slot import LEAST_LIMIT_S, RemoteSlot, RemoteStage
 from offramp.engine.remote.stages import describe_stage
 from offramp.engine.remote.wire import Hello, Prepare, Release
 
 _log = logging.getLogger(__name__)
 
+Holds: TypeAlias = Callable[[int, StageSpec], bool]
+"""Whether a worker, numbered from 0, holds a stage."""
+
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
 """What a worker is told to be, by the name of the backend that it stands for."""
 
 
 class RemoteBackend:
-    """Prepares stages in ``workers`` processes: a backend.
+    """Prepares stages in workers, one of each of ``launchers``: a backend.
 
     ``local`` is a backend of the kind that the workers have, in this process; it says what there is
-    to say of it, and runs nothing. ``least_s`` is the least time after which a stage hangs.
+    to say of it, and runs nothing. ``least_s`` is the least time after which a stage hangs. Each
+    worker holds all stages, until :meth:`hold` says otherwise.
     """
 
     on_cpu = True
@@ -48,9 +52,8 @@ class RemoteBackend:
         self,
         local: Backend,
         *,
-        workers: int,
+        launchers: Sequence[WorkerLauncher],
         threads: int = 1,
-        command: WorkerCommand | None = None,
         least_s: float = LEAST_LIMIT_S,
     ) -> None:
         self._local = local
@@ -59,13 +62,13 @@ class RemoteBackend:
             backend=BACKEND_OF.get(local.name, local.name),
             threads=threads,
         )
-        self._command = command or WorkerCommand()
         self._least_s = least_s
+        self._holds: Holds = lambda _worker, _spec: True
         self._numbers = itertools.count(1)
         self._stages: weakref.WeakValueDictionary[int, RemoteStage] = weakref.WeakValueDictionary()
         self._released: deque[int] = deque()
         """Stages that nobody has any more, and workers still do."""
-        self._seats = [_Seat() for _ in range(workers)]
+        self._seats = [_Seat(launcher) for launcher in launchers]
         self._lock = threading.Lock()
         """Of the seats' counts."""
         self.restarts = 0
@@ -87,20 +90,29 @@ class RemoteBackend:
         return len(self._seats)
 
     @property
+    def device_types(self) -> tuple[str, ...]:
+        """The type of device of each, in the order of the launchers."""
+        return tuple(seat.launcher.device_type for seat in self._seats)
+
+    @property
+    def alive(self) -> list[WorkerHandle]:
+        """Those that are there, as far as is known."""
+        found = [seat.worker for seat in self._seats]
+        return [worker for worker in found if worker is not None and worker.alive]
+
+    @property
     def in_service(self) -> int:
         """How many of them are there."""
-        return sum(seat.worker is not None and seat.worker.alive for seat in self._seats)
+        return len(self.alive)
 
     @property
     def pids(self) -> list[int]:
-        """The process numbers of those."""
-        found = [seat.worker for seat in self._seats]
-        return [worker.pid for worker in found if worker is not None and worker.alive]
+        """The process numbers of those, each on its host."""
+        return [worker.pid for worker in self.alive]
 
     def cpu_clock(self) -> float:
         """Seconds of processor time of this process and its workers, where that can be known."""
-        found = [seat.worker for seat in self._seats]
-        return time.process_time() + sum(w.cpu_s() for w in found if w is not None and w.alive)
+        return time.process_time() + sum(worker.cpu_s() for worker in self.alive)
 
     def as_computed(self, bundle: Bundle) -> Bundle:
         """Give the bundle as the local backend does."""
@@ -113,8 +125,26 @@ class RemoteBackend:
     def missing(self, stage: RemoteStage) -> None:
         """Say that nothing has to be built: graphs run as they are."""
 
+    def hold(self, holds: Holds) -> None:
+        """Change which workers hold which stages, and have them load and forget accordingly.
+
+        What a worker that is lost should hold, it loads when it is back. BackendError if a stage
+        cannot be loaded: the rule is in force all the same.
+        """
+        self._holds = holds
+        failures = []
+        for stage in list(self._stages.values()):
+            failures += self._load_everywhere(stage)
+        for number, seat in enumerate(self._seats):
+            with seat.lock:
+                if seat.worker is not None and seat.worker.alive:
+                    self._forget(number, seat.worker)
+        refused = [f for f in failures if f is not None and not isinstance(f, WorkerLostError)]
+        if refused:
+            raise refused[0]
+
     def prepare(self, spec: StageSpec) -> RemoteStage:
-        """Have all workers that are there load a stage; the others do when they start.
+        """Have all workers load a stage that hold it and are there; others do when they start.
 
         BackendError if it cannot be loaded.
         """
@@ -122,9 +152,7 @@ class RemoteBackend:
         stage = RemoteStage(next(self._numbers), spec, document, graph)
         self._stages[stage.number] = stage
         weakref.finalize(stage, self._released.append, stage.number)
-        there = [n for n, s in enumerate(self._seats) if s.worker is None or s.worker.alive]
-        with ThreadPoolExecutor(max(len(there), 1)) as pool:
-            failures = list(pool.map(lambda n: self._try_load(n, stage), there or [0]))
+        failures = self._load_everywhere(stage)
         if None not in failures:  # it is enough that one has it: the others will, or are replaced
             raise next(f for f in failures if f is not None)
         refused = [f for f in failures if f is not None and not isinstance(f, WorkerLostError)]
@@ -132,27 +160,44 @@ class RemoteBackend:
             raise refused[0]
         return stage
 
-    def open_slot(self) -> RemoteSlot:
+    def open_slot(self) -> RoutedSlot:
         """Open a slot of the worker that has fewest, started anew if it is lost.
 
         BackendError if it cannot be started, or cannot load the stages.
         """
         with self._lock:
-            seat = min(self._seats, key=lambda seat: seat.open_slots)
+            number = min(range(len(self._seats)), key=lambda n: self._seats[n].open_slots)
+        return self.open_slot_of(number)
+
+    def open_slot_of(self, number: int) -> RoutedSlot:
+        """Open a slot of one of the workers; see :meth:`open_slot`."""
+        own = self._open_own_slot(number)
+        return RoutedSlot(number, own, route=self._route, open_other=self._open_own_slot)
+
+    def _open_own_slot(self, number: int) -> RemoteSlot:
+        seat = self._seats[number]
+        with self._lock:
             seat.open_slots += 1
         try:
             return RemoteSlot(
-                self._worker_of(seat),
+                self._worker_of(number),
                 load=self._load,
                 least_s=self._least_s,
                 closed=lambda: self._leave(seat),
             )
-        except OSError as error:
-            self._leave(seat)
-            raise BackendError(f"no memory can be shared with a worker: {error}") from error
         except BaseException:
             self._leave(seat)
             raise
+
+    def _route(self, number: int, stage: RemoteStage) -> int:
+        """Choose the worker that runs a stage: the given one if it holds it; BackendError."""
+        if self._holds(number, stage.spec):
+            return number
+        able = [n for n in range(len(self._seats)) if self._holds(n, stage.spec)]
+        if not able:
+            raise self._held_by_none(stage.spec)
+        there = [n for n in able if (worker := self._seats[n].worker) and worker.alive]
+        return (there or able)[0]
 
     def close(self) -> None:
         """End the workers."""
@@ -165,33 +210,59 @@ class RemoteBackend:
         with self._lock:
             seat.open_slots -= 1
 
-    def _worker_of(self, seat: _Seat) -> WorkerProcess:
-        """Give the worker of a seat; starts one, with all stages, where there is none."""
+    def _worker_of(self, number: int) -> WorkerHandle:
+        """Give the worker of a seat; starts one, with all that it holds, where there is none."""
+        seat = self._seats[number]
         with seat.lock:
             if seat.worker is not None and seat.worker.alive:
                 return seat.worker
             if seat.worker is not None:
                 seat.worker.end()
                 self.restarts += 1
-            worker = WorkerProcess(self._hello, self._command)
+            worker = seat.launcher.start(self._hello)
             try:
                 for stage in sorted(self._stages.values(), key=lambda stage: stage.number):
-                    self._load(worker, stage)
+                    if self._holds(number, stage.spec):
+                        self._load(worker, stage)
             except BaseException:
                 worker.end()
                 raise
             seat.worker = worker
-            _log.info("worker %d is ready", worker.pid)
+            _log.info("%s is ready: %s", worker.name, seat.launcher.describe())
             return worker
+
+    def _load_everywhere(self, stage: RemoteStage) -> list[BackendError | None]:
+        """Have all that hold a stage, and are there, load it; gives what came of each."""
+        able = [n for n in range(len(self._seats)) if self._holds(n, stage.spec)]
+        if not able:
+            raise self._held_by_none(stage.spec)
+        workers = [(n, self._seats[n].worker) for n in able]
+        there = [n for n, worker in workers if worker is None or worker.alive] or able[:1]
+        with ThreadPoolExecutor(len(there)) as pool:
+            return list(pool.map(lambda n: self._try_load(n, stage), there))
+
+    def _held_by_none(self, spec: StageSpec) -> BackendError:
+        return BackendError(
+            f"no worker holds segments {spec.first_segment} to {spec.last_segment}: their plan is "
+            "of other stages"
+        )
+
+    def _forget(self, number: int, worker: WorkerHandle) -> None:
+        """Have a worker release the stages that it holds no more."""
+        for stage in list(self._stages.values()):
+            if stage.number in worker.stages and not self._holds(number, stage.spec):
+                worker.stages.discard(stage.number)
+                with contextlib.suppress(BackendError):  # it is lost, and so is the stage
+                    worker.order(Release(stage=stage.number))
 
     def _try_load(self, number: int, stage: RemoteStage) -> BackendError | None:
         try:
-            self._load(self._worker_of(self._seats[number]), stage)
+            self._load(self._worker_of(number), stage)
         except BackendError as error:
             return error
         return None
 
-    def _load(self, worker: WorkerProcess, stage: RemoteStage) -> None:
+    def _load(self, worker: WorkerHandle, stage: RemoteStage) -> None:
         """Have a worker load a stage that it does not have, and forget what nobody has."""
         while self._released:
             gone = self._released.popleft()
@@ -205,20 +276,12 @@ class RemoteBackend:
             worker.stages.add(stage.number)
 
 
-def worker_command() -> WorkerCommand:
-    """Give the command of a worker with this process's libraries of operators and criteria."""
-    from offramp.engine.backends.custom_ops import libraries  # noqa: PLC0415 - heavy
-
-    words = [("--custom-ops", str(library.path.absolute())) for library in libraries()]
-    words += [("--criterion-module", text) for text in criterion_modules()]
-    return WorkerCommand(arguments=tuple(word for pair in words for word in pair))
-
-
 class _Seat:
-    """The place of a worker, whichever process has it."""
+    """The place of a worker, whichever has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: WorkerLauncher) -> None:
+        self.launcher = launcher
         self.lock = threading.Lock()
         """Held while one is started."""
-        self.worker: WorkerProcess | None = None
+        self.worker: WorkerHandle | None = None
         self.open_slots = 0

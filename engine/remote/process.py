@@ -16,6 +16,7 @@ from typing import Final
 
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.job_runner import environment_of_child
+from offramp.engine.remote.tensors import FIRST_MEMORY, SharedTensors, SlotLink
 from offramp.engine.remote.transport import (
     Connection,
     ConnectionLostError,
@@ -87,6 +88,11 @@ class WorkerProcess:
             raise BackendError(answer.reason)
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"worker {self.pid}"
+
+    @property
     def pid(self) -> int:
         """The process's number."""
         return self._process.pid
@@ -109,21 +115,27 @@ class WorkerProcess:
         if isinstance(answer, Failed):
             raise BackendError(answer.message)
 
-    def open_slot(self, memory: SharedMemory) -> tuple[int, Connection]:
-        """Open a slot: its number, and the connection that runs are ordered on."""
+    def open_slot(self) -> SlotLink:
+        """Open a slot on memory that both have; BackendError if there is none."""
+        try:
+            memory = SharedMemory.create(FIRST_MEMORY)
+        except OSError as error:
+            raise BackendError(f"no memory can be shared with a worker: {error}") from error
         connection, theirs = Connection.pair()
         with self._lock:
             self._slots += 1
             number = self._slots
         try:
             with theirs:
-                self.give_memory(number, memory, theirs.fileno())
+                self._give_memory(number, memory, theirs.fileno())
         except BaseException:
             connection.close()
             raise
-        return number, connection
+        finally:
+            memory.close_fd()
+        return SlotLink(connection, SharedTensors(memory, lambda m: self._give_memory(number, m)))
 
-    def give_memory(self, slot: int, memory: SharedMemory, *fds: int) -> None:
+    def _give_memory(self, slot: int, memory: SharedMemory, *fds: int) -> None:
         """Let a slot have other memory; errors as of :meth:`order`."""
         message = OpenSlot(slot=slot, size_bytes=memory.size_bytes)
         answer = self._ask(encode(message), ORDER_LIMIT_S, fds=(memory.fd, *fds))
@@ -136,7 +148,7 @@ class WorkerProcess:
         self.lost = True
         with contextlib.suppress(OSError):
             self._process.kill()
-        error = WorkerLostError(f"worker {self.pid} was lost: {reason or self._fate()}")
+        error = WorkerLostError(f"{self.name} was lost: {reason or self._fate()}")
         self._wait()
         return error
 

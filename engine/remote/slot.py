@@ -1,17 +1,11 @@
-"""A slot that runs its stages in a worker, on tensors that lie in memory of both.
-
-Each slot has a piece of shared memory, of which only the router says what is taken. Tensors that a
-stage was given there, or gave there, are not copied again for the next one; parts are free again as
-soon as no batch needs them. Where there is no room the slot takes more memory, and until it knows
-how much a stage gives, the worker sends that inline.
-"""
+"""A slot that runs its stages in a worker; how tensors get there is its :mod:`.tensors`."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -21,13 +15,12 @@ from numpy.typing import NDArray
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import StageSpec
-from offramp.engine.remote.process import WorkerProcess
+from offramp.engine.remote.launching import WorkerHandle
+from offramp.engine.remote.tensors import RemoteBatch, form_of
 from offramp.engine.remote.transport import (
     ConnectionLostError,
     Frame,
     MemoryBlock,
-    Regions,
-    SharedMemory,
     TooLateError,
 )
 from offramp.engine.remote.wire import (
@@ -48,11 +41,11 @@ from offramp.engine.remote.wire import (
     inline_offsets,
 )
 
-FIRST_MEMORY: Final = 1 << 20
-"""Bytes of shared memory that a slot begins with."""
 FIRST_LIMIT_S: Final = 60.0
 """Limit of a stage that was never run: kernels are chosen, memory is allocated."""
 LEAST_LIMIT_S: Final = 1.0
+_KEPT_BYTES: Final = 1 << 14
+"""Most that an answer may keep of a message that it came in."""
 HANG_FACTOR: Final = 10.0
 """A stage that takes this many times longer than it ever took hangs."""
 
@@ -86,22 +79,6 @@ class RemoteStage:
         return max(HANG_FACTOR * more * self.longest_s, least_s)
 
 
-@dataclass(slots=True)
-class RemoteBatch:
-    """Rows of named arrays; those of ``places`` are in ``memory``, in parts that are held."""
-
-    tensors: Mapping[str, NDArray[Any]]
-    rows: int
-    memory: SharedMemory | None = None
-    places: Mapping[str, int] = field(default_factory=dict)
-    """Offsets, by name."""
-    blocks: tuple[MemoryBlock, ...] = ()
-    """Those parts, not taken by others as long as this lasts."""
-
-    def __len__(self) -> int:
-        return self.rows
-
-
 class RemoteSlot:
     """A slot of one worker.
 
@@ -111,9 +88,9 @@ class RemoteSlot:
 
     def __init__(
         self,
-        worker: WorkerProcess,
+        worker: WorkerHandle,
         *,
-        load: Callable[[WorkerProcess, RemoteStage], None],
+        load: Callable[[WorkerHandle, RemoteStage], None],
         least_s: float = LEAST_LIMIT_S,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -121,14 +98,7 @@ class RemoteSlot:
         self._load = load
         self._least_s = least_s
         self._closed = closed
-        self._memory = SharedMemory.create(FIRST_MEMORY)
-        self._regions = Regions(FIRST_MEMORY)
-        self._given = True
-        """Whether the worker has that memory."""
-        try:
-            self._number, self._connection = worker.open_slot(self._memory)
-        finally:
-            self._memory.close_fd()
+        self._connection, self._tensors = worker.open_slot()
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> RemoteBatch:
         """Take the arrays as they are; they are copied once a stage is run on them."""
@@ -150,23 +120,21 @@ class RemoteSlot:
         assert isinstance(batch, RemoteBatch)
         worker = self._worker
         if worker.lost:
-            raise WorkerLostError(f"worker {worker.pid} was lost before")
+            raise WorkerLostError(f"{worker.name} was lost before")
         if stage.number not in worker.stages:
             self._load(worker, stage)
         room = int(stage.row_bytes * batch.rows) + ALIGNMENT if stage.row_bytes else 0
-        batch, region = self._placed(batch, room)
-        if not self._given:
-            worker.give_memory(self._number, self._memory)
-            self._given = True
+        batch, region = self._tensors.placed(batch, room)
         places, tensors = batch.places, batch.tensors
-        arrays = tuple([PlacedArray(_form(n, a), places[n]) for n, a in tensors.items()])
+        arrays = tuple([PlacedArray(form_of(n, a), places[n]) for n, a in tensors.items()])
         given_bytes = sum([array.nbytes for array in tensors.values()])
         where = (region.start, region.size_bytes) if region else (0, 0)
         header = encode(RunStage(stage.number, batch.rows, threshold, where, arrays))
+        limit_s = stage.limit_s(given_bytes, self._least_s)
         started_s = time.perf_counter()
         try:
-            self._connection.send(header)
-            frame = self._connection.receive(stage.limit_s(given_bytes, self._least_s))
+            self._connection.send(header, self._tensors.travelling(batch), limit_s)
+            frame = self._connection.receive(limit_s)
             result = self._result(stage, frame, batch, region)
         except ConnectionLostError as error:
             raise worker.lose("") from error
@@ -184,13 +152,13 @@ class RemoteSlot:
             name: TensorForm(name, array.dtype, (len(rows), *array.shape[1:]))
             for name, array in batch.tensors.items()
         }
-        taken = self._room(forms)
+        taken = self._tensors.room(forms)
         for name, array in batch.tensors.items():  # "clip", as "raise" copies twice
             array.take(rows, axis=0, out=taken.tensors[name], mode="clip")
         return taken
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
-        """Copy the given rows out of shared memory, for any slot."""
+        """Copy the given rows, to where any slot may take them from."""
         assert isinstance(batch, RemoteBatch)
         kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
         return RemoteBatch(kept, len(rows))
@@ -207,7 +175,8 @@ class RemoteSlot:
         names = [name for name in chosen[0] if all(name in tensors for tensors in chosen)]
         count = sum(len(rows) for _, rows in parts)
         firsts = [(name, chosen[0][name]) for name in names]
-        merged = self._room({n: TensorForm(n, a.dtype, (count, *a.shape[1:])) for n, a in firsts})
+        forms = {n: TensorForm(n, a.dtype, (count, *a.shape[1:])) for n, a in firsts}
+        merged = self._tensors.room(forms)
         for name in names:
             np.concatenate([tensors[name] for tensors in chosen], out=merged.tensors[name])
         return merged
@@ -215,64 +184,8 @@ class RemoteSlot:
     def close(self) -> None:
         """Close the connection, with which the worker's slot ends."""
         self._connection.close()
-        self._memory.close_fd()
+        self._tensors.close()
         self._closed()
-
-    def _room(self, forms: Mapping[str, TensorForm]) -> RemoteBatch:
-        """Give a batch of these forms in shared memory, still to be filled."""
-        size = sum([aligned(form.size_bytes) for form in forms.values()])
-        block = self._regions.take(size)
-        if block is None:
-            self._grow(size)
-            block = self._regions.take(size)
-        assert block is not None
-        return self._in_block(forms, block)
-
-    def _in_block(self, forms: Mapping[str, TensorForm], block: MemoryBlock) -> RemoteBatch:
-        tensors, places, start = {}, {}, block.start
-        for name, form in forms.items():
-            view = tensors[name] = self._memory.array(form, start)
-            places[name] = start
-            start += aligned(view.nbytes)
-        rows = next(iter(forms.values())).shape[0]
-        return RemoteBatch(tensors, rows, self._memory, places, (block,))
-
-    def _placed(self, batch: RemoteBatch, room: int) -> tuple[RemoteBatch, MemoryBlock | None]:
-        """Bring all of a batch into shared memory, and find room for what it leads to."""
-        tensors = batch.tensors
-        while True:
-            there = batch.places if batch.memory is self._memory else {}
-            lacking = {n: _form(n, a) for n, a in tensors.items() if n not in there}
-            size = sum([aligned(tensors[name].nbytes) for name in lacking])
-            block = self._regions.take(size) if lacking else None
-            region = self._regions.take(room) if room else None
-            if bool(block) >= bool(lacking) and bool(region) >= bool(room):
-                break
-            block = region = None
-            self._grow(room + sum([aligned(array.nbytes) for array in tensors.values()]))
-        if block is None:
-            return batch, region
-        copied = self._in_block(lacking, block)
-        for name in lacking:
-            copied.tensors[name][...] = tensors[name]
-        if there:
-            copied.tensors = {**tensors, **copied.tensors}
-            copied.places = {**there, **copied.places}
-            copied.blocks += batch.blocks
-        return copied, region
-
-    def _grow(self, size_bytes: int) -> None:
-        """Take other memory, with room for this and as much again; the next run gives it away.
-
-        What lies in the memory so far is copied when it is needed, and lasts as long as its batch.
-        """
-        size_bytes = 2 * max(size_bytes, self._memory.size_bytes)
-        try:
-            memory = SharedMemory.create(size_bytes)
-        except OSError as error:
-            raise BackendError(f"no {size_bytes} bytes to share with a worker: {error}") from error
-        self._memory.close_fd()
-        self._memory, self._regions, self._given = memory, Regions(size_bytes), False
 
     def _result(
         self,
@@ -302,22 +215,23 @@ class RemoteSlot:
             if place == INLINE:
                 tensors[name] = array_in(frame.body, form, offset)
             elif place != GIVEN:
-                tensors[name], places[name] = self._memory.array(form, place), place
+                tensors[name], places[name] = self._tensors.array(form, place), place
             elif name in batch.places:
                 tensors[name], places[name] = batch.tensors[name], batch.places[name]
                 passed = True
             else:
                 raise FrameError(f"it passes {name!r:.60} on, which it was not given")
         blocks += batch.blocks if passed else ()
-        carry = RemoteBatch(tensors, batch.rows, self._memory, places, blocks)
+        carry = RemoteBatch(tensors, batch.rows, self._tensors.memory, places, blocks)
         return StageResult(answer, confidence, carry)
 
     def _own(self, array: PlacedArray, offset: int, frame: Frame) -> NDArray[Any]:
         """Give an array that is the caller's: not in memory that is used again."""
         form, place = array
-        if place == INLINE:
-            return array_in(frame.body, form, offset)
-        return self._memory.array(form, place).copy()
+        if place != INLINE:
+            return self._tensors.array(form, place).copy()
+        found = array_in(frame.body, form, offset)
+        return found if len(frame.body) <= _KEPT_BYTES + form.size_bytes else found.copy()
 
 
 class _Said(NamedTuple):
@@ -354,7 +268,3 @@ def _read(header: bytes, body_bytes: int) -> _Said | Failed:
         ends=max([ends for _, ends in shared], default=0),
         result_bytes=sum([aligned(form.size_bytes) for form, place in arrays if place != GIVEN]),
     )
-
-
-def _form(name: str, array: NDArray[Any]) -> TensorForm:
-    return TensorForm(name, array.dtype, array.shape)

@@ -61,8 +61,16 @@ class Connection:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(ours), theirs
 
-    def send(self, header: bytes, body: Sequence[NDArray[Any] | bytes] = ()) -> None:
-        """Send a frame whose body is those arrays, each aligned; ConnectionLostError."""
+    def send(
+        self,
+        header: bytes,
+        body: Sequence[NDArray[Any] | bytes] = (),
+        limit_s: float | None = None,
+    ) -> None:
+        """Send a frame whose body is those arrays, each aligned.
+
+        ConnectionLostError; TooLateError if a body of the frame's is not taken within ``limit_s``.
+        """
         parts, end = [], 0
         for part in body:
             content = part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
@@ -70,8 +78,12 @@ class Connection:
             end = aligned(end) + len(content)
         whole = [pack_head(header, end), header, *parts]
         try:
+            if body and self._socket.gettimeout() != limit_s:
+                self._socket.settimeout(limit_s)
             for piece in [b"".join(whole)] if end <= _CHUNK else whole:
                 self._socket.sendall(piece)
+        except TimeoutError as error:
+            raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
         except OSError as error:
             raise ConnectionLostError(str(error)) from error
 

@@ -18,15 +18,18 @@ from offramp.engine.scheduling.base import (
 from offramp.engine.scheduling.device import Assignment, DeviceScheduler
 from offramp.engine.scheduling.factory import (
     POLICIES,
+    PlanPolicy,
     PolicyName,
     chooses_points,
     make_policy,
     make_scheduler,
     may_buffer,
     place,
+    policy_for,
 )
 from offramp.engine.scheduling.latency import Latencies, stage_seconds
 from offramp.engine.scheduling.parallel import ParallelLimit
+from offramp.engine.scheduling.placed import PlacedPlan
 from offramp.engine.scheduling.placement import (
     DeviceKind,
     DeviceLink,
@@ -59,7 +62,9 @@ __all__ = [
     "OperatingPoint",
     "OperatingPoints",
     "ParallelLimit",
+    "PlacedPlan",
     "Placement",
+    "PlanPolicy",
     "Policy",
     "PolicyName",
     "Run",
@@ -78,5 +83,6 @@ __all__ = [
     "operating_points",
     "pareto_front",
     "place",
+    "policy_for",
     "stage_seconds",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling.latency import Latencies
@@ -76,6 +76,15 @@ class PolicyName:
         return _place(self.exit, self.variant)
 
 
+class PlanPolicy(NamedTuple):
+    """What chooses for the batches of a plan, and what it predicts by."""
+
+    policy: Policy
+    latencies: Latencies
+    placed: PlacedPlan | None = None
+    """Where streams differ: what each is asked with, instead."""
+
+
 def make_policy(
     chosen: PolicyName, points: OperatingPoints, max_batch_size: int, streams: int = 1
 ) -> Policy:
@@ -119,12 +128,11 @@ def make_scheduler(
     ``plan`` the number of the first plan. ``placement`` is where its stages run, if streams differ.
     Errors are those of :func:`make_policy` and :func:`place`.
     """
-    placed, latencies = None, points.latencies
-    if placement is None or placement.is_shared:
-        policy = make_policy(chosen, points, max_batch_size, streams)
-    else:
-        placed = place(chosen, points, placement, max_batch_size)
-        policy, latencies = placed.first()
+    if placement is not None and placement.is_shared:
+        placement = None
+    policy, latencies, placed = policy_for(
+        chosen, points, max_batch_size=max_batch_size, streams=streams, placement=placement
+    )
     if isinstance(policy, SlackPolicy):
         max_delay_s = 0.0
     queue = SampleQueue(max_queue, full=max_batch_size, max_delay_s=max_delay_s)
@@ -133,8 +141,34 @@ def make_scheduler(
     )
 
 
+def policy_for(
+    chosen: PolicyName,
+    points: OperatingPoints,
+    *,
+    max_batch_size: int,
+    streams: int,
+    placement: Placement | None = None,
+    before: PlacedPlan | None = None,
+) -> PlanPolicy:
+    """Make what chooses for the batches of a plan, placed or not.
+
+    ``before`` is the placed plan that it follows: what was observed of equal times goes on. Errors
+    are those of :func:`make_policy` and :func:`place`.
+    """
+    if placement is None:
+        policy = make_policy(chosen, points, max_batch_size, streams)
+        return PlanPolicy(policy, points.latencies)
+    placed = place(chosen, points, placement, max_batch_size, before)
+    policy, latencies = placed.first()
+    return PlanPolicy(policy, latencies, placed)
+
+
 def place(
-    chosen: PolicyName, points: OperatingPoints, placement: Placement, max_batch_size: int
+    chosen: PolicyName,
+    points: OperatingPoints,
+    placement: Placement,
+    max_batch_size: int,
+    before: PlacedPlan | None = None,
 ) -> PlacedPlan:
     """Make a policy for each kind of device of a placement, that predicts by its times.
 
@@ -161,7 +195,11 @@ def place(
         ]
         expected_s = placement.expected_s(kind.name, full.seconds)
         latencies = Latencies(expected_s, full.going_on, smaller=scaled)
-        latencies.calibrate(points.latencies.speed)
+        known = before.latencies.get(kind.name) if before is not None else None
+        if known is not None and known.predicts_as(latencies):
+            latencies = known
+        else:
+            latencies.calibrate((known or points.latencies).speed)
         there = OperatingPoints(points=pareto_front(points.points, latencies), latencies=latencies)
         policy = make_policy(chosen, there, max_batch_size, len(placement.streams))
         kinds[kind.name] = KindPolicy(policy, latencies)

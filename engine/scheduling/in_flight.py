@@ -53,6 +53,11 @@ class InFlight:
         self._lost: list[RowSet] = []
         self._discarded: list[int] = []
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits that was started."""
+        return bool(self.buffered or self.retries or self.interrupted)
+
     def add_plan(
         self,
         number: int,

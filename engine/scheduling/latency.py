@@ -110,6 +110,10 @@ class Latencies:
         """[stages][max_batch_size + 1]: the full model's seconds as profiled, uncorrected."""
         return tuple(tuple(row) for row in self.variants[0].seconds)
 
+    def predicts_as(self, other: Latencies) -> bool:
+        """Whether both were made of the same profiled seconds, of all variants."""
+        return [t.seconds for t in self.variants] == [t.seconds for t in other.variants]
+
     def last(self, variant: int) -> int:
         """The last stage of a variant."""
         return self.variants[variant].stages - 1

@@ -35,7 +35,6 @@ from offramp.engine.scheduling.base import (
     Dropped,
     Idle,
     RowSet,
-    Run,
     SchedulerFullError,
     Submission,
     Transition,
@@ -76,6 +75,8 @@ class ModelScheduler:
         self._admission = AdmissionControl()
         self._in_flight = InFlight(streams)
         self._current = self._in_flight.add_plan(plan, policy, latencies, queue, placed)
+        self.placed = placed
+        """The current plan as it is placed, where streams differ."""
         self._parallel = parallel or ParallelLimit(latencies.max_batch_size)
         self.retried = 0
         """Samples of failed batches that were tried again."""
@@ -91,6 +92,7 @@ class ModelScheduler:
         ValueError if its stages are placed and those before were not, or on other streams.
         """
         self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue, placed)
+        self.placed = placed
 
     @property
     def plan(self) -> int:
@@ -115,8 +117,7 @@ class ModelScheduler:
     @property
     def waiting(self) -> bool:
         """Whether a stream without a batch might have something to do, now or soon."""
-        started = self._in_flight
-        return bool(self._queue.size or started.buffered or started.retries or started.interrupted)
+        return bool(self._queue.size or self._in_flight.waiting)
 
     @property
     def busy(self) -> bool:
@@ -177,10 +178,7 @@ class ModelScheduler:
         batch.executing = True
         batch.started_s = now_s
         self._parallel.running(stream, len(batch.samples.requests))
-        number, plan = batch.number, batch.plan.number
-        return Run(
-            number, batch.stage, batch.samples, batch.deepest, batch.pieces, plan, batch.variant
-        )
+        return batch.as_run()
 
     def done(
         self,
@@ -388,9 +386,8 @@ class ModelScheduler:
         """Drop what waits and is too late; nearly always nothing can be."""
         if now_s >= self._queue.first_deadline_s:
             self._in_flight.drop(self._queue.expire(now_s))
-        started = self._in_flight
-        if started.buffered or started.retries or started.interrupted:
-            started.expire(now_s)
+        if self._in_flight.waiting:
+            self._in_flight.expire(now_s)
         self._admit_less(now_s)
 
     def _admit_less(self, now_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from offramp.engine.scheduling.base import Piece, RowSet
+from offramp.engine.scheduling.base import Piece, RowSet, Run
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.placed import PlacedPlan, TimedRun
 from offramp.engine.scheduling.policy import Policy, Start, Waiting
@@ -86,3 +86,8 @@ class ScheduledBatch:
 
     def __post_init__(self) -> None:
         self.earliest_s = min(self.samples.deadlines_s.tolist())
+
+    def as_run(self) -> Run:
+        """Tell the stream that took it what to run."""
+        number, plan = self.number, self.plan.number
+        return Run(number, self.stage, self.samples, self.deepest, self.pieces, plan, self.variant)

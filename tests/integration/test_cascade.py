@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny, sharing_weights
 from tests.integration.test_compile_tiny import Arrays, answers, images, run, sentences, vectors
+from tests.part_sizes import check_part_sizes
 from tests.quantised import Rounded, quantised
 from tests.unit.engine.serving import until
 
@@ -156,6 +157,14 @@ def test_the_bundle_says_what_it_is(compiled: Compiled) -> None:
     profile = compiled.bundle.profile()
     assert profile.segments_ms[-1] == profile.source_ms == (1.0,) * len(profile.batch_sizes)
     assert np.sum(profile.segments_ms[:-1], axis=0).tolist() == pytest.approx([0.25] * 6)
+
+
+def test_the_sizes_are_those_of_the_copy_and_the_source(compiled: Compiled) -> None:
+    check_part_sizes(compiled.bundle)
+    *_, behind, last = compiled.bundle.manifest.segments
+    given = sum(array[:1].nbytes for array in compiled.unseen.values())
+    assert behind.row_bytes == given, "the source begins anew, with the model's inputs"
+    assert last.file == "source.onnx"
 
 
 def test_the_int8_models_own_answer_is_in_use_and_certified(compiled: Compiled) -> None:

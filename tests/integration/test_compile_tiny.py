@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny
+from tests.part_sizes import check_part_sizes
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.graph_weights import PAGE
@@ -192,6 +193,14 @@ def test_large_weights_are_in_one_file_once(compiled) -> None:
     assert told == bool(large)
 
 
+def test_the_manifest_has_the_sizes_of_all_parts(compiled) -> None:
+    bundle, unseen = compiled
+    check_part_sizes(bundle)
+    first = bundle.manifest.segments[0]
+    if "attention_mask" in unseen:  # 8 tokens of 16 numbers cross, with a mask of 8 integers
+        assert first.row_bytes == 8 * 16 * 4 + 8 * 8
+
+
 def test_segments_in_a_chain_are_the_source(compiled) -> None:
     bundle, tensors = compiled
     assert_close(answers(make_chained_plan(bundle), tensors), source_answers(bundle, tensors))
@@ -199,7 +208,10 @@ def test_segments_in_a_chain_are_the_source(compiled) -> None:
 
 def test_stages_read_what_their_graphs_declare(compiled) -> None:
     bundle, _ = compiled
-    for plan in (make_plan(bundle), make_chained_plan(bundle), with_all_exits(bundle, 0.9)):
+    everywhere = make_plan(bundle, borders=range(len(bundle.manifest.segments)))
+    assert len(everywhere.stages) == len(bundle.manifest.segments)
+    plans = (make_plan(bundle), everywhere, make_chained_plan(bundle), with_all_exits(bundle, 0.9))
+    for plan in plans:
         for stage in plan.stages:
             session = make_session(stage.load(), 1)
             assert {i.name for i in session.get_inputs()} == set(stage.inputs)

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.bundles import brief_measurements
 from tests.elastic_torch import ElasticCnn, exported, shaken
+from tests.part_sizes import check_part_sizes
 
 from offramp.bundle import Bundle, ExitPolicy
 from offramp.calibration.dataset import read_dataset, split
@@ -86,6 +87,10 @@ def test_subnets_are_variants_with_weights_of_the_model(compiled: Compiled) -> N
         assert shown.manifest.exits[-1].head.kind == "own"
         assert shown.manifest.subnet == bundle.manifest.variants[shown.number - 1].name
         assert {s.file for s in shown.manifest.segments[:-1]} <= set(bundle.manifest.graphs)
+
+
+def test_the_manifest_has_the_sizes_of_the_model_and_its_subnets(compiled: Compiled) -> None:
+    check_part_sizes(compiled.bundle)
 
 
 def test_the_report_compares_exits_and_subnets(compiled: Compiled) -> None:

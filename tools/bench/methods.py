@@ -34,12 +34,13 @@ from offramp.certify import FloatArray, Records, evaluate
 from offramp.certify.path import best_common_thresholds
 from offramp.compiler.certainty import with_certainty
 from offramp.compiler.engines.verification import part_data
+from offramp.engine.answering_graphs import answering_graphs
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.search import search_thresholds
 from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.controllers import MAX_DISAGREEMENT
 from offramp.engine.criteria import State, patience_of_classes
-from offramp.engine.plan import Plan, StageSpec, answering_graphs, make_plan
+from offramp.engine.plan import Plan, StageSpec, make_plan
 from offramp.tools.bench.arguments import look_up
 
 TUNING_SHARE: Final = 0.25

@@ -30,6 +30,13 @@ from offramp.bundle.serde import to_plain
         (lambda m: m["segments"][0].update(index=True), r"segments\[0\].index: expected .* int"),
         (lambda m: m["segments"].clear(), "a bundle needs at least one"),
         (lambda m: m["segments"].reverse(), "segments: indices must count from 0"),
+        (lambda m: m["segments"][0].update(row_bytes=-1), "row_bytes has -1, expected at least 0"),
+        (lambda m: m["segments"][0].update(weight_bytes=1.5), "weight_bytes: expected .* int"),
+        (lambda m: m["segments"][0].update(row_bytes=4), "segments: some lack row_bytes or weight"),
+        (
+            lambda m: [s.update(row_bytes=4, weight_bytes=8) for s in m["segments"]],
+            "segments: row_bytes 4 behind the last, expected 0",
+        ),
         (lambda m: m["answer"].update(output="cut"), "'cut' is not the last segment's output"),
         (lambda m: m["inputs"][0].update(dtype="object"), "dtype 'object' is not"),
         (lambda m: m["inputs"][0].update(dtype="f4,i4"), "dtype 'f4,i4' is not"),

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offramp.bundle import Bundle
+from offramp.bundle import Bundle, write_bundle
 from offramp.compiler.cli import main
-from offramp.compiler.planning import (
-    PlanOptions,
-    crossing_bytes,
-    plan_bundle,
-    segment_weight_bytes,
-)
+from offramp.compiler.planning import PlanOptions, part_sizes, plan_bundle
 from offramp.compiler.report.cluster import draw_plan, render_plan
 from offramp.engine.control_state import identity_of
 from offramp.engine.planning.batch_profile import (
@@ -33,6 +29,7 @@ from offramp.engine.planning.cluster_plan import (
     Replicas,
     parse_plan,
 )
+from offramp.engine.planning.facts import PartSizes
 
 BUNDLE = Path(__file__).parents[2] / "golden" / "bundle"
 CLUSTER = """
@@ -60,13 +57,33 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_bytes_are_those_of_the_cut_tensors_and_of_the_weights() -> None:
+def test_sizes_that_an_older_manifest_lacks_are_measured(cluster: Path) -> None:
     bundle = Bundle.open(BUNDLE)
-    assert crossing_bytes(bundle) == (8.0,) * 12  # one int64 a row
-    sizes = segment_weight_bytes(bundle)
-    assert len(sizes) == 13
+    assert PartSizes.kept_by(bundle.manifest.segments) is None
+    sizes = part_sizes(bundle)
+    assert sizes.row_bytes == (8,) * 12  # one int64 a row
+    assert len(sizes.weight_bytes) == 13
     graphs = [*bundle.manifest.segments, *bundle.manifest.exits]
-    assert 0 < sum(sizes) <= sum(len(bundle.read(part.file)) for part in graphs)
+    assert 0 < sum(sizes.weight_bytes) <= sum(len(bundle.read(part.file)) for part in graphs)
+    model = plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster)).model
+    assert (model.row_bytes, model.weight_bytes) == (sizes.row_bytes, sizes.weight_bytes)
+
+
+def test_sizes_that_the_manifest_has_are_taken(cluster: Path) -> None:
+    old = Bundle.open(BUNDLE)
+    segments = [
+        replace(segment, row_bytes=0 if segment.index == 12 else 5, weight_bytes=segment.index)
+        for segment in old.manifest.segments
+    ]
+    names = [e.path for e in old.manifest.files if e.path != "policy.json"]
+    bundle = write_bundle(
+        cluster.parent / "sized.ee",
+        replace(old.manifest, segments=tuple(segments)),
+        old.policy,
+        {name: old.read(name) for name in names},
+    )
+    model = plan_bundle(PlanOptions(bundle=bundle.path, cluster=cluster)).model
+    assert (model.row_bytes, model.weight_bytes) == ((5,) * 12, tuple(range(13)))
 
 
 def test_the_shares_are_those_of_the_certify_split(cluster: Path) -> None:

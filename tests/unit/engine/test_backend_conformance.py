@@ -23,6 +23,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
 from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.launching import LocalLauncher
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 
@@ -97,7 +98,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "fake": FakeBackend,
     "onnxruntime": OnnxRuntimeBackend,
     "openvino": lambda: make_backend("openvino"),
-    "workers": lambda: RemoteBackend(OnnxRuntimeBackend(), workers=1),
+    "workers": lambda: RemoteBackend(OnnxRuntimeBackend(), launchers=[LocalLauncher()]),
     "cuda": lambda: fake_cuda()[0],
     "cuda without graphs": lambda: fake_cuda(graphs=False)[0],
     "cuda with padding": lambda: fake_cuda(pads=True)[0],

@@ -9,7 +9,8 @@ from onnx import TensorProto, helper
 
 from offramp.bundle import ActiveExit, Answer, Exit, Head, Segment, TensorSpec
 from offramp.certify import MODEL_END
-from offramp.engine.plan import StageSpec, answering_graphs, chain_stages, plan_stages
+from offramp.engine.answering_graphs import answering_graphs
+from offramp.engine.plan import StageSpec, chain_stages, plan_stages
 
 
 def segment(index: int, *inputs: str, output: str) -> Segment:
@@ -52,6 +53,14 @@ def test_what_only_later_exits_read_is_carried_to_them() -> None:
     assert (second.inputs, second.carried) == (("cut0", "mask"), ("cut1", "scale"))
     assert (last.inputs, last.carried) == (("cut1", "scale"), ())
     assert [stage.answer for stage in (first, second, last)] == ["answer0", "answer1", "logits"]
+
+
+def test_stages_end_at_borders_without_an_answer() -> None:
+    active = [ActiveExit(exit=0, threshold=0.9)]
+    stages = plan_stages(Parts(), lambda _: b"", active, borders={0, 1, 2})
+    assert [stage.unit for stage in stages] == [(0, 0, 0), (1, 1, None), (2, 2, None)]
+    assert [stage.exit for stage in stages] == [0, None, MODEL_END]
+    assert (stages[1].answer, stages[1].carried) == (None, ("cut1", "scale"))
 
 
 class CascadeParts:
@@ -98,6 +107,15 @@ def test_the_end_of_a_cascade_is_the_source_model_alone() -> None:
     assert (own.inputs, own.carried) == (("q/cut0", "scale"), ("x", "scale"))
     assert (end.first_segment, end.last_segment, end.inputs) == (2, 2, ("x", "scale"))
     assert (end.answer, end.exit, end.carried) == ("logits", MODEL_END, ())
+
+
+def test_a_border_in_the_tail_of_a_cascade_is_none() -> None:
+    def spans(*active: ActiveExit) -> list[tuple[int, int, int | None]]:
+        stages = plan_stages(CascadeParts(), lambda _: b"", active, borders={0, 1})
+        return [stage.unit for stage in stages]
+
+    assert spans(ActiveExit(exit=0, threshold=0.9)) == [(0, 0, 0), (2, 2, None)]
+    assert spans() == [(2, 2, None)]
 
 
 def test_the_quantised_tail_runs_for_nobody() -> None:

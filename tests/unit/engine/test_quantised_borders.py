@@ -22,8 +22,9 @@ from offramp.compiler.heads import build_exit, build_own
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import Draft
 from offramp.compiler.slicing import Sliced
+from offramp.engine.answering_graphs import answering_graphs
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.plan import answering_graphs, plan_stages
+from offramp.engine.plan import plan_stages
 from offramp.engine.quantised_borders import carries_steps, give_steps, take_steps
 
 SHAPE = ("batch", 4, 6, 6)

@@ -125,11 +125,34 @@ def test_the_model_as_it_is_has_no_copy_before_it() -> None:
     assert predict(result.plan, model, two_halves(3), arrival_rps=12e3) == result.plan
 
 
-def test_exits_are_called_as_the_model_calls_them() -> None:
-    model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.5,), exits=(7,))
-    plan = make_cluster_plan(model, two_halves(3), FOUR).plan
-    assert plan.splits[0].replicas[0].exits == (7,)
-    assert predict(plan, model, two_halves(3), arrival_rps=6e3) == plan
+def costs_by_exit(*exits_s: float) -> Cluster:
+    """Three devices; every segment takes 1 ms, each exit of the bundle what is given."""
+    sizes = np.arange(5) > 0
+    times = DeviceTimes(
+        segments_s=np.tile(1e-3 * sizes, (2, 1)), exits_s=np.array(exits_s)[:, None] * sizes
+    )
+    return Cluster(types=(DeviceType(name="gpu", count=3, cost_per_hour=1.0, times=times),))
+
+
+def test_an_exit_in_use_is_timed_and_called_as_in_the_bundle() -> None:
+    """Of three exits the second is in use: the times of the others are no matter."""
+    model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.5,), exits=(1,))
+    cluster = costs_by_exit(5e-3, 0.1e-3, 5e-3)
+    plan = make_cluster_plan(model, cluster, FOUR).plan
+    first, second = plan.splits
+    assert first.replicas[0].exits == (1,)
+    assert first.replicas[0].stage_s == pytest.approx(1.1e-3)
+    assert second.replicas[0].stage_s == pytest.approx(1e-3)
+    assert predict(plan, model, cluster, arrival_rps=6e3) == plan
+    free = make_cluster_plan(model, costs_by_exit(0.0, 5e-3, 0.0), FOUR).plan
+    assert free.splits[0].replicas[0].exits == ()
+
+
+def test_an_exit_that_no_device_has_a_time_of_is_refused() -> None:
+    model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.5,), exits=(3,))
+    message = r"times of 2 segments and 3 exits, expected 2 and more than 3 as the model has"
+    with pytest.raises(PlanError, match=message):
+        make_cluster_plan(model, costs_by_exit(0.0, 0.0, 0.0), FOUR)
 
 
 def test_an_exit_that_costs_more_than_it_saves_is_off_and_the_model_stays_whole() -> None:
@@ -239,6 +262,7 @@ def test_a_plan_under_another_forecast_is_limited_by_the_split_that_gets_more() 
         ({"going_on": ()}, "going_on has 0 values, expected 1"),
         ({"going_on": (1.5,)}, "going_on has 1.5"),
         ({"row_bytes": (1.0, 2.0)}, "row_bytes has 2 values, expected 1"),
+        ({"exits": (-1,)}, r"exits \(-1,\) must rise from 0"),
     ],
 )
 def test_facts_that_contradict_each_other_are_refused(

@@ -11,10 +11,12 @@ import pytest
 from tests.fakes import fake_plan, script
 from tests.unit.engine.serving import until
 from tests.unit.remote.workers import (
+    COMMAND,
     MISSING,
     answers_of,
     break_at,
     in_process,
+    launch_as,
     left,
     random_scripts,
     scripted_workers,
@@ -113,11 +115,10 @@ def test_without_any_worker_requests_are_told_so_until_one_is_back(
     monkeypatch.setattr(streams, "GIVE_UP_AFTER", 2)
     expected = in_process(SCRIPTS[:1])
     with scripted_workers(2) as backend:
-        command = backend._command
 
         async def body(engine: Engine) -> None:
             assert await answers_of(engine, SCRIPTS[:1]) == expected
-            backend._command = MISSING
+            launch_as(backend, MISSING)
             for pid in backend.pids:
                 os.kill(pid, signal.SIGKILL)
             with pytest.raises(OutOfServiceError, match="no stream can start: worker"):
@@ -125,7 +126,7 @@ def test_without_any_worker_requests_are_told_so_until_one_is_back(
                     await answers_of(engine, SCRIPTS[:8])
             assert not engine.ready()
             assert backend.in_service == 0
-            backend._command = command
+            launch_as(backend, COMMAND)
             await until(engine.ready)
             assert await answers_of(engine, SCRIPTS[:1]) == expected
 
@@ -156,7 +157,7 @@ def test_a_lost_slot_says_why_and_keeps_what_it_was_given() -> None:
 
 def test_a_backend_whose_workers_do_not_start_says_what_to_look_at() -> None:
     with scripted_workers(1) as backend:
-        backend._command = MISSING
+        launch_as(backend, MISSING)
         with pytest.raises(
             WorkerLostError, match=r"was lost: its process ended with exit status 1"
         ):

@@ -18,6 +18,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.external_weights import WeightForm
 from offramp.engine.plan import Mode, StageSpec, make_chained_plan, make_plan
 from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.launching import LocalLauncher
 from offramp.engine.remote.stages import describe_stage, make_described
 from offramp.engine.remote.wire import FrameError
 
@@ -113,7 +114,7 @@ def test_documents_that_are_none_are_refused(document: str) -> None:
 def test_stages_that_nobody_has_are_forgotten_by_workers_and_failures_are_told(
     bundle: Bundle,
 ) -> None:
-    backend = RemoteBackend(OnnxRuntimeBackend(), workers=1)
+    backend = RemoteBackend(OnnxRuntimeBackend(), launchers=[LocalLauncher()])
     try:
         first = backend.prepare(make_plan(bundle).stages[0])
         second = backend.prepare(make_plan(bundle).stages[1])

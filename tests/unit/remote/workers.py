@@ -14,6 +14,7 @@ from tests.unit.engine.serving import LIMIT_S
 
 from offramp.engine.core import Engine
 from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.launching import LocalLauncher
 from offramp.engine.remote.process import WorkerCommand
 from offramp.testing.backend import SCRIPT, FakeBackend
 from offramp.testing.worker import ScriptedBackend
@@ -26,11 +27,18 @@ MISSING = WorkerCommand(module="offramp.testing.no_such_worker")
 @contextmanager
 def scripted_workers(count: int, *, least_s: float = 30.0) -> Iterator[RemoteBackend]:
     """A backend of so many workers without a model; nothing is taken to hang for a while."""
-    backend = RemoteBackend(ScriptedBackend(), workers=count, command=COMMAND, least_s=least_s)
+    launchers = [LocalLauncher(COMMAND)] * count
+    backend = RemoteBackend(ScriptedBackend(), launchers=launchers, least_s=least_s)
     try:
         yield backend
     finally:
         backend.close()
+
+
+def launch_as(backend: RemoteBackend, command: WorkerCommand) -> None:
+    """Have its next workers started by another command."""
+    for seat in backend._seats:
+        seat.launcher = LocalLauncher(command)
 
 
 def break_at(folder: Path, *faults: str) -> None:

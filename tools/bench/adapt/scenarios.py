@@ -12,7 +12,7 @@ from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import record_answers
 from offramp.certify import BoolArray, FloatArray
-from offramp.engine.plan import answering_graphs
+from offramp.engine.answering_graphs import answering_graphs
 from offramp.tools.bench.adapt.corruptions import PixelRange, channel_axis, corrupt
 from offramp.tools.bench.adapt.sequence import Population, ShiftSegment
 from offramp.tools.bench.arguments import look_up

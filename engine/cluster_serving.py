@@ -1,0 +1,81 @@
+"""The first plan of a served model on the workers of a cluster (E3 3.2)."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from offramp.bundle import Bundle
+from offramp.engine.errors import OptionsError
+from offramp.engine.planning.cluster import Cluster
+from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError
+from offramp.engine.planning.facts import WITHOUT_SIZES, PartSizes, facts_of, recorded_shares
+from offramp.engine.planning.goal import PlanningGoal
+from offramp.engine.planning.optimiser import make_cluster_plan
+from offramp.engine.planning.placing import roles_for
+from offramp.engine.served_splits import ServedSplits
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedCluster:
+    """Devices whose workers serve a model, and what is asked of the plans that split it."""
+
+    cluster: Cluster
+    """Times reach up to the largest batch that is served."""
+    goal: PlanningGoal
+
+    def with_workers(self, device_types: Sequence[str]) -> Cluster:
+        """Give the cluster as it is with these workers; OptionsError if there is none of it."""
+        counts = Counter(device_types)
+        types = [replace(k, count=counts[k.name]) for k in self.cluster.types if counts[k.name]]
+        strangers = sorted(set(counts) - {kind.name for kind in self.cluster.types})
+        if strangers or not types:
+            raise OptionsError(f"workers are of types {strangers}, which the cluster does not have")
+        there = {kind.name for kind in types}
+        links = tuple(link for link in self.cluster.links if {*link[:2]} <= there)
+        return replace(self.cluster, types=tuple(types), links=links)
+
+
+def plan_splits(
+    name: str, bundle: Bundle, served: ServedCluster, device_types: Sequence[str]
+) -> ServedSplits:
+    """Plan a bundle on workers, by the shares of exits that its records say.
+
+    Args:
+        name: Of the model, for messages.
+        bundle: Its policy is planned for, with all its exits on: the promise is about those.
+        served: Devices and goal.
+        device_types: [workers] The type of each.
+
+    Raises:
+        OptionsError: No plan meets the goal.
+    """
+    shares: Mapping[int, float] = recorded_shares(bundle)
+    model = facts_of(bundle, exits=tuple(shares), going_on=tuple(shares.values()))
+    if PartSizes.kept_by(bundle.manifest.segments) is None:
+        _log.warning("%s: %s", name, WITHOUT_SIZES)
+    cluster = served.with_workers(device_types)
+    try:
+        plan = make_cluster_plan(model, cluster, replace(served.goal, wrapper=False)).plan
+    except PlanError as error:
+        raise OptionsError(f"{name}: {error}") from error
+    _log.info("%s: %s", name, describe_plan(plan))
+    roles = roles_for(plan, device_types)
+    return ServedSplits(plan=plan, model=model, cluster=cluster, roles=roles)
+
+
+def describe_plan(plan: ClusterPlan) -> str:
+    """Say a plan in a line, with what is predicted."""
+    splits = "; ".join(
+        f"segments {split.first_segment} to {split.last_segment} on "
+        + " and ".join(f"{r.count} × {r.device_type}" for r in split.replicas)
+        for split in plan.splits
+    )
+    return (
+        f"{splits}, in batches of {plan.batch_size}; predicted: {plan.rate_rps:,.1f} rows/s, "
+        f"{1e3 * plan.latency_s:,.2f} ms at worst"
+    )

@@ -1,0 +1,53 @@
+"""A cluster's plan as it is served: what each stream is in it, and what that means for stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offramp.engine.plan import Plan, StageSpec
+from offramp.engine.planning.cluster import Cluster, ModelFacts
+from offramp.engine.planning.cluster_plan import ClusterPlan
+from offramp.engine.planning.placing import StreamRole, borders_of, held_segments, place_plan
+from offramp.engine.scheduling import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedSplits:
+    """The splits of a model, and the streams that run them."""
+
+    plan: ClusterPlan
+    model: ModelFacts
+    """With the exits' shares that it was planned on."""
+    cluster: Cluster
+    """All devices that there are; times reach up to the largest batch that is served."""
+    roles: tuple[StreamRole, ...]
+    """[streams]."""
+
+    @property
+    def borders(self) -> frozenset[int]:
+        """The segments behind which stages have to end."""
+        return borders_of(self.plan)
+
+    def batch_size(self, most: int) -> int:
+        """Rows of a batch: the plan's, as E3 keeps it constant at every split; ``most`` at most."""
+        return min(self.plan.batch_size, most)
+
+    def placement(self, stages: Plan, max_batch_size: int, overhead_s: float) -> Placement:
+        """Place the stages of a policy; PlanError if the splits do not end where stages do.
+
+        ``overhead_s`` is what each stage costs beyond its graph.
+        """
+        return place_plan(
+            self.plan,
+            self.roles,
+            [stage.unit for stage in stages.stages],
+            model=self.model,
+            cluster=self.cluster,
+            max_batch_size=max_batch_size,
+            overhead_s=overhead_s,
+        )
+
+    def holds(self, stream: int, spec: StageSpec) -> bool:
+        """Whether a stream's device has, or may load, the weights of a stage."""
+        held = held_segments(self.roles[stream], self.model, self.cluster)
+        return held >= {*range(spec.first_segment, spec.last_segment + 1)}

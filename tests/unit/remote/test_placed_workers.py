@@ -1,0 +1,105 @@
+"""Workers that hold parts of a model: who runs what, what moves on, and what kills cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.fakes import fake_plan, script
+from tests.unit.remote.workers import (
+    answers_of,
+    break_at,
+    in_process,
+    left,
+    random_scripts,
+    scripted_workers,
+    serve,
+)
+
+from offramp.engine.core import Engine
+from offramp.engine.errors import BackendError
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import StageSpec
+from offramp.engine.scheduling import DeviceKind, Placement, PolicyName, StreamPlacement
+from offramp.testing.backend import SCRIPT
+from offramp.testing.worker import FAULTS
+
+SCRIPTS = random_scripts(80, seed=3)
+SPLITS = ({0}, {0}, {1, 2}, {1, 2})
+"""The stages of each of four workers."""
+
+
+def placed(*splits: set[int]) -> Placement:
+    """Streams that hold their split and no more."""
+    streams = [
+        StreamPlacement(kind="cpu", prefers=frozenset(split), holds=frozenset(split))
+        for split in splits
+    ]
+    kind = DeviceKind(name="cpu")
+    return Placement(stages=3, streams=tuple(streams), kinds=(kind,))
+
+
+def holds(number: int, spec: StageSpec) -> bool:
+    return spec.index in SPLITS[number]
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_two_splits_on_four_workers_answer_as_one_process(
+    kills: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAULTS, str(tmp_path))
+    if kills:
+        points = ("before-run", "mid-run", "after-run", "after-write")
+        break_at(tmp_path, *(f"kill@{point}@{n + 2}" for n, point in enumerate(points)))
+    expected = in_process(SCRIPTS)
+    with scripted_workers(4) as backend:
+        backend.hold(holds)
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, SCRIPTS) == expected
+            statistics = engine.statistics()["fake"]
+            assert statistics.answered == sum(map(len, SCRIPTS))
+            assert (statistics.failed, statistics.retried) == ({}, 0)
+
+        serve(
+            backend,
+            body,
+            streams=4,
+            placement=placed(*SPLITS),
+            scheduling=PolicyName("refill"),
+            max_batch_size=4,
+        )
+        assert [len(seat.worker.stages) for seat in backend._seats if seat.worker] == [1, 1, 2, 2]
+    assert left(tmp_path) == []
+
+
+def test_a_slot_runs_elsewhere_what_its_worker_does_not_hold() -> None:
+    plan = fake_plan([0.9, 0.8])
+    inputs = {SCRIPT: script([0.5, 0.95, 0.6], [0.95, 0.6, 0.7], [0.5, 0.6, 0.7])}
+    with scripted_workers(4) as backend:
+        backend.hold(holds)
+        pipeline = Pipeline(backend, plan)
+        for number in range(4):
+            slot = backend.open_slot_of(number)
+            left_at = {d.stage: d.rows.tolist() for d in pipeline.run(slot, inputs)}
+            assert left_at == {0: [1], 1: [0], 2: [2]}
+            slot.close()
+
+
+def test_who_holds_what_changes_while_workers_serve() -> None:
+    plan = fake_plan([0.9, 0.8])
+    with scripted_workers(2) as backend:
+        pipeline = Pipeline(backend, plan)
+        stages = [seat.worker.stages for seat in backend._seats if seat.worker]
+        assert list(map(len, stages)) == [3, 3]
+        backend.hold(lambda worker, spec: (spec.index > 0) == (worker > 0))
+        assert list(map(len, stages)) == [1, 2]
+        backend.hold(lambda worker, spec: (spec.index > 0) != (worker > 0))
+        assert list(map(len, stages)) == [2, 1]
+        slot = backend.open_slot()
+        (departure,) = pipeline.run(slot, {SCRIPT: script([0.5, 0.6, 0.7])})
+        np.testing.assert_array_equal(departure.answer, script([0.5, 0.6, 0.7])[:, 2])
+        slot.close()
+        with pytest.raises(BackendError, match="no worker holds segments 0 to 0"):
+            backend.hold(lambda _, spec: spec.index > 0)
