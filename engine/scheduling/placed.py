@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offramp.engine.scheduling.buffered import BufferedQueue
@@ -42,14 +42,23 @@ class PlacedPlan:
     so it need not know of placements.
     """
 
-    def __init__(self, placement: Placement, kinds: Mapping[str, KindPolicy]) -> None:
-        """Serve a placement by the policies of its kinds, whose tables are equally large."""
+    def __init__(
+        self,
+        placement: Placement,
+        kinds: Mapping[str, KindPolicy],
+        going_on_to: Sequence[frozenset[int]],
+    ) -> None:
+        """Serve a placement by the policies of its kinds, whose tables are equally large.
+
+        ``going_on_to`` is :meth:`Placement.going_on_to`.
+        """
         sizes = {kind: k.latencies.max_batch_size for kind, k in kinds.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"tables reach up to batches of {sizes}; give all the same sizes")
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
         """By kind."""
+        self._going_on_to = going_on_to
         self._kinds = [kinds[stream.kind] for stream in placement.streams]
         self._starting = {stream.kind for stream in placement.streams if 0 in stream.prefers}
         self.stragglers = StragglerMonitor([stream.kind for stream in placement.streams])
@@ -85,6 +94,10 @@ class PlacedPlan:
     def holds(self, stream: int, stage: int) -> bool:
         """Whether a stream has the weights of a stage."""
         return stage in self.placement.streams[stream].holds
+
+    def goes_on_to(self, stream: int, stage: int) -> bool:
+        """Whether a batch may go on to a stage where it is: see :meth:`Placement.going_on_to`."""
+        return stage in self._going_on_to[stream]
 
     def show(self, waiting: Waiting) -> None:
         """Say what waits under this plan from now on."""
