@@ -118,7 +118,7 @@ class BufferedQueue:
         if bucket.size <= limit:
             taken, staying = bucket.batches, []
         else:
-            taken, staying = [], []
+            taken, staying = [], list[BufferedBatch]()
             for buffered, chosen in zip(bucket.batches, bucket.most_urgent(limit), strict=True):
                 count = np.count_nonzero(chosen)
                 if 0 < count < len(buffered):

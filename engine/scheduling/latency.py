@@ -138,8 +138,8 @@ class Latencies:
     def wasted_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
         """Seconds that the empty places of a batch cost: beyond its share of a full one's."""
         full = self.max_batch_size
-        share_s = self.stage_s(stage, full, variant) * batch_size / full
-        return max(self.stage_s(stage, batch_size, variant) - share_s, 0.0)
+        seconds = self.variants[variant].seconds[stage]
+        return max(seconds[batch_size] - seconds[full] * batch_size / full, 0.0) * self.speed
 
     def span_s(self, first: int, last: int, batch_size: int, variant: int = 0) -> float:
         """Seconds from the start of stage ``first`` to the end of stage ``last``."""
