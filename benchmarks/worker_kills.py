@@ -37,7 +37,7 @@ from offramp.engine.core import Engine
 from offramp.engine.errors import EngineError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster import Cluster, DeviceType
-from offramp.engine.planning.cluster_file import times_of
+from offramp.engine.planning.cluster_times import times_of
 from offramp.engine.planning.facts import WITHOUT_SIZES, PartSizes
 from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.remote.backend import RemoteBackend
@@ -132,7 +132,7 @@ def workers_for(
         goal = PlanningGoal(batch_sizes=(each.max_batch_size,))
         cluster = ServedCluster(cluster=Cluster(types=(device,)), goal=goal)
     remote = EngineOptions(
-        threads=1, streams=options.workers, cluster=cluster, keep_state=False, defaults=each
+        threads=1, streams=options.workers, plan_on=cluster, keep_state=False, defaults=each
     )
     return backend, remote
 
