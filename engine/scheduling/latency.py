@@ -139,7 +139,8 @@ class Latencies:
         """Seconds that the empty places of a batch cost: beyond its share of a full one's."""
         full = self.max_batch_size
         seconds = self.variants[variant].seconds[stage]
-        return max(seconds[batch_size] - seconds[full] * batch_size / full, 0.0) * self.speed
+        share_s: float = seconds[full] * batch_size / full
+        return max(seconds[batch_size] - share_s, 0.0) * self.speed
 
     def span_s(self, first: int, last: int, batch_size: int, variant: int = 0) -> float:
         """Seconds from the start of stage ``first`` to the end of stage ``last``."""

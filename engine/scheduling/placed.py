@@ -156,6 +156,9 @@ class PlacedPlan:
     ) -> Iterator[Waiting]:
         """Give what a stream looks at first, and what it may steal then.
 
+        A batch of its own that may grow lets a full one go first that may be stolen: or splits with
+        too many devices would spend them on half-empty batches, while others fall behind.
+
         ``others`` are all other streams in service. What one prefers that is not ``busy`` is not
         stolen. A straggler may take what no idle stream of usual standing prefers; once excluded,
         what no other stream in service can run, and its own stages when a probe is due.

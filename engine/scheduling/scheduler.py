@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -341,35 +342,24 @@ class ModelScheduler:
         return None
 
     def _choose(self, plan: ServedPlan, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
-        """Choose of all that waits; of a placed plan of the stream's own stages, or steal.
-
-        Its own batch that could still become fuller lets another split's that is full go first: or
-        splits that have too many devices would spend them on half-empty batches, while those that
-        have too few fall behind.
-        """
+        """Choose of all that waits; of a placed plan of the stream's own stages, or steal."""
         if (placed := plan.placed) is None:
             choice = self._ask(plan.policy, plan.waiting, now_s)
-            return self._form(plan, choice) if isinstance(choice, Start | Merge) else choice
+            if not isinstance(choice, Start | Merge):
+                return choice
+            return self._in_flight.form(plan, choice)
         others, until_s = self._in_flight.others(stream), placed.wake_s(stream, now_s)
-
-        def sheds() -> bool:
-            return self.overloaded or placed.may_shed(stream, others)
-
+        sheds = partial(placed.may_shed, stream, others)
         fallback: Start | Merge | None = None
         for waiting in placed.views(stream, others, self._in_flight.batches, now_s):
             choice = self._ask(placed.of(stream).policy, waiting, now_s, sheds)
             if isinstance(choice, Start | Merge):
                 if not choice.may_grow:
-                    return self._form(plan, choice)
-                fallback = fallback or choice
+                    return self._in_flight.form(plan, choice)
+                fallback = fallback or choice  # full ones of other splits go before it
             elif isinstance(choice, Wait):
                 until_s = min(until_s, choice.until_s)
-        return self._form(plan, fallback) if fallback else wait_until(until_s)
-
-    def _form(self, plan: ServedPlan, choice: Start | Merge) -> ScheduledBatch:
-        if isinstance(choice, Start):
-            return plan.form(choice)
-        return self._in_flight.merge(plan, choice)
+        return self._in_flight.form(plan, fallback) if fallback else wait_until(until_s)
 
     def _ask(
         self,
@@ -383,7 +373,7 @@ class ModelScheduler:
             choice = policy.choose(waiting, now_s)
             if not isinstance(choice, LoadShedding):
                 return choice
-            if sheds():
+            if self.overloaded or sheds():
                 late = choice.bucket.most_urgent().request
                 dropped = self._queue.remove(late, DropCause.INFEASIBLE)
                 assert dropped is not None
