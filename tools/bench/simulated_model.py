@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,15 +62,17 @@ def model_of(
     *,
     stage_overhead_s: float = 0.0,
     slowdown: float = 1.0,
+    borders: Collection[int] = (),
 ) -> SimulatedModel:
     """Simulate a bundle by its profile, and its records of the certify split (unseen data).
 
     Its variants are simulated where the mode and the policy of ``options`` serve them.
     ``stage_overhead_s`` is what each stage takes beyond its graph; the scheduler knows it.
-    ``slowdown`` is how much longer stages take than that; the scheduler finds out.
+    ``slowdown`` is how much longer stages take than that; the scheduler finds out. Where it
+    is split among devices, stages end behind the segments of ``borders`` too.
     """
     full, *smaller = (
-        _variant_of(shown, mode, options, stage_overhead_s)
+        _variant_of(shown, mode, options, stage_overhead_s, borders)
         for shown in (bundle.variants() if variants_may_serve(mode, options) else (bundle,))
     )
     points = with_variants(full[1], [points for _, points in smaller])
@@ -86,10 +88,14 @@ def model_of(
 
 
 def _variant_of(
-    shown: Bundle, mode: Mode, options: ModelOptions, overhead_s: float
+    shown: Bundle,
+    mode: Mode,
+    options: ModelOptions,
+    overhead_s: float,
+    borders: Collection[int],
 ) -> tuple[Behaviour, OperatingPoints]:
     """Simulate what a bundle shows as one of its variants, by its own profile and records."""
-    plan = make_plan(shown, mode=mode)
+    plan = make_plan(shown, mode=mode, borders=() if shown.number else borders)
     records = shown.records()
     chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]
