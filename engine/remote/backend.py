@@ -37,6 +37,9 @@ Holds: TypeAlias = Callable[[int, StageSpec], bool]
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
 """What a worker is told to be, by the name of the backend that it stands for."""
 
+_CLOSE_S: Final = 5.0
+"""Limit of the wait for a start that is under way, which may have to give up a network first."""
+
 
 class RemoteBackend:
     """Prepares stages in workers, one of each of ``launchers``: a backend.
@@ -200,12 +203,15 @@ class RemoteBackend:
         return (there or able)[0]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; one that is being started ends with this process."""
         for seat in self._seats:
-            with seat.lock:
-                if seat.worker is not None:
-                    seat.worker.end()
-                seat.launcher.close()
+            if seat.lock.acquire(timeout=_CLOSE_S):
+                try:
+                    if seat.worker is not None:
+                        seat.worker.end()
+                finally:
+                    seat.lock.release()
+            seat.launcher.close()
 
     def _leave(self, seat: _Seat) -> None:
         with self._lock:
@@ -220,7 +226,12 @@ class RemoteBackend:
             if seat.worker is not None:
                 seat.worker.end()
                 self.restarts += 1
-            worker = seat.launcher.start(self._hello)
+            try:
+                worker = seat.launcher.start(self._hello)
+            except WorkerLostError:
+                seat.absent = True
+                raise
+            seat.absent = False
             try:
                 for stage in sorted(self._stages.values(), key=lambda stage: stage.number):
                     if self._holds(number, stage.spec):
@@ -237,8 +248,7 @@ class RemoteBackend:
         able = [n for n in range(len(self._seats)) if self._holds(n, stage.spec)]
         if not able:
             raise self._held_by_none(stage.spec)
-        workers = [(n, self._seats[n].worker) for n in able]
-        there = [n for n, worker in workers if worker is None or worker.alive] or able[:1]
+        there = [n for n in able if self._seats[n].may_load] or able[:1]
         with ThreadPoolExecutor(len(there)) as pool:
             return list(pool.map(lambda n: self._try_load(n, stage), there))
 
@@ -285,4 +295,11 @@ class _Seat:
         self.lock = threading.Lock()
         """Held while one is started."""
         self.worker: WorkerHandle | None = None
+        self.absent = False
+        """Whether the last start found nobody: a network may take long to say so."""
         self.open_slots = 0
+
+    @property
+    def may_load(self) -> bool:
+        """Whether to have a stage loaded here now, and not when its stream starts a worker."""
+        return not self.absent if self.worker is None else self.worker.alive

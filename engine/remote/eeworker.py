@@ -33,6 +33,7 @@ from offramp.engine.job_runner import environment_of_child
 from offramp.engine.options import available_cores
 from offramp.engine.remote.handshake import read_token
 from offramp.engine.remote.listening import Admission, Listener
+from offramp.engine.remote.served_slot import Reached
 from offramp.engine.remote.stages import BundlesByHash
 from offramp.engine.remote.tcp import (
     HostPort,
@@ -43,7 +44,7 @@ from offramp.engine.remote.tcp import (
     tls_reason,
 )
 from offramp.engine.remote.wire import Hello
-from offramp.engine.remote.worker import MakeBackend, Reached, libraries, make_local
+from offramp.engine.remote.worker import MakeBackend, libraries, make_local
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,9 @@ def main(
     parser = make_parser()
     given = parser.parse_args(words)
     _set_up_logging(given.log_level)
+    if os.name != "posix":
+        sys.stderr.write("eeworker: needs a Unix, where sockets are handed on; run it on one\n")
+        return EXIT_CANNOT_START
     try:
         if given.serve_fds is not None:
             _serve(given, make, reached, any_graph=any_graph)

@@ -89,7 +89,13 @@ class ThreadLauncher:
 class Worker:
     """A process of ``eeworker``; its address, and what it says."""
 
-    def __init__(self, folder: Path, *words: str, module: str = "offramp.testing.worker") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        module: str = "offramp.testing.worker",
+        listen: str = "127.0.0.1:0",
+    ) -> None:
         token = folder / "token"
         token.write_bytes(TOKEN + b"\n")
         self.log = folder / "log"
@@ -97,7 +103,7 @@ class Worker:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", module, str(GOLDEN)),
-                    *("--listen", "127.0.0.1:0", f"--token-file={token}", *words),
+                    *("--listen", listen, f"--token-file={token}", *words),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,

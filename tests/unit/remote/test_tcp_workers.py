@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from tests.fakes import fake_plan, script
-from tests.unit.remote.listening import listening_worker, reaching
+from tests.unit.engine.serving import until
+from tests.unit.remote.listening import Worker, listening_worker, reaching
 from tests.unit.remote.workers import (
     answers_of,
     break_at,
@@ -16,8 +18,9 @@ from tests.unit.remote.workers import (
     serve,
 )
 
+from offramp.engine import streams
 from offramp.engine.core import Engine
-from offramp.engine.errors import WorkerLostError
+from offramp.engine.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.scheduling import PolicyName
 from offramp.testing.worker import FAULTS
 
@@ -34,8 +37,7 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("policy", ["run-through", "refill"])
-def test_killed_workers_cost_no_answer(policy: str, faults: Path, tmp_path: Path) -> None:
+def test_killed_workers_cost_no_answer(faults: Path, tmp_path: Path) -> None:
     break_at(faults, *(f"kill@{point}@{n + 1}" for n, point in enumerate(POINTS)))
     expected = in_process(SCRIPTS)
     with (
@@ -51,7 +53,7 @@ def test_killed_workers_cost_no_answer(policy: str, faults: Path, tmp_path: Path
             assert (statistics.failed, statistics.retried) == ({}, 0)
             assert statistics.resumed >= len(POINTS)
 
-        serve(backend, body, streams=2, scheduling=PolicyName(policy), max_batch_size=4)
+        serve(backend, body, streams=2, scheduling=PolicyName("refill"), max_batch_size=4)
         assert backend.restarts >= len(POINTS)
     assert left(faults) == []
 
@@ -112,3 +114,30 @@ def test_a_router_that_comes_after_another_finds_nothing_of_it(tmp_path: Path) -
                 pids += backend.pids
         assert len(set(pids)) == 2
         assert worker.stop() == 0
+
+
+def test_a_worker_that_is_started_again_is_reached_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(streams, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(streams, "GIVE_UP_AFTER", 2)
+    expected = in_process(SCRIPTS[:4])
+    first = Worker(tmp_path)
+    with reaching([first.address]) as backend:
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, SCRIPTS[:4]) == expected
+            assert first.stop() == 0
+            with pytest.raises(OutOfServiceError, match="no stream can start: the worker at"):
+                while True:
+                    await answers_of(engine, SCRIPTS[:1])
+            assert (engine.ready(), backend.in_service) == (False, 0)
+            again = await asyncio.to_thread(Worker, tmp_path, listen=str(first.address))
+            try:
+                await until(engine.ready)
+                assert await answers_of(engine, SCRIPTS[:4]) == expected
+            finally:
+                again.stop()
+
+        serve(backend, body, streams=1)

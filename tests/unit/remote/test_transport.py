@@ -77,6 +77,27 @@ def test_who_does_not_answer_in_time_is_late() -> None:
     ours.close()
 
 
+def test_who_does_not_take_a_message_in_time_is_late() -> None:
+    ours, theirs = Connection.pair()
+    with theirs, pytest.raises(TooLateError, match=r"did not take a message within 0\.001 s"):
+        ours.send(b"x", [np.zeros(1 << 24, np.uint8)], 0.001)
+    ours.close()
+
+
+def test_a_limit_holds_for_what_is_received_next_only() -> None:
+    ours, theirs = Connection.pair()
+    other = Connection(theirs)
+    for limit_s in (0.001, 0.002):
+        with pytest.raises(TooLateError, match=f"no answer within {limit_s:g} s"):
+            ours.receive(limit_s)
+    answer = threading.Timer(0.02, other.send, (b"late",))
+    answer.start()
+    assert ours.receive(None).header == b"late"
+    answer.join()
+    other.close()
+    ours.close()
+
+
 def test_descriptors_travel_and_memory_is_shared() -> None:
     ours, theirs = Connection.pair()
     other = Connection(theirs)

@@ -51,7 +51,7 @@ MESSAGES: list[Message] = [
     JoinSlot(session="5e55", slot=3),
     Ping(),
     Shutdown(),
-    Ready(pid=42),
+    Ready(pid=42, cpu_s=1.5),
     Refused(reason="no such backend"),
     Failed(message='stage 2 failed on 3 rows: "…"\n\x1b\\'),
     RUN,
