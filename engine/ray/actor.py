@@ -15,7 +15,7 @@ from offramp.bundle import Bundle, BundleError
 from offramp.engine.backends.base import Backend
 from offramp.engine.criteria import CriterionError, load_criterion
 from offramp.engine.errors import EngineError
-from offramp.engine.ray.connection import node_address
+from offramp.engine.ray.connection import node_address, tls_files
 from offramp.engine.remote.listening import Admission, Listener
 from offramp.engine.remote.stages import BundlesByHash
 from offramp.engine.remote.tcp import HostPort, listen_on, tls_reason
@@ -58,9 +58,10 @@ class WorkerActor:
         try:
             for text in self._criterion_modules:
                 load_criterion(text)
+            identity = tls_files()
             admission = Admission(
                 token=self._token,
-                context=None,
+                context=None if identity is None else identity.context(),
                 make=self._make,
                 find=BundlesByHash([Bundle.open(Path(path)) for path in self._bundles]),
                 any_graph=self.any_graph,

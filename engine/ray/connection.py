@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Final
 
 from offramp.engine.errors import BackendError, EngineError
-from offramp.engine.remote.tcp import parse_address
+from offramp.engine.remote.tcp import NetworkError, TlsIdentity, parse_address
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +108,21 @@ def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
 def free_cpus(ray: Any) -> int:
     """Count the whole CPUs that nothing in the cluster has asked for."""
     return int(ray.available_resources().get("CPU", 0.0))
+
+
+def tls_files() -> TlsIdentity | None:
+    """Give the files by which Ray encrypts its own connections on this node, if it does.
+
+    Workers and their router use the very same, as both ends of each have to show who they are.
+    """
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+    paths = [os.environ.get(name, "") for name in names]
+    if missing := [name for name, path in zip(names, paths, strict=True) if not path]:
+        raise NetworkError(f"RAY_USE_TLS is set, and {missing[0]} is not; set it as well")
+    certificate, key, ca = map(Path, paths)
+    return TlsIdentity(certificate=certificate, key=key, ca=ca)
 
 
 def connected_ray() -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,14 @@ from typing import Any, Final
 from offramp.engine.criteria import criterion_modules
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.ray.actor import WorkerActor
-from offramp.engine.ray.connection import connect, connected_ray, describe_resources
+from offramp.engine.ray.connection import (
+    connect,
+    connected_ray,
+    describe_resources,
+    tls_files,
+)
 from offramp.engine.remote.process import START_LIMIT_S
-from offramp.engine.remote.tcp import parse_address
+from offramp.engine.remote.tcp import NetworkError, TlsTrust, parse_address
 from offramp.engine.remote.tcp_launcher import PING_S, TcpWorker, WorkerAddress
 from offramp.engine.remote.wire import Hello
 
@@ -178,10 +184,8 @@ class RayLauncher:
             self._await_place()
             actor, token = self._make_actor(ray)
             try:
-                address = self._address_of(ray, actor)
-                where = WorkerAddress(
-                    address=parse_address(address), token=token.encode(), context=None
-                )
+                address = parse_address(self._address_of(ray, actor))
+                where = WorkerAddress(address=address, token=token.encode(), context=tls_context())
                 return RayWorker(hello, where, actor, ping_s=self._ping_s)
             except BaseException:
                 kill(actor)
@@ -253,6 +257,17 @@ class RayLauncher:
             )
         found: str = address
         return found
+
+
+def tls_context() -> ssl.SSLContext | None:
+    """Give what connections to actors are encrypted with; BackendError."""
+    try:
+        files = tls_files()
+        if files is None or files.ca is None:
+            return None
+        return TlsTrust(ca=files.ca, certificate=files.certificate, key=files.key).context()
+    except NetworkError as error:
+        raise BackendError(f"a worker of Ray cannot be reached by TLS: {error}") from error
 
 
 def kill(actor: Any) -> None:

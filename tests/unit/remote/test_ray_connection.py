@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import ssl
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -17,11 +19,14 @@ from offramp.engine.ray import connection, launcher
 from offramp.engine.ray.actor import WorkerActor
 from offramp.engine.ray.connection import connect, describe_resources
 from offramp.engine.ray.launcher import ActorNeeds, RayLauncher, actor_needs, reserve
+from offramp.engine.remote.tcp import parse_address
+from offramp.engine.remote.tcp_launcher import WorkerAddress
 from offramp.engine.remote.wire import Hello
 from offramp.server.arguments import parse_arguments
 
 HELLO = Hello(version="0", backend="onnxruntime", threads=1)
 NEEDS = ActorNeeds(bundles=())
+TOKEN = "t" * 32
 
 
 class FakeRay(types.ModuleType):
@@ -192,11 +197,11 @@ def test_an_actor_says_what_is_not_on_its_node(
     ray = types.ModuleType("ray")
     ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")  # type: ignore[attr-defined]
     use(monkeypatch, ray)
-    address, problem = WorkerActor("t" * 32, [str(tmp_path / "no.ee")], 1).listen()
+    address, problem = WorkerActor(TOKEN, [str(tmp_path / "no.ee")], 1).listen()
     assert address == ""
     assert problem.startswith("on the node 127.0.0.1: ")
     assert "no.ee" in problem
-    missing = WorkerActor("t" * 32, [str(GOLDEN)], 1, criterion_modules=["/no/file.py:mine"])
+    missing = WorkerActor(TOKEN, [str(GOLDEN)], 1, criterion_modules=["/no/file.py:mine"])
     assert "/no/file.py:mine" in missing.listen()[1]
 
 
@@ -213,3 +218,42 @@ def test_paths_are_absolute_as_nodes_have_folders_of_their_own(
 def test_resources_are_said_in_words() -> None:
     assert describe_resources({"GPU": 0.5, "CPU": 2.0}) == "2 CPU and 0.5 GPU"
     assert describe_resources({}) == "nothing"
+
+
+def protocol_of(actor: WorkerActor) -> str | None:
+    """Reach an actor that listens in this process, and give what encrypts the connection."""
+    address, problem = actor.listen()
+    assert not problem, problem
+    where = WorkerAddress(
+        address=parse_address(address), token=TOKEN.encode(), context=launcher.tls_context()
+    )
+    connected, _session = where.reach()
+    with connected:
+        return connected.version() if isinstance(connected, ssl.SSLSocket) else None
+
+
+def test_connections_are_encrypted_where_those_of_ray_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ray = FakeRay(1)
+    monkeypatch.setattr(ray, "get_node_ip_address", lambda: "127.0.0.1", raising=False)
+    use(monkeypatch, ray)
+    certificate, key = tmp_path / "pem", tmp_path / "key"
+    line = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    line += f" -keyout {key} -out {certificate} -subj /CN=node -addext subjectAltName=IP:127.0.0.1"
+    try:
+        subprocess.run(line.split(), check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make certificates with")
+    assert protocol_of(WorkerActor(TOKEN, [], 1)) is None
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    assert WorkerActor(TOKEN, [], 1).listen() == (
+        "",
+        "on the node 127.0.0.1: RAY_USE_TLS is set, and RAY_TLS_SERVER_CERT is not; set it as well",
+    )
+    with pytest.raises(BackendError, match="RAY_USE_TLS is set, and RAY_TLS_SERVER_CERT is not"):
+        launcher.tls_context()
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", str(certificate))
+    monkeypatch.setenv("RAY_TLS_SERVER_KEY", str(key))
+    monkeypatch.setenv("RAY_TLS_CA_CERT", str(certificate))
+    assert protocol_of(WorkerActor(TOKEN, [], 1)) == "TLSv1.3"

@@ -36,6 +36,8 @@ from offramp.testing.worker import ScriptedBackend
 if importlib.util.find_spec("ray") is None:
     pytest.skip("the extra `ray` is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # a cluster takes twenty seconds to start
+
 SCRIPTS = random_scripts(300)
 ROWS = sum(map(len, SCRIPTS))
 FRESH = GOLDEN.parent / "fresh.npz"
