@@ -94,7 +94,8 @@ def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
 
     def call() -> None:
         try:
-            done.set_result(function(*arguments))
+            function(*arguments)
+            done.set_result(None)
         except BaseException as error:  # handed to who waits
             done.set_exception(error)
 

@@ -45,6 +45,7 @@ PLACE_LIMIT_S: Final = 2.0
 """How long the first look at a place may take: Ray needs a moment even where there is room."""
 RESERVE_LIMIT_S: Final = 60.0
 """How long a server waits for its first workers to have their places."""
+_REMEDY: Final = "the ports of a node have to be open to the others of its cluster"
 _LOOK_S: Final = 0.05
 """Between looks at whether a worker has its place, and its address."""
 
@@ -176,7 +177,8 @@ class RayLauncher:
     def start(self, hello: Hello) -> RayWorker:
         """Start an actor that is what ``hello`` says.
 
-        WorkerLostError while there is no room for it, BackendError if it cannot be started.
+        WorkerLostError while there is no room for it, or its node lacks what it needs: another
+        node may not. BackendError if it refuses to be that.
         """
         ray = connect(self._ray_address)
         try:
@@ -185,7 +187,9 @@ class RayLauncher:
             actor, token = self._make_actor(ray)
             try:
                 address = parse_address(self._address_of(ray, actor))
-                where = WorkerAddress(address=address, token=token.encode(), context=tls_context())
+                where = WorkerAddress(
+                    address=address, token=token.encode(), context=tls_context(), remedy=_REMEDY
+                )
                 return RayWorker(hello, where, actor, ping_s=self._ping_s)
             except BaseException:
                 kill(actor)
@@ -251,7 +255,7 @@ class RayLauncher:
                 raise WorkerLostError(f"a worker did not start within {START_LIMIT_S:g} s")
         address, problem = ray.get(asked)
         if problem:
-            raise BackendError(
+            raise WorkerLostError(
                 f"a worker cannot serve {problem}; every node needs the bundles and files of this "
                 "server, at the same paths"
             )
