@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.e2e.local_ray import LocalRay, local_ray
+from tests.e2e.test_workers import ask_while_killing, children
 from tests.unit.engine.serving import until
 from tests.unit.remote.listening import GOLDEN
-from tests.unit.remote.local_ray import LocalRay, local_ray
 from tests.unit.remote.workers import answers_of, in_process, random_scripts, serve
 
 from offramp.bundle import Bundle
@@ -36,9 +38,20 @@ from offramp.testing.worker import ScriptedBackend
 if importlib.util.find_spec("ray") is None:
     pytest.skip("the extra `ray` is not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.slow  # a cluster takes twenty seconds to start
+pytestmark = pytest.mark.slow  # clusters take seconds to start, twenty on a busy machine
 
 SCRIPTS = random_scripts(300)
+CLUSTER = """
+[devices.cpu]
+count = 2
+cost_per_hour = 0
+speed = 1
+resources = {{ CPU = 1 }}
+
+[router]
+launch = "ray"
+ray_address = "{address}"
+"""
 ROWS = sum(map(len, SCRIPTS))
 FRESH = GOLDEN.parent / "fresh.npz"
 CPU, GADGET = {"CPU": 1.0}, {"gadget": 1.0}
@@ -130,6 +143,22 @@ def test_a_bundle_is_served_by_its_path_and_no_other(cluster: LocalRay, tmp_path
             wrong.open_slot()
         assert str(refused.value).startswith("a worker cannot serve on the node 127.0.0.1: ")
         assert str(refused.value).endswith("bundles and files of this server, at the same paths")
+
+
+def test_killed_actors_cost_clients_nothing(cluster: LocalRay, launch: Any, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(GOLDEN, tmp_path / "recorded.ee"))
+    file = tmp_path / "cluster.toml"
+    file.write_text(CLUSTER.format(address=cluster.address))
+    words = ["--mode=leave", "--backend=onnxruntime", f"--cluster={file}"]
+    server = launch(bundle.path, *words)
+    assert server.metric("offramp_workers") == 2
+
+    def pids() -> list[int]:
+        return list(children(cluster.head_pid, b"ray::WorkerActor"))
+
+    assert len(pids()) == 2
+    ask_while_killing(server, bundle, 600, 2, pids)
+    assert server.metric("offramp_worker_restarts_total") >= 1
 
 
 def golden_answers(backend: Backend) -> list[tuple[list[int], list[Any]]]:

@@ -49,6 +49,13 @@ class LocalRay:
             self.stop()
             raise AssertionError(f"{self.address} is open to others: ray was imported before")
 
+    @property
+    def head_pid(self) -> int:
+        """The number of the process that workers on the first node are children of."""
+        (raylet,) = self._cluster.head_node.all_processes["raylet"]
+        pid: int = raylet.process.pid
+        return pid
+
     @contextmanager
     def node(self, **resources: float) -> Iterator[RayNode]:
         """Another node, without CPUs, that has these resources."""
