@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -87,6 +88,7 @@ def local_ray() -> Iterator[LocalRay]:
                 yield cluster
             finally:
                 cluster.stop()
+                gc.collect()  # what Ray left open is closed while nobody is warned of it
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for name, value in before.items():

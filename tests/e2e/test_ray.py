@@ -38,7 +38,10 @@ from offramp.testing.worker import ScriptedBackend
 if importlib.util.find_spec("ray") is None:
     pytest.skip("the extra `ray` is not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.slow  # clusters take seconds to start, twenty on a busy machine
+pytestmark = [
+    pytest.mark.slow,  # clusters take seconds to start, twenty on a busy machine
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves logs of its nodes open
+]
 
 SCRIPTS = random_scripts(300)
 CLUSTER = """
