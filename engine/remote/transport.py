@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -26,6 +26,8 @@ from offramp.engine.remote.wire import (
 )
 
 _CHUNK: Final = 1 << 16
+_AT_ONCE: Final = 1 << 24
+"""Bytes of a body that memory is taken for before they have come."""
 _MOST_FDS: Final = 4
 _MOST_VIEWS: Final = 1024
 
@@ -80,7 +82,7 @@ class Connection:
         try:
             if body and self._socket.gettimeout() != limit_s:
                 self._socket.settimeout(limit_s)
-            for piece in [b"".join(whole)] if end <= _CHUNK else whole:
+            for piece in [b"".join(whole)] if end <= _CHUNK else _pieces(whole):
                 self._socket.sendall(piece)
         except TimeoutError as error:
             raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
@@ -139,10 +141,13 @@ class Connection:
         return data
 
     def _rest(self, body: bytearray, size: int) -> bytearray:
-        """Receive the rest of a body; no more memory is taken than twice what has come."""
+        """Receive the rest of a body.
+
+        Beyond some MiB no more memory is taken than twice what has come.
+        """
         have = len(body)
         while have < size:
-            body += bytes(min(size, max(2 * have, _CHUNK)) - len(body))
+            body += bytes(min(size, max(2 * have, _AT_ONCE)) - len(body))
             with memoryview(body) as view:
                 while have < len(body):
                     count = self._socket.recv_into(view[have:])
@@ -150,6 +155,20 @@ class Connection:
                         raise ConnectionResetError("the other end closed the connection")
                     have += count
         return body
+
+
+def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Give parts in pieces to send; small ones together, as each may wake the other end."""
+    small = b""
+    for part in parts:
+        small += part[:_CHUNK]
+        if len(small) >= _CHUNK:
+            yield small
+            small = b""
+            if len(part) > _CHUNK:
+                yield memoryview(part)[_CHUNK:]
+    if small:
+        yield small
 
 
 class SharedMemory:

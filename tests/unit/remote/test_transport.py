@@ -21,7 +21,9 @@ from offramp.engine.remote.wire import FrameError, TensorForm, pack_head
 BYTES = np.dtype(np.uint8)
 
 
-@pytest.mark.parametrize("sizes", [(), (5,), (0, 5), (70_000,), (64, 3, 5_000_000)])
+@pytest.mark.parametrize(
+    "sizes", [(), (5,), (0, 5), (70_000,), (64, 3, 5_000_000), (65_536, 131_072, 65_537, 64)]
+)
 def test_frames_arrive_whole_and_one_after_the_other(sizes: tuple[int, ...]) -> None:
     ours, theirs = Connection.pair()
     other = Connection(theirs)
