@@ -31,7 +31,8 @@ from offramp.tools.bench.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
+from offramp.tools.bench.simulated_model import SimulatedModel, model_of
+from offramp.tools.bench.simulation import draw_load, simulate
 from offramp.tools.bench.traces import Trace, constant, gamma, poisson
 
 IDLE_RPS = 20.0

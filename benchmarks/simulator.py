@@ -40,7 +40,8 @@ from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
 from offramp.tools.bench.output import describe_environment, write_json
 from offramp.tools.bench.simulate_command import SystemUnderTest
-from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
+from offramp.tools.bench.simulated_model import SimulatedModel, model_of
+from offramp.tools.bench.simulation import draw_load, simulate
 from offramp.tools.bench.traces import Trace, constant, poisson
 
 POLICIES = ("run-through", "source:clockwork")

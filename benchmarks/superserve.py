@@ -43,13 +43,8 @@ from offramp.tools.bench.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.bench.simulation import (
-    Behaviour,
-    SimulatedOutcomes,
-    SimulatedVariant,
-    draw_load,
-    simulate,
-)
+from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
+from offramp.tools.bench.simulation import SimulatedOutcomes, draw_load, simulate
 from offramp.tools.bench.traces import Trace, bursty, constant
 
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)

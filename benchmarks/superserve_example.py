@@ -55,13 +55,8 @@ from offramp.tools.bench.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.bench.simulation import (
-    SimulatedModel,
-    SimulatedOutcomes,
-    draw_load,
-    model_of,
-    simulate,
-)
+from offramp.tools.bench.simulated_model import SimulatedModel, model_of
+from offramp.tools.bench.simulation import SimulatedOutcomes, draw_load, simulate
 from offramp.tools.bench.traces import Trace, accelerate, gamma
 
 POLICIES: Final = ("slackfit", "slackfit-bare", "max-batch", "max-accuracy", "cheapest")

@@ -33,10 +33,11 @@ from offramp.engine.job_runner import environment_of_child
 from offramp.engine.options import available_cores
 from offramp.engine.remote.handshake import read_token
 from offramp.engine.remote.listening import Admission, Listener
+from offramp.engine.remote.served_slot import Reached
 from offramp.engine.remote.stages import BundlesByHash
 from offramp.engine.remote.tcp import HostPort, NetworkError, TlsIdentity, parse_address, tls_reason
 from offramp.engine.remote.wire import Hello
-from offramp.engine.remote.worker import MakeBackend, Reached, libraries, make_local
+from offramp.engine.remote.worker import MakeBackend, libraries, make_local
 
 _log = logging.getLogger(__name__)
 

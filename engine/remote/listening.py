@@ -22,6 +22,7 @@ from typing import Final
 from offramp.engine.errors import EngineError
 from offramp.engine.line_limit import LineLimit, one_line
 from offramp.engine.remote.handshake import HandshakeError, admit_router
+from offramp.engine.remote.served_slot import Reached
 from offramp.engine.remote.stages import FindBundle
 from offramp.engine.remote.tcp import HostPort, cut, take_leave, tls_reason, tune
 from offramp.engine.remote.transport import Connection, ConnectionLostError, TooLateError
@@ -35,7 +36,7 @@ from offramp.engine.remote.wire import (
     decode,
     encode,
 )
-from offramp.engine.remote.worker import MakeBackend, Reached, Worker
+from offramp.engine.remote.worker import MakeBackend, Worker
 
 _log = logging.getLogger(__name__)
 

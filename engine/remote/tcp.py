@@ -168,10 +168,13 @@ def has_ended(connected: socket.socket) -> bool:
         ready.register(connected, select.POLLIN)
         if not ready.poll(0):
             return False
+        limit_s = connected.gettimeout()
         connected.settimeout(0.0)
-        connected.recv(1)
-    except (BlockingIOError, ssl.SSLWantReadError):
-        return False
+        try:
+            connected.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            connected.settimeout(limit_s)
+            return False
     except (OSError, ValueError):
         pass
     return True

@@ -22,15 +22,17 @@ class BufferedBatch:
     """[n]: their rows in the batch as it was buffered."""
     patience_s: float
     """Until when those that have no deadline are given."""
+    due_s: NDArray[np.float64] = field(init=False)
+    """[n]: the deadline, or a patience where there is none; infinity once answered."""
+    first_due_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        due_s = np.minimum(self.samples.deadlines_s, self.patience_s)
+        self.due_s = np.where(self.samples.answered, np.inf, due_s)
+        self.first_due_s = min(self.due_s.tolist(), default=np.inf)
 
     def __len__(self) -> int:
         return len(self.positions)
-
-    @property
-    def due_s(self) -> NDArray[np.float64]:
-        """[n]: the deadline, or a patience where there is none; infinity once answered."""
-        due_s = np.minimum(self.samples.deadlines_s, self.patience_s)
-        return np.where(self.samples.answered, np.inf, due_s)
 
     def split(self, leaving: NDArray[np.bool_]) -> tuple[BufferedBatch, BufferedBatch]:
         """Separate those that leave from those that stay."""
@@ -60,7 +62,7 @@ class BufferedBucket:
         """Append a batch."""
         self.batches.append(buffered)
         self.size += len(buffered)
-        self.due_s = min(self.due_s, float(buffered.due_s.min()))
+        self.due_s = min(self.due_s, buffered.first_due_s)
 
     def replace(self, batches: list[BufferedBatch]) -> None:
         """Hold these instead."""
@@ -116,10 +118,15 @@ class BufferedQueue:
         if bucket.size <= limit:
             taken, staying = bucket.batches, []
         else:
-            chosen = bucket.most_urgent(limit)
-            parts = [p.split(c) for p, c in zip(bucket.batches, chosen, strict=True)]
-            taken = [leaving for leaving, _ in parts if len(leaving)]
-            staying = [rest for _, rest in parts if len(rest)]
+            taken, staying = [], list[BufferedBatch]()
+            for buffered, chosen in zip(bucket.batches, bucket.most_urgent(limit), strict=True):
+                count = np.count_nonzero(chosen)
+                if 0 < count < len(buffered):
+                    leaving, rest = buffered.split(chosen)
+                    taken.append(leaving)
+                    staying.append(rest)
+                else:
+                    (taken if count else staying).append(buffered)
         samples = concatenate([buffered.samples for buffered in taken])
         self._replace(bucket, staying)
         return samples, tuple(Piece(buffered.number, buffered.positions) for buffered in taken)

@@ -20,7 +20,7 @@ from offramp.engine.scheduling.base import (
 from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.placed import PlacedPlan
-from offramp.engine.scheduling.policy import Merge, Policy, Waiting
+from offramp.engine.scheduling.policy import Merge, Policy, Start, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 
@@ -111,14 +111,16 @@ class InFlight:
                 for bucket in buffer.buckets.values():
                     yield from (waiting.samples for waiting in bucket.batches)
 
-    def merge(self, plan: ServedPlan, merge: Merge) -> ScheduledBatch:
-        """Form the batch that a policy chose to merge of what waits at a split."""
-        limit = min(merge.limit, plan.latencies.max_batch_size)
-        samples, pieces = plan.waiting.buffered[merge.stage].take(merge.bucket, limit)
+    def form(self, plan: ServedPlan, choice: Start | Merge) -> ScheduledBatch:
+        """Form the batch that a policy chose: of new samples, or of what waits at a split."""
+        if isinstance(choice, Start):
+            return plan.form(choice)
+        limit = min(choice.limit, plan.latencies.max_batch_size)
+        samples, pieces = plan.waiting.buffered[choice.stage].take(choice.bucket, limit)
         self.buffered -= len(samples.requests)
-        key, variant = merge.bucket.batch_key, merge.bucket.variant
+        key, variant = choice.bucket.batch_key, choice.bucket.variant
         last = plan.latencies.last(variant)
-        return ScheduledBatch(plan, merge.stage, samples, key, last, variant, pieces)
+        return ScheduledBatch(plan, choice.stage, samples, key, last, variant, pieces)
 
     def buffer(self, batch: ScheduledBatch, now_s: float) -> None:
         """Let the survivors of a batch wait at the split that it has come to."""

@@ -135,6 +135,13 @@ class Latencies:
         """Seconds of one stage."""
         return self.variants[variant].seconds[stage][batch_size] * self.speed
 
+    def wasted_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
+        """Seconds that the empty places of a batch cost: beyond its share of a full one's."""
+        full = self.max_batch_size
+        seconds = self.variants[variant].seconds[stage]
+        share_s: float = seconds[full] * batch_size / full
+        return max(seconds[batch_size] - share_s, 0.0) * self.speed
+
     def span_s(self, first: int, last: int, batch_size: int, variant: int = 0) -> float:
         """Seconds from the start of stage ``first`` to the end of stage ``last``."""
         until = self.variants[variant].until

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offramp.engine.scheduling.buffered import BufferedQueue
@@ -41,14 +42,23 @@ class PlacedPlan:
     so it need not know of placements.
     """
 
-    def __init__(self, placement: Placement, kinds: Mapping[str, KindPolicy]) -> None:
-        """Serve a placement by the policies of its kinds, whose tables are equally large."""
+    def __init__(
+        self,
+        placement: Placement,
+        kinds: Mapping[str, KindPolicy],
+        going_on_to: Sequence[frozenset[int]],
+    ) -> None:
+        """Serve a placement by the policies of its kinds, whose tables are equally large.
+
+        ``going_on_to`` is :meth:`Placement.going_on_to`.
+        """
         sizes = {kind: k.latencies.max_batch_size for kind, k in kinds.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"tables reach up to batches of {sizes}; give all the same sizes")
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
         """By kind."""
+        self._going_on_to = going_on_to
         self._kinds = [kinds[stream.kind] for stream in placement.streams]
         self._starting = {stream.kind for stream in placement.streams if 0 in stream.prefers}
         self.stragglers = StragglerMonitor([stream.kind for stream in placement.streams])
@@ -91,6 +101,10 @@ class PlacedPlan:
         """Whether a stream has the weights of a stage."""
         return stage in self.placement.streams[stream].holds
 
+    def goes_on_to(self, stream: int, stage: int) -> bool:
+        """Whether a batch may go on to a stage where it is: see :meth:`Placement.going_on_to`."""
+        return stage in self._going_on_to[stream]
+
     def show(self, waiting: Waiting) -> None:
         """Say what waits under this plan from now on."""
         self._waiting = waiting
@@ -126,19 +140,24 @@ class PlacedPlan:
         starting = (n for n in others if self.prefers(n, 0) and not self.stragglers.standing(n))
         return self.prefers(stream, 0) and all(self._whole_s(n) >= mine_s for n in starting)
 
-    def wake_s(self, stream: int) -> float:
+    def wake_s(self, stream: int, now_s: float) -> float:
         """When a stream that was given nothing has to ask again, at the latest.
 
-        For what waits and is left to others may expire, and a probe may be due.
+        For what waits and is left to others may expire, and a probe may become due; one that is
+        due already waits for work, not for a time.
         """
         buffered_s = (queue.deadline_s for queue in self._waiting.buffered if queue.size)
         queued_s = self._waiting.queue.next_expiry_s()
-        return min(queued_s, self.stragglers.probe_s(stream), *buffered_s)
+        probe_s = self.stragglers.probe_s(stream)
+        return min(queued_s, probe_s if probe_s > now_s else math.inf, *buffered_s)
 
     def views(
         self, stream: int, others: Collection[int], busy: Collection[int], now_s: float
     ) -> Iterator[Waiting]:
         """Give what a stream looks at first, and what it may steal then.
+
+        A batch of its own that may grow lets a full one go first that may be stolen: or splits with
+        too many devices would spend them on half-empty batches, while others fall behind.
 
         ``others`` are all other streams in service. What one prefers that is not ``busy`` is not
         stolen. A straggler may take what no idle stream of usual standing prefers; once excluded,

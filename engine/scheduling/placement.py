@@ -161,6 +161,32 @@ class Placement:
             expected.append([a + b for a, b in zip(slowest, moving_s, strict=True)])
         return expected
 
+    def going_on_to(self, table: Sequence[Sequence[float]]) -> list[frozenset[int]]:
+        """[streams]: the stages that a batch goes on to where it is, once the one before is done.
+
+        Of those that a stream holds, all inside of splits; and where another split begins, if it is
+        no slower there than some that prefer it: its rows would be moved in vain.
+        """
+        own = {kind.name: kind.own_s(table) for kind in self.kinds}
+        slowest_s = [
+            max(own[name][stage][-1] for name in self._preferring(stage))
+            for stage in range(self.stages)
+        ]
+        inside = {
+            stage
+            for stage in range(1, self.stages)
+            if any({stage - 1, stage} <= stream.prefers for stream in self.streams)
+        }
+        by_stream = {
+            stream: frozenset(
+                stage
+                for stage in stream.holds
+                if stage in inside or own[stream.kind][stage][-1] <= slowest_s[stage]
+            )
+            for stream in set(self.streams)
+        }
+        return [by_stream[stream] for stream in self.streams]
+
     def _crossing_s(self, stage: int, sizes: int) -> list[float]:
         """[sizes]: the longest that moving rows to a stage takes, where a split begins with it."""
         inside = any({stage - 1, stage} <= stream.prefers for stream in self.streams)

@@ -27,6 +27,11 @@ class Start(NamedTuple):
     variant: int = 0
     """Which all its samples run, to their end; 0 is the full model."""
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether it may be fuller a little later."""
+        return self.bucket.size < self.limit
+
 
 class Merge(NamedTuple):
     """The choice to merge buffered survivors into a batch and run the stage that they wait for.
@@ -38,6 +43,13 @@ class Merge(NamedTuple):
     bucket: BufferedBucket
     limit: int
     """Most samples of the batch."""
+    urgent: bool = False
+    """Whether it has no time left to wait for a fuller batch."""
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether it may be fuller a little later, and in time."""
+        return self.bucket.size < self.limit and not self.urgent
 
 
 class LoadShedding(NamedTuple):

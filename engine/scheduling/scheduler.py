@@ -23,6 +23,8 @@ that policy takes for granted.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -209,10 +211,10 @@ class ModelScheduler:
             return transition
         if len(survivors) < before:
             batch.samples = batch.samples.take(survivors)
-        stage, batch.stage = batch.stage, batch.stage + 1
+        batch.stage += 1
         batch.executing = False
         retry = batch.failed_on is not None
-        if batch.plan.runs_on(stream, stage, before, len(survivors), retry=retry):
+        if batch.plan.runs_on(stream, batch, before, len(survivors)):
             self._parallel.running(stream, len(survivors))
             return transition
         number = batch.number
@@ -342,35 +344,36 @@ class ModelScheduler:
     def _choose(self, plan: ServedPlan, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
         """Choose of all that waits; of a placed plan of the stream's own stages, or steal."""
         if (placed := plan.placed) is None:
-            return self._ask(plan, plan.policy, plan.waiting, now_s)
-        others, until_s = self._in_flight.others(stream), placed.wake_s(stream)
-        sheds = self.overloaded or placed.may_shed(stream, others)
+            choice = self._ask(plan.policy, plan.waiting, now_s)
+            if not isinstance(choice, Start | Merge):
+                return choice
+            return self._in_flight.form(plan, choice)
+        others, until_s = self._in_flight.others(stream), placed.wake_s(stream, now_s)
+        sheds = partial(placed.may_shed, stream, others)
+        fallback: Start | Merge | None = None
         for waiting in placed.views(stream, others, self._in_flight.batches, now_s):
-            chosen = self._ask(plan, placed.of(stream).policy, waiting, now_s, sheds=sheds)
-            if isinstance(chosen, ScheduledBatch):
-                return chosen
-            if isinstance(chosen, Wait):
-                until_s = min(until_s, chosen.until_s)
-        return wait_until(until_s)
+            choice = self._ask(placed.of(stream).policy, waiting, now_s, sheds)
+            if isinstance(choice, Start | Merge):
+                if not choice.may_grow:
+                    return self._in_flight.form(plan, choice)
+                fallback = fallback or choice  # full ones of other splits go before it
+            elif isinstance(choice, Wait):
+                until_s = min(until_s, choice.until_s)
+        return self._in_flight.form(plan, fallback) if fallback else wait_until(until_s)
 
     def _ask(
         self,
-        plan: ServedPlan,
         policy: Policy,
         waiting: Waiting,
         now_s: float,
-        *,
-        sheds: bool = True,
-    ) -> ScheduledBatch | Wait | Idle:
+        sheds: Callable[[], bool] = lambda: True,
+    ) -> Start | Merge | Wait | Idle:
+        """Ask a policy until it chooses anything but to shed load."""
         while True:
             choice = policy.choose(waiting, now_s)
-            if isinstance(choice, Start):
-                return plan.form(choice)
-            if isinstance(choice, Merge):
-                return self._in_flight.merge(plan, choice)
             if not isinstance(choice, LoadShedding):
                 return choice
-            if sheds:
+            if self.overloaded or sheds():
                 late = choice.bucket.most_urgent().request
                 dropped = self._queue.remove(late, DropCause.INFEASIBLE)
                 assert dropped is not None

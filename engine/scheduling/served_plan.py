@@ -34,13 +34,26 @@ class ServedPlan:
             deepest = self.latencies.last(variant)
         return ScheduledBatch(self, 0, samples, start.bucket.batch_key, deepest, variant)
 
-    def runs_on(self, stream: int, stage: int, before: int, survivors: int, *, retry: bool) -> bool:
-        """Whether the survivors of a batch go on on their stream: not where its split ends."""
+    def runs_on(self, stream: int, batch: ScheduledBatch, before: int, survivors: int) -> bool:
+        """Whether the survivors of a batch go on at once to the stage that it has come to.
+
+        Of a placed plan they never do where others should go on with them. Elsewhere they do until
+        their empty places have cost as much as to merge them would: as whoever rents skis, and
+        does not know for how long, buys once the rent comes to their price.
+        """
+        stage, retry = batch.stage - 1, batch.failed_on is not None
         if self.placed is None:
             return retry or self.policy.runs_on(stage, before, survivors)
-        if not self.placed.prefers(stream, stage + 1):
+        if not self.placed.goes_on_to(stream, batch.stage):
             return False
-        return retry or self.placed.of(stream).policy.runs_on(stage, before, survivors)
+        policy, latencies = self.placed.of(stream)
+        if retry or policy.runs_on(stage, before, survivors):
+            return True
+        wasted_s = batch.wasted_s + latencies.wasted_s(batch.stage, survivors, batch.variant)
+        if wasted_s > latencies.merging_s * survivors / latencies.max_batch_size:
+            return False
+        batch.wasted_s = wasted_s
+        return True
 
     def observe(self, stream: int, batch: ScheduledBatch, size: int, now_s: float) -> None:
         """Take note of how long the stage of a batch took."""
@@ -79,6 +92,8 @@ class ScheduledBatch:
     """How often the worker that ran it was lost."""
     number: int = 0
     """Given when a stream takes it."""
+    wasted_s: float = 0.0
+    """What its empty places have cost since it was formed."""
     executing: bool = False
     started_s: float = 0.0
     earliest_s: float = field(init=False)

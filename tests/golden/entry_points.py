@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks import adjustment, e3, superserve
+from benchmarks import adjustment, e3_halves, superserve
 
 from offramp.bundle import Bundle
 from offramp.bundle.records import CERTIFY, TUNE
@@ -86,12 +86,12 @@ def adjusted(samples: int, count: int) -> list[Json]:
 
 def shrinking(system: str, *, easy: float, size: int, rate: float) -> Json:
     """E3's batch-shrink experiment, at one rate: a twentieth of its length."""
-    whole = e3.DURATION_S
+    whole = e3_halves.DURATION_S
     try:
-        e3.DURATION_S = whole / 20
-        return e3.run(system, easy, size, rate=rate, seed=0).to_json()
+        e3_halves.DURATION_S = whole / 20
+        return e3_halves.run(system, easy, size, rate=rate, seed=0).to_json()
     finally:
-        e3.DURATION_S = whole
+        e3_halves.DURATION_S = whole
 
 
 def bursts(policy: str, *, cv2: float, duration_s: float) -> Json:

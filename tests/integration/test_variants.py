@@ -40,7 +40,8 @@ from offramp.engine.served_model import scheduler_of
 from offramp.engine.statistics import ModelStatistics
 from offramp.server.metrics import render_metrics
 from offramp.server.status import render_status
-from offramp.tools.bench.simulation import SimulatedLoad, model_of, simulate
+from offramp.tools.bench.simulated_model import model_of
+from offramp.tools.bench.simulation import SimulatedLoad, simulate
 
 ROWS = 60
 BITS = (4, 2)

@@ -28,7 +28,9 @@ from offramp.tools.bench.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.bench.simulation import draw_load, model_of, simulate
+from offramp.tools.bench.planned_devices import placed, read_splits, slowed
+from offramp.tools.bench.simulated_model import model_of
+from offramp.tools.bench.simulation import draw_load, simulate
 from offramp.tools.bench.traces import Trace
 
 _DESCRIPTION = """\
@@ -79,10 +81,10 @@ def add_parser(commands: Any) -> None:
     add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
     add(
         "--policy",
-        default="run-through,source:clockwork",
         metavar="NAME,NAME,…",
         help=f"{', '.join(POLICIES)} (fixed:EXIT, fixed:final); with source: before it, on the "
-        "source model; with release: or audit:, in that mode",
+        "source model; with release: or audit:, in that mode (default: run-through, with --plan "
+        "refill, and source:clockwork)%(default).0s",
     )
     add(
         "--audit-probability",
@@ -92,7 +94,19 @@ def add_parser(commands: Any) -> None:
         help="of audit:, how likely a sample runs on after its answer",
     )
     add_trace_arguments(parser)
-    add("--workers", default=1, **COUNT, help="devices, or streams of one")
+    add("--workers", **COUNT, help="devices, or streams of one (default: 1)%(default).0s")
+    add(
+        "--plan",
+        type=Path,
+        metavar="PLAN.json",
+        help="serve by its splits on its devices: what eecompile plan --json wrote%(default).0s",
+    )
+    add(
+        "--cluster",
+        type=Path,
+        metavar="CLUSTER.toml",
+        help="the devices that the plan was made for%(default).0s",
+    )
     add("--slo-ms", type=float, metavar="D", help="deadline of every request%(default).0s")
     add("--max-batch-size", default=32, **COUNT, help="of a batch")
     add("--max-queue-delay-ms", type=float, default=0.0, metavar="MS", help="wait for batch mates")
@@ -124,7 +138,9 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, and tell of it; gives the exit status."""
-    systems = [SystemUnderTest.parse(text.strip()) for text in options.policy.split(",")]
+    names = options.policy or f"{'refill' if options.plan else 'run-through'},source:clockwork"
+    systems = [SystemUnderTest.parse(text.strip()) for text in names.split(",")]
+    _check_devices(options)
     check_outputs(options.json, options.html)
     if options.slo_ms is not None and not options.slo_ms > 0:
         raise ValueError(f"--slo-ms is {options.slo_ms:g}; it must be more than 0")
@@ -139,21 +155,55 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_devices(options: argparse.Namespace) -> None:
+    """Refuse what says in two ways, or not at all, what there is to serve on."""
+    if (options.plan is None) != (options.cluster is None):
+        names = ["--plan", "--cluster"]
+        given, missing = names[:: -1 if options.plan is None else 1]
+        raise ValueError(f"{given} is given without {missing}; a plan is simulated by both")
+    if options.plan is None:
+        options.workers = options.workers or 1
+        return
+    for name, value in (
+        ("--workers", options.workers),
+        ("--parallel-below", options.parallel_below),
+        ("--max-violations", options.max_violations),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value:g}, expected none beside --plan, which names devices of its "
+                "own; leave one of them out"
+            )
+
+
 def _runs(
     bundle: Bundle, systems: list[SystemUnderTest], trace: Trace, options: argparse.Namespace
 ) -> Iterator[Simulated]:
+    splits = None
+    if options.plan is not None:
+        splits = read_splits(bundle, options.plan, options.cluster, options.max_batch_size)
+        options.workers = len(splits.roles)
     for system in systems:
+        batch_size = options.max_batch_size
+        if splits is not None and system.mode is not Mode.OFF:
+            batch_size = splits.batch_size(batch_size)
         settings = ModelOptions(
             scheduling=system.scheduling,
-            max_batch_size=options.max_batch_size,
+            max_batch_size=batch_size,
             max_queue_delay_ms=options.max_queue_delay_ms,
             max_queue_samples=options.max_queue_samples,
             forced_exits=not options.forbid_forced_exits,
         )
         overhead_s = options.stage_overhead_us / 1e6
         model = model_of(
-            bundle, system.mode, settings, stage_overhead_s=overhead_s, slowdown=options.slowdown
+            bundle,
+            system.mode,
+            settings,
+            stage_overhead_s=overhead_s,
+            slowdown=options.slowdown,
+            borders=splits.borders if splits else (),
         )
+        placement = placed(splits, bundle, system.mode, batch_size, overhead_s) if splits else None
         scheduler = scheduler_of(
             model.points,
             settings,
@@ -163,6 +213,7 @@ def _runs(
                 fixed=options.parallel_below,
                 max_violations=options.max_violations,
             ),
+            placement=placement,
         )
         load = draw_load(
             trace.arrivals_s,
@@ -182,6 +233,7 @@ def _runs(
             streams=streams,
             runs_on=runs_on,
             smaller=model.smaller,
+            placement=slowed(placement, options.slowdown) if placement else None,
         )
         speed = len(trace.arrivals_s) / (time.perf_counter() - started_s)
         yield Simulated(label=system.label, outcomes=outcomes, requests_per_second=speed)
@@ -196,6 +248,12 @@ def running_on(mode: Mode, requests: int, options: argparse.Namespace) -> NDArra
     return drawn
 
 
+def _devices(options: argparse.Namespace) -> str:
+    if options.plan is None:
+        return f"{options.workers} worker(s)"
+    return f"{options.workers} device(s) by {options.plan}"
+
+
 def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> None:
     summaries = {run.label: summarise(run.outcomes, slo_ms=options.slo_ms) for run in runs}
     console = wide_console()
@@ -203,7 +261,7 @@ def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> N
     print_summaries(
         console,
         summaries,
-        title=f"{options.bundle}: SIMULATED, {trace.name}, {options.workers} worker(s)",
+        title=f"{options.bundle}: SIMULATED, {trace.name}, {_devices(options)}",
         caption=f"{speed:,.0f} requests a second were simulated.",
     )
     environment = describe_environment(
@@ -212,6 +270,7 @@ def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> N
         requests=len(trace.arrivals_s),
         workers=options.workers,
         seed=options.seed,
+        **({"plan": str(options.plan), "cluster": str(options.cluster)} if options.plan else {}),
     )
     views = [
         RunView(

@@ -9,55 +9,29 @@ comes from recorded confidences. Same arguments, same result.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle
-from offramp.bundle.records import CERTIFY
-from offramp.certify import leaves
-from offramp.engine.deployment import points_of, variants_may_serve, with_variants
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode, make_plan
+from offramp.certify import MODEL_END
 from offramp.engine.scheduling import (
     DropCause,
     Dropped,
+    Idle,
     ModelScheduler,
-    OperatingPoints,
+    Placement,
     Run,
     SchedulerFullError,
     Submission,
     Wait,
 )
 from offramp.tools.bench.outcomes import Outcomes, Status
+from offramp.tools.bench.simulated_devices import SecondsTable, SimulatedDevices
+from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
 
 _NEVER = float("inf")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Behaviour:
-    """The exits of recorded samples on their own, and the answer that each stage would give."""
-
-    exits: tuple[int, ...]
-    """[stages]: the exit of each; ``MODEL_END`` at the last."""
-    leaves_at: NDArray[np.int64]
-    """[records]: first stage where the sample is sure enough."""
-    agrees: NDArray[np.bool_]
-    """[stages, records]: whether the stage's answer is the source model's."""
-    right: NDArray[np.bool_] | None = None
-    """[stages, records]: whether it is the label; ``None`` without labels."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SimulatedVariant:
-    """A variant of a model, below the full one: how its samples leave, and what it takes."""
-
-    behaviour: Behaviour
-    """``agrees`` is with the full model."""
-    seconds: Sequence[Sequence[float]]
-    """[stages][max_batch_size + 1]: what its stages take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,78 +58,6 @@ class SimulatedOutcomes(Outcomes):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SimulatedModel:
-    """A model on virtual time."""
-
-    behaviour: Behaviour
-    points: OperatingPoints
-    """For the policy."""
-    seconds: tuple[tuple[float, ...], ...]
-    """[stages][max_batch_size + 1]: what stages take."""
-    smaller: tuple[SimulatedVariant, ...] = ()
-    """Its variants 1, 2 …, where the policy and the mode serve them."""
-
-
-def model_of(
-    bundle: Bundle,
-    mode: Mode,
-    options: ModelOptions,
-    *,
-    stage_overhead_s: float = 0.0,
-    slowdown: float = 1.0,
-) -> SimulatedModel:
-    """Simulate a bundle by its profile, and its records of the certify split (unseen data).
-
-    Its variants are simulated where the mode and the policy of ``options`` serve them.
-    ``stage_overhead_s`` is what each stage takes beyond its graph; the scheduler knows it.
-    ``slowdown`` is how much longer stages take than that; the scheduler finds out.
-    """
-    full, *smaller = (
-        _variant_of(shown, mode, options, stage_overhead_s)
-        for shown in (bundle.variants() if variants_may_serve(mode, options) else (bundle,))
-    )
-    points = with_variants(full[1], [points for _, points in smaller])
-    return SimulatedModel(
-        behaviour=full[0],
-        points=points,
-        seconds=_slowed(full[1], slowdown),
-        smaller=tuple(
-            SimulatedVariant(behaviour=behaviour, seconds=_slowed(points, slowdown))
-            for behaviour, points in smaller
-        ),
-    )
-
-
-def _variant_of(
-    shown: Bundle, mode: Mode, options: ModelOptions, overhead_s: float
-) -> tuple[Behaviour, OperatingPoints]:
-    """Simulate what a bundle shows as one of its variants, by its own profile and records."""
-    plan = make_plan(shown, mode=mode)
-    records = shown.records()
-    chosen = records["split"] == CERTIFY
-    final = records["final_prediction"][chosen]
-    leaves_at = np.full(len(final), len(plan.stages) - 1)
-    said = np.tile(final, (len(plan.stages), 1))
-    for stage in reversed(plan.stages):
-        if not stage.final:
-            confidence = records["confidence"][stage.answered_by][chosen]
-            sure = leaves(confidence, np.float32(stage.threshold))
-            leaves_at[sure] = stage.index
-            said[stage.index] = records["prediction"][stage.answered_by][chosen]
-    behaviour = Behaviour(
-        exits=tuple(stage.answered_by for stage in plan.stages),
-        leaves_at=leaves_at,
-        agrees=said == final,
-        right=said == records["label"][chosen] if "label" in records else None,
-    )
-    return behaviour, points_of(shown.profile(), records, plan, options, overhead_s=overhead_s)
-
-
-def _slowed(points: OperatingPoints, slowdown: float) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(slowdown * s for s in row) for row in points.latencies.profiled_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedLoad:
     """Requests of one sample each."""
 
@@ -176,16 +78,18 @@ def draw_load(
     return SimulatedLoad(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
 
 
-def simulate(  # noqa: PLR0912, PLR0915 - one loop, and few calls in it: it is what a request costs
+def simulate(
     model: Behaviour,
     scheduler: ModelScheduler,
-    stage_s: Sequence[Sequence[float]],
+    stage_s: SecondsTable,
     load: SimulatedLoad,
     *,
     streams: int,
     runs_on: NDArray[np.bool_] | None = None,
     smaller: Sequence[SimulatedVariant] = (),
     losing_s: Sequence[float] = (),
+    placement: Placement | None = None,
+    slower: Mapping[int, float] | None = None,
 ) -> SimulatedOutcomes:
     """Run a load to its end on virtual time.
 
@@ -194,74 +98,166 @@ def simulate(  # noqa: PLR0912, PLR0915 - one loop, and few calls in it: it is w
     [requests], says which run on after an early answer; ``None`` is none. ``smaller`` are the
     variants 1, 2 … that the scheduler's operating points may name. At each of the rising times
     ``losing_s`` a stream is lost for good, the last one first; what it runs is tried elsewhere.
+
+    ``placement`` says what stages really take on each stream, and rows between them: that which the
+    scheduler was made with, or one of the same streams that it does not expect. ``slower`` are
+    stragglers: how many times what all others of its kind take a stream takes, by its number.
     """
     behaviours = [model, *(variant.behaviour for variant in smaller)]
-    leaves_at = [behaviour.leaves_at[load.records] for behaviour in behaviours]
-    seconds = [stage_s, *(variant.seconds for variant in smaller)]
-    log = _Log()
-    arrivals: list[float] = [*load.arrivals_s.tolist(), _NEVER]
-    following, arrival_s, slo_s = 0, arrivals[0], load.slo_s
-    ends: list[tuple[float, int]] = []
-    """When each busy stream ends its stage; a heap."""
-    running: dict[int, Run] = {}
-    idle = list(range(streams))
-    """The last is asked first: it has just been busy, and may have a batch that goes on."""
-    losses = [*losing_s, _NEVER]
-    wake_s, loss_s, lost = _NEVER, losses[0], 0
-    while True:
-        end_s = ends[0][0] if ends else _NEVER
-        goes_on = False
-        if loss_s < _NEVER and loss_s <= min(arrival_s, end_s, wake_s):
-            now_s, stream, lost = loss_s, streams - 1 - lost, lost + 1
-            loss_s = losses[lost]
-            if stream in idle:
-                idle.remove(stream)
-            else:
-                del running[stream]
-                ends = sorted(end for end in ends if end[1] != stream)  # a heap too
-                scheduler.failed(stream, now_s)
-            scheduler.suspend(stream)
-        elif arrival_s <= end_s and arrival_s <= wake_s:
-            if arrival_s == _NEVER:
+    tables = [stage_s, *(variant.seconds for variant in smaller)]
+    simulation = _Simulation(
+        scheduler,
+        SimulatedDevices(tables, streams, placement, slower),
+        load,
+        leaves_at=[behaviour.leaves_at[load.records] for behaviour in behaviours],
+        runs_on=runs_on,
+        losing_s=losing_s,
+        streams=streams,
+    )
+    if placement is None or placement.is_shared:
+        simulation.run(simulation.ask_the_last)
+    else:
+        simulation.run(simulation.ask_all)
+    return simulation.log.outcomes(behaviours, load, scheduler.take_dropped())
+
+
+class _Simulation:
+    """The state of one simulation: what comes next, and what each stream does."""
+
+    def __init__(
+        self,
+        scheduler: ModelScheduler,
+        devices: SimulatedDevices,
+        load: SimulatedLoad,
+        *,
+        leaves_at: Sequence[NDArray[np.int64]],
+        runs_on: NDArray[np.bool_] | None,
+        losing_s: Sequence[float],
+        streams: int,
+    ) -> None:
+        self.log = _Log()
+        self._scheduler, self._devices, self._slo_s = scheduler, devices, load.slo_s
+        self._leaves_at, self._runs_on = leaves_at, runs_on
+        self._arrivals: list[float] = [*load.arrivals_s.tolist(), _NEVER]
+        self._following = 0
+        """The request that arrives next."""
+        self._losses = [_NEVER, *reversed(losing_s)]
+        """When streams are lost, the next one last."""
+        self._next_lost = streams - 1
+        self._ends: list[tuple[float, int]] = []
+        """When each busy stream ends its stage; a heap."""
+        self._running: dict[int, Run] = {}
+        self._idle = list(range(streams))
+        """The last is asked first: it has just been busy, and may have a batch that goes on."""
+        self._wake_s = _NEVER
+        """When an idle stream wants to be asked again."""
+        self._goes_on = False
+        """Whether the last of the idle streams has a batch that goes on."""
+
+    def run(self, ask: Callable[[float], None]) -> None:
+        """Take what happens in its order, and ask idle streams after each; losses go first."""
+        ends, arrivals, losses = self._ends, self._arrivals, self._losses
+        while True:
+            loss_s, arrival_s = losses[-1], arrivals[self._following]
+            end_s = ends[0][0] if ends else _NEVER
+            now_s = min(loss_s, arrival_s, end_s, self._wake_s)
+            if now_s == _NEVER:
                 break
-            now_s = arrival_s
-            try:
-                scheduler.admit(1, slo_s, 0, now_s)
-                scheduler.submit(Submission(following, 1, now_s + slo_s), now_s)
-            except SchedulerFullError:
-                log.rejected.append(following)
-            following += 1
-            arrival_s = arrivals[following]
-        elif end_s <= wake_s:
-            now_s, stream = heapq.heappop(ends)
-            run = running.pop(stream)
-            exited = leaves_at[run.variant][run.requests] == run.stage
-            audited = None if runs_on is None else runs_on[run.requests]
-            released, _, survivors, buffered, _ = scheduler.done(stream, exited, now_s, audited)
-            if len(released):
-                log.answered(run, released, now_s)
-            goes_on = buffered is None and len(survivors) > 0
-            idle.append(stream)
-        else:
-            now_s = wake_s
-        if not idle:
-            continue
-        wake_s = _NEVER
-        while idle and (goes_on or scheduler.waiting):
-            goes_on = False
+            if loss_s == now_s:
+                self._lose(now_s)
+            elif arrival_s == now_s:
+                self._arrive(now_s)
+            elif end_s == now_s:
+                self._end(now_s)
+            self._wake_s = _NEVER
+            if self._idle:
+                ask(now_s)
+
+    def ask_the_last(self, now_s: float) -> None:
+        """Ask idle streams that are all alike: what one has no use for, none has."""
+        idle, scheduler = self._idle, self._scheduler
+        while idle and (self._goes_on or scheduler.waiting):
+            self._goes_on = False
             decision = scheduler.next(idle[-1], now_s)
-            if isinstance(decision, Run):
-                stream = idle.pop()
-                running[stream] = decision
-                takes_s = seconds[decision.variant][decision.stage][len(decision.requests)]
-                heapq.heappush(ends, (now_s + takes_s, stream))
-                if decision.stage == 0:
-                    log.started(decision)
-                continue
-            if isinstance(decision, Wait):
-                wake_s = decision.until_s
-            break
-    return log.outcomes(behaviours, load, scheduler.take_dropped())
+            if not isinstance(decision, Run):
+                self._wake_s = _wake_s(decision, now_s)
+                break
+            self._start(idle.pop(), decision, now_s)
+
+    def ask_all(self, now_s: float) -> None:
+        """Ask every idle stream, again as long as any has work: then others may steal more."""
+        idle, scheduler = self._idle, self._scheduler
+        if self._goes_on:
+            self._goes_on = False
+            decision = scheduler.next(idle[-1], now_s)
+            assert isinstance(decision, Run), "a stream with a batch goes on with it"
+            self._start(idle.pop(), decision, now_s)
+        found = True
+        while found and scheduler.waiting:
+            found, self._wake_s = False, _NEVER
+            for stream in idle[::-1]:
+                decision = scheduler.next(stream, now_s)
+                if isinstance(decision, Run):
+                    found = True
+                    idle.remove(stream)
+                    self._start(stream, decision, now_s)
+                else:
+                    self._wake_s = min(self._wake_s, _wake_s(decision, now_s))
+
+    def _lose(self, now_s: float) -> None:
+        """Lose a stream for good."""
+        self._losses.pop()
+        stream, self._next_lost = self._next_lost, self._next_lost - 1
+        if stream in self._idle:
+            self._idle.remove(stream)
+        else:
+            del self._running[stream]
+            self._ends[:] = sorted(end for end in self._ends if end[1] != stream)  # a heap too
+            self._scheduler.failed(stream, now_s)
+        self._scheduler.suspend(stream)
+
+    def _arrive(self, now_s: float) -> None:
+        """Submit the request that arrives."""
+        request, self._following = self._following, self._following + 1
+        try:
+            self._scheduler.admit(1, self._slo_s, 0, now_s)
+            self._scheduler.submit(Submission(request, 1, now_s + self._slo_s), now_s)
+        except SchedulerFullError:
+            self.log.rejected.append(request)
+
+    def _start(self, stream: int, run: Run, now_s: float) -> None:
+        """Have a stream run what the scheduler decided."""
+        self._running[stream] = run
+        heapq.heappush(self._ends, (now_s + self._devices.takes_s(stream, run), stream))
+        if run.pieces:
+            self._devices.forget(self._scheduler.take_discarded())
+        if run.stage == 0:
+            self.log.started(run)
+
+    def _end(self, now_s: float) -> None:
+        """End the run of the stream that is first."""
+        _, stream = heapq.heappop(self._ends)
+        run = self._running.pop(stream)
+        requests = run.samples.requests
+        exited = self._leaves_at[run.variant][requests] == run.stage
+        audited = None if self._runs_on is None else self._runs_on[requests]
+        transition = self._scheduler.done(stream, exited, now_s, audited)
+        released, _, survivors, buffered, _ = transition
+        if len(released):
+            self.log.answered(run, released, now_s)
+        self._idle.append(stream)
+        if buffered is None:
+            self._goes_on = len(survivors) > 0
+        else:
+            self._devices.keep(buffered, stream)
+
+
+def _wake_s(decision: Wait | Idle, now_s: float) -> float:
+    """When a stream that was given nothing wants to be asked again."""
+    if not isinstance(decision, Wait):
+        return _NEVER
+    assert decision.until_s > now_s, f"waiting at {now_s} until {decision.until_s} is for ever"
+    return decision.until_s
 
 
 class _Log:
@@ -336,7 +332,8 @@ def _answers(
     for number, behaviour in enumerate(behaviours):
         mine = variant == number
         at, sample = stage[mine], records[mine]
-        exit_[mine] = np.array(behaviour.exits, np.int16)[at]
+        exits = [MODEL_END if exit_ is None else exit_ for exit_ in behaviour.exits]
+        exit_[mine] = np.array(exits, np.int16)[at]
         forced[mine] = (behaviour.leaves_at[sample] > at) | (number > 0)
         agrees[mine] = behaviour.agrees[at, sample]
         if behaviour.right is not None:

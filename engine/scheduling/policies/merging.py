@@ -44,7 +44,7 @@ class Refill:
         for stage in occupied:
             bucket = waiting.buffered[stage].most_urgent()
             if bucket.due_s - self._needed_s(stage, bucket) <= now_s:
-                return Merge(stage, bucket, self._max_batch_size)
+                return Merge(stage, bucket, self._max_batch_size, urgent=True)
         fresh = waiting.ready(now_s)
         if isinstance(fresh, Bucket):
             return self._former.form(waiting.queue, fresh, now_s)

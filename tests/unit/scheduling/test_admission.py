@@ -20,7 +20,8 @@ from offramp.engine.scheduling import (
 from offramp.engine.scheduling.admission import HEADROOM, MEMORY_S, AdmissionControl
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.tools.bench.outcomes import Outcomes, Status
-from offramp.tools.bench.simulation import Behaviour, SimulatedLoad, simulate
+from offramp.tools.bench.simulated_model import Behaviour
+from offramp.tools.bench.simulation import SimulatedLoad, simulate
 from offramp.tools.bench.traces import poisson
 
 SLO_S = 0.05

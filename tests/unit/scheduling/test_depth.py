@@ -9,7 +9,7 @@ from tests.unit.scheduling.helpers import points_of
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import Latencies
-from offramp.tools.bench.simulation import Behaviour, SimulatedModel
+from offramp.tools.bench.simulated_model import Behaviour, SimulatedModel
 from offramp.tools.bench.traces import Trace, constant, gamma, poisson
 
 SLO_MS = 20.0

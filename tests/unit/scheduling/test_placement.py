@@ -20,6 +20,7 @@ from offramp.engine.scheduling import (
     Run,
     StreamPlacement,
     Submission,
+    Wait,
     make_policy,
     place,
 )
@@ -86,14 +87,64 @@ def test_an_idle_stream_steals_what_no_idle_stream_prefers() -> None:
     assert (run.stage, sorted(pairs(run))) == (1, [(0, 0), (1, 0)])
 
 
-def test_a_stream_serves_its_own_split_first() -> None:
+def test_a_stream_serves_its_own_split_first_where_its_batch_is_full() -> None:
     s = placed(on([0]), on([1, 2], [0]))
-    submit(s, 0, 1)
+    submit(s, 0, 1, 2, 3)
+    finish(s, 0, started(s.next(0, 0.0)), 0.25)
+    submit(s, 4, 5, 6, 7)
+    started(s.next(0, 0.25))
+    submit(s, 8, 9, 10, 11)
+    assert started(s.next(1, 0.25)).stage == 1, "though a full batch waits for stage 0"
+
+
+def test_an_own_batch_that_may_grow_lets_a_full_one_of_another_split_go_first() -> None:
+    s = placed(on([0]), on([1, 2], [0]))
+    submit(s, 0, 1, deadline_s=9.0)
+    finish(s, 0, started(s.next(0, 0.0)), 0.25)
+    submit(s, 2, 3, 4, 5)
+    started(s.next(0, 0.25))
+    submit(s, 6, 7, 8)
+    own = started(s.next(1, 0.25))
+    assert (own.stage, pairs(own)) == (1, [(0, 0), (1, 0)]), "three do not fill a batch either"
+    assert finish(s, 1, own, 0.5) is not None, "two are not full"
+    submit(s, 9, now_s=0.5)
+    stolen = started(s.next(1, 0.5))
+    assert (stolen.stage, len(stolen.requests)) == (0, 4)
+
+
+def test_an_own_batch_without_time_to_grow_goes_first() -> None:
+    """The two need 0.5 s, and a fifth more; 0.55 s are left."""
+    s = placed(on([0]), on([1, 2], [0]))
+    submit(s, 0, 1, deadline_s=0.8)
     finish(s, 0, started(s.next(0, 0.0)), 0.25)
     submit(s, 2, 3, 4, 5)
     started(s.next(0, 0.25))
     submit(s, 6, 7, 8, 9)
-    assert started(s.next(1, 0.25)).stage == 1, "though a full batch waits for stage 0"
+    assert started(s.next(1, 0.25)).stage == 1
+
+
+def test_inside_its_split_a_batch_goes_on_until_empty_places_have_cost_what_merging_would() -> None:
+    """An empty place costs 1/16 s a stage; to merge takes 3/8 s more than a stage, so 9/32 s for
+    three rows. What three have wasted is 1/16 s, 1/8 s, 3/16 s, 1/4 s, then too much."""
+    latencies = table(7, first_s=0.25, more_s=0.0)
+    every = frozenset(range(7))
+    streams = [StreamPlacement(kind="fast", prefers=every, holds=every) for _ in range(2)]
+    where = Placement(stages=7, streams=tuple(streams), kinds=(FAST, SLOW))
+    s = scheduler("refill", latencies=latencies, streams=2, placement=where)
+    plan = s._current.placed
+    assert plan is not None
+    plan.latencies["fast"].merging_s = 0.375
+    submit(s, 0, 1, 2, 3)
+    run = started(s.next(0, 0.0))
+    one_leaves = np.array([True, False, False, False])
+    assert s.done(0, one_leaves, 0.25).buffered is None
+    for stage in (1, 2, 3, 4):
+        run = started(s.next(0, 0.25 * stage))
+        assert (run.stage, len(run.requests), run.pieces) == (stage, 3, ())
+        buffered = finish(s, 0, run, 0.25 * (stage + 1))
+        assert (buffered is None) == (stage < 4)
+    merged = started(s.next(1, 1.25))
+    assert (merged.stage, len(merged.pieces)) == (5, 1)
 
 
 def test_what_waits_for_a_stream_out_of_service_is_taken_by_who_holds_it() -> None:
@@ -275,3 +326,31 @@ def test_a_placement_is_of_as_many_stages_as_the_plan() -> None:
     latencies = Latencies([[0.0, 1.0]] * 2)
     with pytest.raises(ValueError, match="a placement of 3 stages, expected 2 as the plan has"):
         place(PolicyName.parse("refill"), points_of(latencies), placement(*OWN), 1)
+
+
+def test_an_excluded_straggler_whose_probe_is_due_waits_for_work_not_for_a_time() -> None:
+    """Stream 1 may probe from 1.0 on, but nothing waits for its stages; 2 holds what does."""
+    s = placed(on([0]), on([1, 2]), on([0], [1]))
+    plan = s._current.placed
+    assert plan is not None
+    monitor = plan.stragglers = StragglerMonitor(["fast"] * 3, window=1)
+    for stream, ratio in ((0, 1.0), (2, 1.0), (1, 9.0), (1, 9.0)):
+        monitor.observe(stream, ratio, 0.0)
+    submit(s, 0, 1)
+    assert s.next(1, 0.5) == Wait(1.0)
+    assert s.next(1, 1.5) == Idle()
+
+
+def test_a_batch_goes_on_to_what_its_stream_holds_and_is_no_slower_at() -> None:
+    """Splits of stages 0 and 1, and of 2, which a slow stream prefers."""
+    seconds = table(first_s=1.0, more_s=0.0).profiled_s
+    streams = on([0, 1], [2]), on([0, 1]), on([2], [0, 1], kind="slow")
+    assert placement(*streams).going_on_to(seconds) == [{0, 1, 2}, {0, 1}, {1, 2}]
+    turned = on([0, 1], [2], kind="slow"), on([2])
+    assert placement(*turned).going_on_to(seconds) == [{0, 1}, {2}], "fast streams prefer stage 2"
+    s = placed(*streams)
+    submit(s, 0, 1, 2, 3)
+    for stage in range(2):
+        run = started(s.next(0, 0.25 * stage))
+        assert finish(s, 0, run, 0.25 * (stage + 1)) is None
+    assert started(s.next(0, 0.5)).stage == 2, "in another split, but where it is"

@@ -18,14 +18,8 @@ from offramp.engine.scheduling import (
     make_scheduler,
 )
 from offramp.tools.bench.outcomes import Status
-from offramp.tools.bench.simulation import (
-    Behaviour,
-    SimulatedLoad,
-    SimulatedOutcomes,
-    SimulatedVariant,
-    draw_load,
-    simulate,
-)
+from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
+from offramp.tools.bench.simulation import SimulatedLoad, SimulatedOutcomes, draw_load, simulate
 
 SECONDS = [[0.0, 1.0, 1.5], [0.0, 2.0, 3.0]]
 """Of two stages, for batches of one and of two."""

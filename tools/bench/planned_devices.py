@@ -1,0 +1,94 @@
+"""A cluster's plan as it is simulated: splits on devices, and the source model beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from offramp.bundle import Bundle
+from offramp.compiler.planning import part_sizes
+from offramp.engine.plan import Mode, make_plan
+from offramp.engine.planning.cluster import Cluster
+from offramp.engine.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
+from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError, parse_plan
+from offramp.engine.planning.cluster_times import make_cluster
+from offramp.engine.planning.facts import facts_of, recorded_shares
+from offramp.engine.planning.placing import roles_for, stage_times
+from offramp.engine.planning_files import read_limited, read_profiles
+from offramp.engine.scheduling import DeviceKind, Placement, StreamPlacement
+from offramp.engine.served_splits import ServedSplits
+
+MOST_PLAN_BYTES: Final = 2**24
+
+
+def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> ServedSplits:
+    """Read a plan and the cluster that it was made for, to serve a bundle with all its exits.
+
+    Times reach up to batches of ``most_rows``. PlanError says in a line what does not fit.
+    """
+    planned = parse_plan(read_limited(plan, MOST_PLAN_BYTES).decode(errors="replace"), str(plan))
+    _check_segments(planned, bundle, plan)
+    file = parse_cluster(read_limited(cluster, MOST_FILE_BYTES), str(cluster))
+    rows = max(most_rows, planned.batch_size)
+    devices = make_cluster(file, bundle.profile(), read_profiles(file, cluster.parent), rows)
+    there = {kind.name: kind.count for kind in devices.types}
+    for name, count in planned.devices().items():
+        if count > there.get(name, 0):
+            raise PlanError(
+                f"{plan}: takes {count} devices of type {name!r}, of which {cluster} has "
+                f"{there.get(name, 0)}; plan again for this cluster"
+            )
+    shares = recorded_shares(bundle)
+    return ServedSplits(
+        plan=planned,
+        model=facts_of(
+            bundle, exits=[*shares], going_on=[*shares.values()], sizes=part_sizes(bundle)
+        ),
+        cluster=devices,
+        roles=roles_for(planned, _types_of(devices)),
+    )
+
+
+def placed(
+    splits: ServedSplits, bundle: Bundle, mode: Mode, max_batch_size: int, overhead_s: float
+) -> Placement:
+    """Place what a bundle serves in a mode: the splits, or the source model on all devices."""
+    if mode is not Mode.OFF:
+        stages = make_plan(bundle, mode=mode, borders=splits.borders)
+        return splits.placement(stages, max_batch_size, overhead_s)
+    (source,) = make_plan(bundle, mode=mode).stages
+    return Placement(
+        stages=1,
+        streams=tuple(
+            StreamPlacement(kind=name, prefers=frozenset({0}), holds=frozenset({0}))
+            for name in _types_of(splits.cluster)
+        ),
+        kinds=tuple(
+            DeviceKind(
+                name=kind.name,
+                seconds=stage_times(kind.times, [source.unit], max_batch_size, overhead_s),
+            )
+            for kind in splits.cluster.types
+        ),
+    )
+
+
+def slowed(placement: Placement, slowdown: float) -> Placement:
+    """Let all devices take so many times as long."""
+    kinds = tuple(replace(kind, speed=slowdown * kind.speed) for kind in placement.kinds)
+    return replace(placement, kinds=kinds)
+
+
+def _types_of(cluster: Cluster) -> list[str]:
+    return [kind.name for kind in cluster.types for _ in range(kind.count)]
+
+
+def _check_segments(planned: ClusterPlan, bundle: Bundle, where: Path) -> None:
+    first, last = planned.splits[0].first_segment, planned.splits[-1].last_segment
+    segments = len(bundle.manifest.segments)
+    if last != segments - 1 or first not in (0, bundle.manifest.source_begins):
+        raise PlanError(
+            f"{where}: splits segments {first} to {last}, expected 0 to {segments - 1} as "
+            f"{bundle.path} has; plan again for this bundle"
+        )

@@ -1,0 +1,85 @@
+"""The devices of a simulation: what stages take on each stream, and how far rows have to go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from offramp.engine.scheduling import DeviceKind, Placement, Run
+
+SecondsTable: TypeAlias = Sequence[Sequence[float]]
+"""[stages][max_batch_size + 1]: what stages take by batch size."""
+
+
+class SimulatedDevices:
+    """The streams of a simulation, each with its own seconds, and who holds what was buffered.
+
+    Rows that wait at a split are where the stage before it ran. A stream that merges them is busy
+    until they have all come: those from devices of one kind together, those of several kinds one
+    after the other, as they share its link. Streams do not slow each other's links down.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[SecondsTable],
+        streams: int,
+        placement: Placement | None = None,
+        slower: Mapping[int, float] | None = None,
+    ) -> None:
+        """``tables`` are of the variants 0, 1 …; ``slower`` are factors by stream."""
+        factors = [(slower or {}).get(stream, 1.0) for stream in range(streams)]
+        if placement is not None and len(placement.streams) != streams:
+            raise ValueError(
+                f"{len(placement.streams)} streams are placed, expected {streams}; place each"
+            )
+        if unknown := sorted(set(slower or ()) - set(range(streams))):
+            raise ValueError(f"streams {unknown} are slower, expected numbers below {streams}")
+        self._placement = placement
+        self._seconds: list[Sequence[SecondsTable]] = [tables] * streams
+        """[streams][variants][stages][max_batch_size + 1]."""
+        if placement is not None:
+            of_kind = {kind.name: _tables_of(kind, tables) for kind in placement.kinds}
+            self._seconds = [of_kind[stream.kind] for stream in placement.streams]
+        for stream, factor in enumerate(factors):
+            if factor != 1.0:
+                self._seconds[stream] = [_times(table, factor) for table in self._seconds[stream]]
+        self._buffered_on: dict[int, int] = {}
+        """The stream that each buffered batch was on."""
+
+    def takes_s(self, stream: int, run: Run) -> float:
+        """Seconds that a stream is busy with a run."""
+        own_s = self._seconds[stream][run.variant][run.stage][len(run.samples.requests)]
+        if self._placement is None or not run.pieces:
+            return own_s
+        return own_s + self._moving_s(self._placement, stream, run)
+
+    def keep(self, number: int, stream: int) -> None:
+        """Take note that a stream buffered a batch."""
+        if self._placement is not None:
+            self._buffered_on[number] = stream
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Forget buffered batches of which nothing waits any more."""
+        for number in numbers:
+            self._buffered_on.pop(number, None)
+
+    def _moving_s(self, placement: Placement, stream: int, run: Run) -> float:
+        """Seconds until all rows of a merged batch have come to a stream."""
+        rows: dict[str, int] = {}
+        for piece in run.pieces:
+            source = self._buffered_on[piece.number]
+            if source != stream:
+                kind = placement.streams[source].kind
+                rows[kind] = rows.get(kind, 0) + len(piece.positions)
+        target = placement.streams[stream].kind
+        return sum(placement.moving_s(kind, target, run.stage, n) for kind, n in rows.items())
+
+
+def _tables_of(kind: DeviceKind, tables: Sequence[SecondsTable]) -> list[SecondsTable]:
+    """Give what the variants' stages take on a kind of device; the smaller ones by its speed."""
+    full, *smaller = tables
+    return [kind.own_s(full), *(_times(table, kind.speed) for table in smaller)]
+
+
+def _times(table: SecondsTable, factor: float) -> SecondsTable:
+    return [[factor * seconds for seconds in row] for row in table]

@@ -1,0 +1,120 @@
+"""Models on virtual time: how recorded samples leave, and what stages take by a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle
+from offramp.bundle.records import CERTIFY
+from offramp.certify import leaves
+from offramp.engine.deployment import points_of, variants_may_serve, with_variants
+from offramp.engine.options import ModelOptions
+from offramp.engine.plan import Mode, make_plan
+from offramp.engine.scheduling import OperatingPoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Behaviour:
+    """The exits of recorded samples on their own, and the answer that each stage would give."""
+
+    exits: tuple[int | None, ...]
+    """[stages]: the exit of each; ``MODEL_END`` at the last, ``None`` where there is no answer."""
+    leaves_at: NDArray[np.int64]
+    """[records]: first stage where the sample is sure enough."""
+    agrees: NDArray[np.bool_]
+    """[stages, records]: whether the stage's answer is the source model's; means nothing at stages
+    without an answer."""
+    right: NDArray[np.bool_] | None = None
+    """[stages, records]: whether it is the label; ``None`` without labels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SimulatedVariant:
+    """A variant of a model, below the full one: how its samples leave, and what it takes."""
+
+    behaviour: Behaviour
+    """``agrees`` is with the full model."""
+    seconds: Sequence[Sequence[float]]
+    """[stages][max_batch_size + 1]: what its stages take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SimulatedModel:
+    """A model on virtual time."""
+
+    behaviour: Behaviour
+    points: OperatingPoints
+    """For the policy."""
+    seconds: tuple[tuple[float, ...], ...]
+    """[stages][max_batch_size + 1]: what stages take."""
+    smaller: tuple[SimulatedVariant, ...] = ()
+    """Its variants 1, 2 …, where the policy and the mode serve them."""
+
+
+def model_of(
+    bundle: Bundle,
+    mode: Mode,
+    options: ModelOptions,
+    *,
+    stage_overhead_s: float = 0.0,
+    slowdown: float = 1.0,
+    borders: Collection[int] = (),
+) -> SimulatedModel:
+    """Simulate a bundle by its profile, and its records of the certify split (unseen data).
+
+    Its variants are simulated where the mode and the policy of ``options`` serve them.
+    ``stage_overhead_s`` is what each stage takes beyond its graph; the scheduler knows it.
+    ``slowdown`` is how much longer stages take than that; the scheduler finds out. Where it
+    is split among devices, stages end behind the segments of ``borders`` too.
+    """
+    full, *smaller = (
+        _variant_of(shown, mode, options, stage_overhead_s, borders)
+        for shown in (bundle.variants() if variants_may_serve(mode, options) else (bundle,))
+    )
+    points = with_variants(full[1], [points for _, points in smaller])
+    return SimulatedModel(
+        behaviour=full[0],
+        points=points,
+        seconds=_slowed(full[1], slowdown),
+        smaller=tuple(
+            SimulatedVariant(behaviour=behaviour, seconds=_slowed(points, slowdown))
+            for behaviour, points in smaller
+        ),
+    )
+
+
+def _variant_of(
+    shown: Bundle,
+    mode: Mode,
+    options: ModelOptions,
+    overhead_s: float,
+    borders: Collection[int],
+) -> tuple[Behaviour, OperatingPoints]:
+    """Simulate what a bundle shows as one of its variants, by its own profile and records."""
+    plan = make_plan(shown, mode=mode, borders=() if shown.number else borders)
+    records = shown.records()
+    chosen = records["split"] == CERTIFY
+    final = records["final_prediction"][chosen]
+    leaves_at = np.full(len(final), len(plan.stages) - 1)
+    said = np.tile(final, (len(plan.stages), 1))
+    for stage in reversed(plan.stages):
+        if stage.answer is not None and not stage.final:
+            confidence = records["confidence"][stage.answered_by][chosen]
+            sure = leaves(confidence, np.float32(stage.threshold))
+            leaves_at[sure] = stage.index
+            said[stage.index] = records["prediction"][stage.answered_by][chosen]
+    behaviour = Behaviour(
+        exits=tuple(stage.exit for stage in plan.stages),
+        leaves_at=leaves_at,
+        agrees=said == final,
+        right=said == records["label"][chosen] if "label" in records else None,
+    )
+    return behaviour, points_of(shown.profile(), records, plan, options, overhead_s=overhead_s)
+
+
+def _slowed(points: OperatingPoints, slowdown: float) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(slowdown * s for s in row) for row in points.latencies.profiled_s)
