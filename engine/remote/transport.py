@@ -60,7 +60,6 @@ class Connection:
         self._limit_s: float | None = 0.0
         """Of what is sent and received; 0 if it is not set yet."""
         self._left = b""
-        self._chunk = memoryview(bytearray(_CHUNK))
 
     @classmethod
     def pair(cls) -> tuple[Self, socket.socket]:
@@ -147,7 +146,7 @@ class Connection:
 
     def _some(self, fds: list[int] | None) -> bytes:
         if fds is None:
-            data = bytes(self._chunk[: self._socket.recv_into(self._chunk)])
+            data = self._socket.recv(_CHUNK)
         else:
             data, found, _, _ = socket.recv_fds(self._socket, _CHUNK, _MOST_FDS)
             fds += found
