@@ -1,13 +1,16 @@
 """Ten thousand requests while a random worker is killed every second: is any answer lost or wrong?
 
-    python -m benchmarks.worker_kills BUNDLE --data TEST.npz [--workers 2] [--requests 10000]
-        [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--json FILE]
+    python -m benchmarks.worker_kills BUNDLE --data TEST.npz [--workers 2] [--splits 1]
+        [--requests 10000] [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--json FILE]
 
 One engine runs the bundle's stages in this process, another in worker processes, of which one at a
 time gets SIGKILL. Requests are of one sample each, so many under way at once; what the second says
-is compared with the first, bit by bit. With batches of more than one sample sums are rounded in
-another order, by who happens to share one: then exits and answers are compared up to 1e-5 of the
-largest value. MEASURED; times are of the busy engine, kills included.
+is compared with the first, bit by bit. With ``--splits`` workers have room for so small a part of
+the weights that the model is planned in about that many splits, and each holds its own only.
+
+With batches of more than one sample sums are rounded in another order, by who happens to share one,
+and so they are where a split ends without an exit: then exits and answers are compared up to 1e-5
+of the largest value. MEASURED; times are of the busy engine, kills included.
 """
 
 from __future__ import annotations
@@ -28,10 +31,17 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
-from offramp.engine.core import Engine, backend_for
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.cluster_serving import ServedCluster
+from offramp.engine.core import Engine
 from offramp.engine.errors import EngineError
 from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.planning.cluster import Cluster, DeviceType
+from offramp.engine.planning.cluster_times import times_of
+from offramp.engine.planning.facts import WITHOUT_SIZES, PartSizes
+from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.launching import LocalLauncher, worker_command
 from offramp.engine.results import EngineResult
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
@@ -43,6 +53,7 @@ def main() -> None:
     """Serve in both ways, kill, compare, print; exit status 1 if an answer is missing or wrong."""
     parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--splits", type=int, default=1, help="that the workers share")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--under-way", type=int, default=32, metavar="N", help="at the same time")
     parser.add_argument("--every-s", type=float, default=1.0, help="seconds from kill to kill")
@@ -68,9 +79,7 @@ async def measured(options: Namespace) -> dict[str, Any]:
     plain = EngineOptions(threads=1, keep_state=False, defaults=each)
     async with await Engine.open({MODEL: options.bundle}, plain) as engine:
         wanted = await _ask(engine, samples, len(samples), options.under_way)
-    remote = EngineOptions(threads=1, workers=options.workers, keep_state=False, defaults=each)
-    backend = backend_for({MODEL: options.bundle}, remote)
-    assert isinstance(backend, RemoteBackend)
+    backend, remote = workers_for(options, bundle, each)
     async with await Engine.open({MODEL: options.bundle}, remote, backend=backend) as engine:
         killed: list[int] = []
         killing = asyncio.create_task(_kill(backend, options.every_s, options.seed, killed))
@@ -79,12 +88,18 @@ async def measured(options: Namespace) -> dict[str, Any]:
         seconds = time.monotonic() - begun_s
         killing.cancel()
         (statistics,) = engine.statistics().values()
+        held = [len(worker.stages) for worker in backend.alive]
+        stages = engine._executor.deployment(MODEL).plan.stages  # noqa: SLF001
     backend.close()
-    exact = options.max_batch_size == 1
+    exact = options.max_batch_size == 1 and all(stage.exit is not None for stage in stages)
     pairs = [(wanted[n % len(samples)], result) for n, result in enumerate(given)]
     return {
         "requests": options.requests,
         "workers": options.workers,
+        "splits": options.splits,
+        "stages": len(stages),
+        "stages_held_by_each": held,
+        "bit_by_bit": exact,
         "killed": len(killed),
         "restarts": statistics.worker_restarts,
         "resumed_samples": statistics.resumed,
@@ -94,6 +109,32 @@ async def measured(options: Namespace) -> dict[str, Any]:
         "counted": sum(stage.answered for stage in statistics.stages),
         "seconds": seconds,
     }
+
+
+def workers_for(
+    options: Namespace, bundle: Bundle, each: ModelOptions
+) -> tuple[RemoteBackend, EngineOptions]:
+    """Make workers that hold the whole model, or one split of it each."""
+    launchers = [LocalLauncher(worker_command(), device_type="cpu")] * options.workers
+    backend = RemoteBackend(OnnxRuntimeBackend(threads=1), launchers=launchers, threads=1)
+    cluster = None
+    if options.splits > 1:
+        sizes = PartSizes.kept_by(bundle.manifest.segments)
+        if sizes is None:
+            raise SystemExit(f"{bundle.path}: {WITHOUT_SIZES}")
+        device = DeviceType(
+            name="cpu",
+            count=options.workers,
+            cost_per_hour=1.0,
+            times=times_of(bundle.profile(), each.max_batch_size),
+            memory_bytes=1.2 * sum(sizes.weight_bytes) / options.splits,
+        )
+        goal = PlanningGoal(batch_sizes=(each.max_batch_size,))
+        cluster = ServedCluster(cluster=Cluster(types=(device,)), goal=goal)
+    remote = EngineOptions(
+        threads=1, streams=options.workers, plan_on=cluster, keep_state=False, defaults=each
+    )
+    return backend, remote
 
 
 async def _ask(

@@ -8,10 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offramp.bundle import Bundle, Profile
-from offramp.bundle.files import parse_json
-from offramp.bundle.npz import open_regular
-from offramp.bundle.profile import upgraded
-from offramp.bundle.serde import from_plain
 from offramp.compiler.part_sizes import measure_sizes
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control_state import identity_of
@@ -22,8 +18,12 @@ from offramp.engine.planning.batch_profile import (
     parse_recorded,
 )
 from offramp.engine.planning.cluster import Cluster, ModelFacts
-from offramp.engine.planning.cluster_file import MOST_FILE_BYTES, make_cluster, parse_cluster
+from offramp.engine.planning.cluster_file import (
+    MOST_FILE_BYTES,
+    parse_cluster,
+)
 from offramp.engine.planning.cluster_plan import PlanError, dump_plan
+from offramp.engine.planning.cluster_times import make_cluster
 from offramp.engine.planning.facts import (
     PartSizes,
     exits_in_use,
@@ -33,6 +33,7 @@ from offramp.engine.planning.facts import (
 from offramp.engine.planning.forecasting import CONSERVATIVE, forecast_next
 from offramp.engine.planning.goal import PlanningGoal, PlanningResult
 from offramp.engine.planning.optimiser import make_cluster_plan
+from offramp.engine.planning_files import read_limited, read_profiles
 
 MATTERS = 0.01
 """Share of rate or cost from which a constraint is said to bind."""
@@ -40,15 +41,15 @@ MATTERS = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """One run of ``eecompile plan``."""
+    """One run of ``eecompile plan``; what is not said of the goal, the cluster file says."""
 
     bundle: Path
     cluster: Path
     slo_ms: float | None = None
     rate: float | None = None
     """Rows a second to be served at the least cost; ``None`` is as many as can be."""
-    slack: float = 0.2
-    cost_factor: float = 1.0
+    slack: float | None = None
+    cost_factor: float | None = None
     batch_profile: Path | None = None
     """What was observed of the exits; ``None`` is the bundle's own records."""
     json: Path | None = None
@@ -86,28 +87,23 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
         BundleError: There is no bundle.
     """
     bundle = open_runnable(options.bundle)
-    content = _read(options.cluster, MOST_FILE_BYTES)
+    content = read_limited(options.cluster, MOST_FILE_BYTES)
     file = parse_cluster(content, str(options.cluster))
     own = bundle.profile()
-    named = {entry.profile for entry in file.devices if entry.profile is not None}
-    profiles = {name: _profile(options.cluster.parent / name) for name in named}
+    profiles = read_profiles(file, options.cluster.parent)
     sizes = _sizes(own, profiles)
     cluster = make_cluster(file, own, profiles, max(sizes))
     model, shares_from = _facts(bundle, options)
-    goal = PlanningGoal(
-        slo_s=math.inf if options.slo_ms is None else options.slo_ms / 1e3,
-        slack=options.slack,
-        rate_rps=options.rate,
-        cost_factor=options.cost_factor,
-        # An exit that looks at earlier ones needs them on: E3's dependent exits (3.4).
-        wrapper=not bundle.manifest.answer.criterion.depends_on_earlier,
-        batch_sizes=sizes,
-    )
+    said = {name: getattr(options, name) for name in ("slo_ms", "slack", "rate", "cost_factor")}
+    asked = replace(file.goal, **{key: value for key, value in said.items() if value is not None})
+    # An exit that looks at earlier ones needs them on: E3's dependent exits (3.4).
+    wrapper = not bundle.manifest.answer.criterion.depends_on_earlier
+    goal = asked.goal(sizes, wrapper=wrapper)
     result = make_cluster_plan(model, cluster, goal)
     if options.json is not None:
         options.json.write_text(dump_plan(result.plan))
     without_slo = None
-    if options.slo_ms is not None:
+    if math.isfinite(goal.slo_s):
         without_slo = make_cluster_plan(model, cluster, replace(goal, slo_s=math.inf))
     return PlannedBundle(
         result=result,
@@ -151,7 +147,7 @@ def part_sizes(bundle: Bundle) -> PartSizes:
 
 
 def _batch_profile(path: Path, bundle: Bundle) -> BatchProfile:
-    text = _read(path, MOST_PROFILE_BYTES).decode(errors="replace")
+    text = read_limited(path, MOST_PROFILE_BYTES).decode(errors="replace")
     recorded, exits = parse_recorded(text, str(path)), len(bundle.manifest.exits)
     if recorded.profile.exits != exits:
         raise PlanError(
@@ -165,21 +161,3 @@ def _batch_profile(path: Path, bundle: Bundle) -> BatchProfile:
             "was observed of this bundle, or serve it and let it be recorded"
         )
     return recorded.profile
-
-
-def _profile(path: Path) -> Profile:
-    plain = parse_json(_read(path, MOST_PROFILE_BYTES), str(path))
-    return from_plain(Profile, upgraded(plain), str(path))
-
-
-def _read(path: Path, most: int) -> bytes:
-    try:
-        with open_regular(path) as file:
-            content = file.read(most + 1)
-    except OSError as error:
-        raise PlanError(
-            f"{path}: cannot be read: {error.strerror}; name a file that is there"
-        ) from error
-    if len(content) > most:
-        raise PlanError(f"{path}: has more than {most:,} bytes; is it the file that was meant?")
-    return content

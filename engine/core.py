@@ -7,46 +7,37 @@ import difflib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle
-from offramp.engine.backends import Backend, Slot, make_backend
-from offramp.engine.backends.factory import CPU_RUNTIMES
-from offramp.engine.cluster_serving import plan_splits
+from offramp.engine.backends import Backend, Slot
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.control_loop import ControlLoop
 from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.errors import (
-    BackendError,
     BadInputError,
     DrainingError,
     ModelNotServedError,
-    OptionsError,
 )
 from offramp.engine.executor import Executor
-from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
+from offramp.engine.opening import open_models
+from offramp.engine.options import EngineOptions
 from offramp.engine.planning.batch_profile import WINDOW_S
 from offramp.engine.profile_loop import ProfileLoop
 from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher, worker_command
 from offramp.engine.request_table import Request
 from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
-from offramp.engine.served_model import ServedModel, warm_slots
-from offramp.engine.served_splits import ServedSplits
+from offramp.engine.served_model import ServedModel
 from offramp.engine.statistics import ModelStatistics
-from offramp.engine.tensorrt.probe import parse_device
 from offramp.engine.validation import check_request
 from offramp.engine.whole_promise import whole_policy
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class Engine:
@@ -114,40 +105,14 @@ class Engine:
             OptionsError: A scheduling policy does not fit its model.
         """
         options = options or EngineOptions()
-        if options.cluster is not None and len(models) > 1:
-            raise OptionsError(
-                f"a cluster serves one model, and there are {len(models)}: {', '.join(models)}; "
-                "start a server for each, with devices of its own"
-            )
-        bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
-        owned = backend is None
-        if backend is None:
-            backend = await _in_thread(backend_for, models, options)
-        parallel = ParallelLimit(
-            max(options.of(name).max_batch_size for name in models),
-            fixed=options.parallel_below,
-            max_violations=options.max_violations,
-        )
-        loaded: dict[str, ServedModel] = {}
-        try:
-            for name, bundle in bundles.items():
-                began_s = time.monotonic()
-                _log.info("%s: loading %s", name, bundle.path)
-                load = partial(ServedModel.load, splits=_split(name, bundle, backend, options))
-                loaded[name] = await _in_thread(load, name, bundle, backend, options, parallel)
-                _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
-            slots = await _in_thread(warm_slots, backend, loaded, options.streams)
-        except BaseException:
-            if owned:
-                _close_after_failure(backend)
-            raise
+        opened = await open_models(models, options, backend)
         return cls(
-            loaded,
-            backend,
+            opened.models,
+            opened.backend,
             streams=options.streams,
-            parallel=parallel,
-            slots=slots,
-            owned=owned,
+            parallel=opened.parallel,
+            slots=opened.slots,
+            owned=backend is None,
             build_budget=options.build_budget,
             profile_window_s=options.profile_window_s,
         )
@@ -368,61 +333,3 @@ class Engine:
             raise ModelNotServedError(
                 f"no model {name!r} is served here; {hint}served: {served}"
             ) from None
-
-
-async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call in a thread; if cancelled, wait for its end, since what it uses is released next."""
-    future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise
-
-
-def _split(
-    name: str, bundle: Bundle, backend: Backend, options: EngineOptions
-) -> ServedSplits | None:
-    """Split a model among the workers of a cluster, if there is one, and say who holds what."""
-    if options.cluster is None:
-        return None
-    assert isinstance(backend, RemoteBackend), "the devices of a cluster are workers"
-    splits = plan_splits(name, bundle, options.cluster, backend.device_types)
-    backend.hold(splits.holds)
-    return splits
-
-
-def _close_after_failure(backend: Backend) -> None:
-    try:
-        backend.close()
-    except BackendError:  # what went wrong before is what has to be told
-        _log.exception("the backend could not be closed")
-
-
-def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
-    """Make the backend that options name for bundles; the caller closes it.
-
-    BackendError if it cannot run here, OptionsError if there are too few cores for its streams.
-    """
-    backend = make_backend(
-        options.backend,
-        threads=options.threads_per_stream(),
-        streams=options.streams,
-        device=parse_device(options.device),
-        precision=options.precision,
-        graphs=options.graphs,
-        max_rows=max(options.of(name).max_batch_size for name in models),
-        bundles=tuple(models.values()),
-    )
-    if backend.name in CPU_RUNTIMES:
-        options.check_cores()
-    if not options.workers:
-        return backend
-    if backend.name not in CPU_RUNTIMES:
-        backend.close()
-        raise BackendError(f"backend {backend.name} was chosen, and {WORKERS_ON_CPU}")
-    return RemoteBackend(
-        backend,
-        launchers=[LocalLauncher(worker_command())] * options.workers,
-        threads=options.threads_per_stream(),
-    )

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
@@ -185,6 +185,7 @@ class Executor:
         """
         with self._lock:
             self._models[model].hot_swap(deployment, chosen)
+            self._take_requests()  # streams that were given up on may not be needed any more
             self._changed.notify_all()
 
     def placed(self, model: str) -> PlacedPlan | None:
@@ -208,8 +209,23 @@ class Executor:
 
     @property
     def in_service(self) -> bool:
-        """Whether requests are taken, and a stream is there to run them."""
-        return self._refusal is None and self.health.in_service > 0
+        """Whether requests are taken, and streams are there to run every stage of them."""
+        served = (any(map(self.health.serves, streams)) for streams in self._needed())
+        return self._refusal is None and all(served)
+
+    def _take_requests(self) -> None:
+        """Refuse no requests any more if there are streams to run them; the lock is held."""
+        if not self._stopped and not any(map(self.health.given_up, self._needed())):
+            self._refusal = None
+
+    def _needed(self) -> Iterator[Sequence[int]]:
+        """Give groups of streams, of each of which one must be there to serve every stage."""
+        for model in self._models.values():
+            placed = model.scheduler.placed
+            if placed is None:
+                yield range(self.health.streams)
+            else:
+                yield from placed.holders()
 
     def pending(self) -> int:
         """Count the requests that somebody waits for."""
@@ -268,8 +284,7 @@ class Executor:
             with self._lock:
                 self.health.started(stream, anew=suspected)
                 self._scheduler.resume(stream)
-                if not self._stopped:
-                    self._refusal = None
+                self._take_requests()
             while self._serve(stream, slot):
                 if self._backend.on_cpu or not self._is_well(stream, slot):
                     return True
@@ -320,7 +335,7 @@ class Executor:
             pause_s = self.health.start_failed(stream)
             _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
             self._scheduler.suspend(stream)
-            if self.health.given_up and self._refusal is None:
+            if self._refusal is None and any(map(self.health.given_up, self._needed())):
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere

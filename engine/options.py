@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from offramp.bundle.engines import PRECISIONS, Precision
 from offramp.engine.cluster_serving import ServedCluster
+from offramp.engine.cluster_workers import ClusterWorkers
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.plan import Mode
@@ -127,10 +128,14 @@ class EngineOptions:
     """Batches that run at the same time, of whatever models."""
     workers: int = 0
     """Processes that run the stages, each of them one of the streams; 0 runs them in this one."""
-    cluster: ServedCluster | None = None
-    """Whose devices the workers are: the model, which is the only one, is split among them."""
+    cluster: ClusterWorkers | None = None
+    """Workers that are on other hosts, or of different kinds, instead; each is a stream too. A
+    single model is split among them by a plan, of several each worker holds all."""
+    plan_on: ServedCluster | None = None
+    """What the plan is made on instead, where the workers are the caller's own."""
     threads: int | None = None
-    """Intra-op threads of each stream; ``None`` shares the cores among the streams."""
+    """Intra-op threads of each stream; ``None`` shares the cores among the streams. Workers on
+    other hosts say themselves how many they use."""
     parallel_below: int | None = None
     """PAME's τ_b: a new batch starts beside running ones once each has fewer samples than this;
     ``None`` starts one on any idle stream, unless ``max_violations`` says more."""
@@ -152,7 +157,7 @@ class EngineOptions:
         most = f"at most {_MOST_THREADS}"
         _refuse_unless(self, lambda v: v <= _MOST_THREADS, most, "streams", "threads", "workers")
         _refuse_unless(self, lambda v: v >= 0, "at least 0", "workers")
-        if self.workers:
+        if self.worker_count:
             self._check_workers()
         if self.max_violations is not None and self.parallel_below is not None:
             raise ValueError("give parallel_below, or max_violations that it follows, not both")
@@ -173,23 +178,28 @@ class EngineOptions:
 
     def _check_workers(self) -> None:
         """Let each worker be one stream."""
-        if self.streams not in (1, self.workers):
+        if self.workers and self.cluster is not None:
             raise ValueError(
-                f"streams is {self.streams} and workers is {self.workers}: each worker is one "
-                "stream; leave streams out"
+                f"workers is {self.workers}, and a cluster has workers of its own; leave one of "
+                "the two out"
+            )
+        if self.streams not in (1, self.worker_count):
+            raise ValueError(
+                f"streams is {self.streams} and there are {self.worker_count} workers: each worker "
+                "is one stream; leave streams out"
             )
         if self.backend not in ("auto", *_ON_CPU):
             raise ValueError(f"backend is {self.backend}, and {WORKERS_ON_CPU}")
         if not hasattr(socket, "AF_UNIX"):
             raise ValueError("workers need Unix sockets, which this system lacks; leave them out")
-        object.__setattr__(self, "streams", self.workers)  # frozen from here on
+        object.__setattr__(self, "streams", self.worker_count)  # frozen from here on
 
     def check_cores(self) -> None:
         """Refuse, by an OptionsError, more threads than cores where the CPU executes."""
-        cores = available_cores()
-        if self.streams * self.threads_per_stream() > cores:
+        cores, streams = available_cores(), self._streams_here
+        if streams * self.threads_per_stream() > cores:
             raise OptionsError(
-                f"{self.streams} streams × {self.threads_per_stream()} threads are more than the "
+                f"{streams} streams × {self.threads_per_stream()} threads are more than the "
                 f"{cores} cores here: they would only wait for each other; give fewer"
             )
 
@@ -205,7 +215,17 @@ class EngineOptions:
 
     def threads_per_stream(self) -> int:
         """Give the threads asked for, or an equal share of the cores (at least one)."""
-        return self.threads or max(1, available_cores() // self.streams)
+        return self.threads or max(1, available_cores() // max(1, self._streams_here))
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers run the stages, on whatever hosts; 0 if this process does."""
+        return self.workers if self.cluster is None else len(self.cluster.places)
+
+    @property
+    def _streams_here(self) -> int:
+        """Those that run on this host's cores."""
+        return self.streams if self.cluster is None else self.cluster.local
 
 
 def available_cores() -> int:

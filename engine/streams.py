@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 10.0
 GIVE_UP_AFTER = 5
@@ -36,13 +38,15 @@ class StreamHealth:
     @property
     def in_service(self) -> int:
         """How many streams can run something."""
-        starts = zip(self._failed_starts, self._lost, strict=True)
-        return sum(not failed and not lost for failed, lost in starts)
+        return sum(map(self.serves, range(self.streams)))
 
-    @property
-    def given_up(self) -> bool:
-        """Whether every stream has failed to start so often that nobody should wait for them."""
-        return min(self._failed_starts) >= GIVE_UP_AFTER
+    def serves(self, stream: int) -> bool:
+        """Whether a stream can run something."""
+        return not self._failed_starts[stream] and not self._lost[stream]
+
+    def given_up(self, streams: Iterable[int]) -> bool:
+        """Whether all of these have failed to start so often that nobody should wait for them."""
+        return all(self._failed_starts[stream] >= GIVE_UP_AFTER for stream in streams)
 
     def failed(self, stream: int) -> bool:
         """Count a batch that failed; says whether the stream itself is suspected."""

@@ -31,8 +31,10 @@ from typing import Any, Final, TypeAlias, get_args, get_type_hints
 from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.npz import open_regular
 from offramp.engine.backends.factory import BACKENDS
+from offramp.engine.cluster_workers import read_cluster_workers
 from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
+from offramp.engine.planning.cluster_plan import PlanError
 from offramp.engine.scheduling import PolicyName
 from offramp.server.options import DEFAULT_MODE
 
@@ -97,10 +99,21 @@ def read_configuration(path: Path) -> Configuration:
     models = _table(document, "models", f"{path}: [models]")
     return Configuration(
         source=path,
-        engine=_settings(EngineOptions, _table(document, "engine", f"{path}: [engine]")),
+        engine=_engine_settings(_table(document, "engine", f"{path}: [engine]"), path.parent),
         defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
         models={name: _model(path.parent, models, name) for name in models.content},
     )
+
+
+def _engine_settings(table: _Table, folder: Path) -> dict[str, Any]:
+    """Read ``[engine]``, and the cluster file that it may name, relative to this one."""
+    settings = _settings(EngineOptions, table)
+    if "cluster" in settings:
+        try:
+            settings["cluster"] = read_cluster_workers(folder / settings["cluster"])
+        except PlanError as error:
+            raise ConfigurationError(f"{table.where} cluster: {error}") from error
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +153,7 @@ _KINDS: Final[Mapping[type, _Kind]] = {
     PolicyName: _Kind("a string", (str,), PolicyName.parse),
 }
 _KINDS_BY_FIELD: Final = {
+    "cluster": _Kind("a string", (str,), Path),
     "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
     "controller": _Kind("a string", (str,), _one_of(*CONTROLLERS)),
     "precision": _Kind("a string", (str,), _one_of(*PRECISIONS)),

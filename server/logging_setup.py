@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Final
 
-from offramp.server.line_limit import OneLineFilter
+from offramp.engine.line_limit import OneLineFilter
 
 FORMATS: Final = ("human", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from offramp.engine.errors import EngineError
+from offramp.engine.line_limit import LineLimit, one_line
 from offramp.server.errors import (
     ERROR_METADATA_KEY,
     INTERNAL_ERROR,
@@ -27,7 +28,6 @@ from offramp.server.errors import (
     status_code,
     wire_name,
 )
-from offramp.server.line_limit import LineLimit, one_line
 from offramp.server.memory import MemoryReturn
 from offramp.server.options import MIB, ServerOptions
 

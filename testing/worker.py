@@ -1,16 +1,18 @@
 """A worker without a model, which ends, hangs or slows down where a test says.
 
 ``python -P -m offramp.testing.worker FD`` is what :mod:`offramp.engine.remote.worker` is, and
-serves stages by script as :mod:`offramp.testing.backend` does, with no runtime to import. Real
-backends are named in the hello as ever. ``OFFRAMP_WORKER_FAULTS`` names a folder of files
-``ACTION@POINT@COUNT``, for instance ``kill@before-run@3``: the first worker that comes to a point
-so often, counted by itself, takes the file away and does as it says.
+serves stages by script as :mod:`offramp.testing.backend` does, with no runtime to import. With
+``--listen`` among the words it is what ``eeworker`` is. Real backends are named in the hello as
+ever. ``OFFRAMP_WORKER_FAULTS`` names a folder of files ``ACTION@POINT@COUNT``, for instance
+``kill@before-run@3``: the first worker that comes to a point so often, counted by itself, takes the
+file away and does as it says.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,10 +25,12 @@ from numpy.typing import NDArray
 from offramp.engine.backends.base import Backend
 from offramp.engine.backends.host import HostBackend, HostStage
 from offramp.engine.plan import StageSpec
+from offramp.engine.remote import eeworker
 from offramp.engine.remote.wire import Hello
 from offramp.engine.remote.worker import make_local, run
 from offramp.testing.backend import SCRIPT
 
+MODULE: Final = "offramp.testing.worker"
 FAULTS: Final = "OFFRAMP_WORKER_FAULTS"
 """The environment variable that names the folder of faults."""
 SCRIPTED: Final = "scripted"
@@ -93,13 +97,15 @@ class ScriptedBackend(HostBackend):
 
 
 def main() -> None:
-    """Be a worker, with faults."""
+    """Be a worker, with faults, for the process that started it or over a network."""
     folder = os.environ.get(FAULTS)
     faults = Faults(Path(folder) if folder else None)
 
     def make(hello: Hello) -> Backend:
         return ScriptedBackend(faults) if hello.backend == SCRIPTED else make_local(hello)
 
+    if "--listen" in sys.argv:
+        sys.exit(eeworker.main(make=make, reached=faults, any_graph=True, module=MODULE))
     run(make, faults)
 
 

@@ -15,7 +15,7 @@ from offramp.engine.cluster_serving import ServedCluster
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import StageSpec
 from offramp.engine.planning.cluster import Cluster, DeviceType
-from offramp.engine.planning.cluster_file import times_of
+from offramp.engine.planning.cluster_times import times_of
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
 from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.remote.backend import Holds, RemoteBackend
@@ -43,7 +43,7 @@ class HeldBackend(RemoteBackend):
         self.within = OnnxRuntimeBackend(threads=1)
         super().__init__(self.within, launchers=[LocalLauncher(device_type=k) for k in kinds])
         self.rule: Holds = lambda _worker, _spec: True
-        self.alive = [True] * len(kinds)
+        self.up = [True] * len(kinds)
         self.refuses: Callable[[StageSpec], bool] = lambda _spec: False
         self.on_prepare: Callable[[StageSpec], None] = lambda _spec: None
         self.trespasses: list[str] = []
@@ -54,7 +54,7 @@ class HeldBackend(RemoteBackend):
 
     @property
     def there(self) -> tuple[bool, ...]:
-        return tuple(self.alive)
+        return tuple(self.up)
 
     def stages(self, worker: int) -> set[tuple[int, int, int | None]]:
         """Give what a worker has loaded."""
@@ -84,7 +84,7 @@ class HeldBackend(RemoteBackend):
         return HeldSlot(self, None, self.within.open_slot())
 
     def open_slot_of(self, number: int) -> Any:
-        if not self.alive[number]:
+        if not self.up[number]:
             raise BackendError(f"worker {number} is not there")
         return HeldSlot(self, number, self.within.open_slot())
 
@@ -115,7 +115,7 @@ class HeldSlot:
     ) -> StageResult:
         backend, number = self._backend, self._number
         if number is not None:
-            if not backend.alive[number]:
+            if not backend.up[number]:
                 raise WorkerLostError(f"worker {number} was lost")
             if stage not in backend._has[number]:
                 backend.trespasses.append(f"worker {number}: {stage.spec.unit}")

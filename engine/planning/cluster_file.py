@@ -1,9 +1,13 @@
-"""Reads ``cluster.toml``: the devices to plan for, what they cost, how they are connected.
+"""Reads ``cluster.toml``: the devices to plan for, what they cost, and the workers that serve.
 
 Each ``[devices.NAME]`` has ``count``, ``cost_per_hour``, and the speed of the device: ``profile``,
 the file of a bundle's profile that was measured on it (as ``profiles/cpu.json`` of a bundle), or
 ``speed``, how many times as fast it is as the bundle's own profile. ``[link]`` is the connection
-between any two splits, ``[[links]]`` those between two types. Sans I/O: files are read by others.
+between any two splits, ``[[links]]`` those between two types.
+
+Each of ``[[workers]]`` has one type: with an ``address`` it is an ``eeworker`` that listens there,
+without one it is so many processes (``count``) on the router's host. ``[router]`` has what the
+router shows to workers. Sans I/O: files are read by others.
 """
 
 from __future__ import annotations
@@ -15,21 +19,21 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final
 
-import numpy as np
-
-from offramp.bundle import Profile
-from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType
 from offramp.engine.planning.cluster_plan import PlanError
-from offramp.engine.scheduling import DeviceLink, stage_seconds
+from offramp.engine.planning.goal import SLACK, PlanningGoal
+from offramp.engine.scheduling import DeviceLink
 
 MOST_FILE_BYTES: Final = 2**20
 _MOST: Final = 1e12
 """Of any number: what is beyond is a slip."""
 _MOST_COUNT: Final = 100_000
 _MOST_NAME: Final = 60
-_TOP: Final = ("devices", "link", "links")
+_TOP: Final = ("devices", "link", "links", "workers", "router", "goal")
 _DEVICE: Final = ("count", "cost_per_hour", "speed", "profile", "memory_gib")
 _LINK: Final = ("gbit_per_s", "latency_ms")
+_WORKERS: Final = ("device", "address", "count")
+_GOAL: Final = ("slo_ms", "rate", "slack", "cost_factor")
+_ROUTER_FILES: Final = ("token_file", "tls_ca", "tls_cert", "tls_key")
 _TOML_TYPES: Final = {
     bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array",
     dict: "a table",
@@ -55,12 +59,64 @@ class DeviceEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersEntry:
+    """One of ``[[workers]]``."""
+
+    device: str
+    """The name of its type of device."""
+    address: str | None
+    """``HOST:PORT`` of a worker that is there; ``None`` for processes on the router's host."""
+    count: int
+    """How many workers it stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterEntry:
+    """``[router]``: files relative to the cluster file."""
+
+    token_file: str | None = None
+    """The secret that workers have too."""
+    tls_ca: str | None = None
+    """Authorities of workers' certificates; ``None`` reaches workers in the clear."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    """The router's own, for workers that ask for one."""
+    insecure: bool = False
+    """Whether workers on other hosts may be reached in the clear."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoalEntry:
+    """``[goal]``: what is asked of plans, unless they are made with other flags."""
+
+    slo_ms: float | None = None
+    rate: float | None = None
+    slack: float = SLACK
+    cost_factor: float = 1.0
+
+    def goal(self, batch_sizes: Sequence[int], *, wrapper: bool = True) -> PlanningGoal:
+        """Ask that of plans of these batch sizes."""
+        return PlanningGoal(
+            slo_s=math.inf if self.slo_ms is None else self.slo_ms / 1e3,
+            slack=self.slack,
+            rate_rps=self.rate,
+            cost_factor=self.cost_factor,
+            wrapper=wrapper,
+            batch_sizes=tuple(batch_sizes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFile:
     """A cluster as its file has it, before any profile was read."""
 
     devices: tuple[DeviceEntry, ...]
     link: DeviceLink
     links: tuple[tuple[str, str, DeviceLink], ...]
+    workers: tuple[WorkersEntry, ...] = ()
+    """Plans are made without them."""
+    router: RouterEntry = RouterEntry()
+    goal: GoalEntry = GoalEntry()
 
 
 def parse_cluster(content: bytes, where: str = "cluster.toml") -> ClusterFile:
@@ -110,50 +166,21 @@ def parse_cluster(content: bytes, where: str = "cluster.toml") -> ClusterFile:
         devices=entries,
         link=_link(_table(document.get("link", {}), place), place),
         links=between,
+        workers=_all_workers(document.get("workers", []), entries, where),
+        router=_router(document.get("router", {}), f"{where} [router]"),
+        goal=_goal(_table(document.get("goal", {}), f"{where} [goal]"), f"{where} [goal]"),
     )
 
 
-def make_cluster(
-    file: ClusterFile, own: Profile, profiles: Mapping[str, Profile], most_rows: int
-) -> Cluster:
-    """Make a cluster with times up to batches of ``most_rows``.
-
-    ``own`` is the bundle's profile, ``profiles`` those that the file names, by that name, of the
-    same bundle on other devices.
-    """
-    types = []
-    for entry in file.devices:
-        profile = own if entry.profile is None else profiles[entry.profile]
-        if (found := _parts(profile)) != (expected := _parts(own)):
-            raise ClusterFileError(
-                f"[devices.{entry.name}] profile = {entry.profile!r}: is of {found[0]} segments "
-                f"and {found[1]} exits, expected {expected[0]} and {expected[1]}; measure this "
-                "bundle on that device (eecompile profile)"
-            )
-        types.append(
-            DeviceType(
-                name=entry.name,
-                count=entry.count,
-                cost_per_hour=entry.cost_per_hour,
-                times=times_of(profile, most_rows, speed=entry.speed or 1.0),
-                memory_bytes=entry.memory_bytes,
-            )
-        )
-    return Cluster(types=tuple(types), link=file.link, links=file.links)
-
-
-def times_of(profile: Profile, most_rows: int, *, speed: float = 1.0) -> DeviceTimes:
-    """Give the seconds of a profile's segments and exits by batch size, on a device so fast."""
-    segments, exits = _parts(profile)
-    rows = [(k, k, None) for k in range(segments)]
-    plain = np.array(stage_seconds(profile, rows, most_rows))
-    ended = np.array(stage_seconds(profile, [(0, 0, e) for e in range(exits)], most_rows))
-    added = ended.reshape(exits, most_rows + 1) - plain[0]
-    return DeviceTimes(segments_s=plain / speed, exits_s=np.maximum(added, 0.0) / speed)
-
-
-def _parts(profile: Profile) -> tuple[int, int]:
-    return len(profile.segments_ms), len(profile.exits_ms)
+def _goal(table: Mapping[str, Any], where: str) -> GoalEntry:
+    _refuse_unknown(table, _GOAL, where)
+    above = {key: 0.0 for key in _GOAL if key != "slack"}
+    given = {
+        key: _number(table, key, where, least=0.0, above=above.get(key, -math.inf)) for key in table
+    }
+    if given.get("slack", 0.0) >= 1:
+        raise ClusterFileError(f"{where} slack = {table['slack']!r}, expected a share below 1")
+    return GoalEntry(**given)
 
 
 def _device(name: str, table: object, where: str) -> DeviceEntry:
@@ -209,6 +236,88 @@ def _between(table: object, names: Sequence[str], place: str) -> tuple[str, str,
             )
     rest = {key: value for key, value in content.items() if key in _LINK}
     return content["from"], content["to"], _link(rest, place)
+
+
+def _all_workers(
+    tables: object, devices: Sequence[DeviceEntry], where: str
+) -> tuple[WorkersEntry, ...]:
+    """Read ``[[workers]]``: no more of a type than there are devices, and none twice."""
+    if not isinstance(tables, list):
+        raise ClusterFileError(
+            f"{where} [[workers]] is {_kind(tables)}, expected an array of tables"
+        )
+    left = {device.name: device.count for device in devices}
+    found: list[WorkersEntry] = []
+    for number, table in enumerate(tables, 1):
+        place = f"{where} [[workers]] {number}"
+        entry = _workers(table, tuple(left), place)
+        left[entry.device] -= entry.count
+        if left[entry.device] < 0:
+            count = next(device.count for device in devices if device.name == entry.device)
+            raise ClusterFileError(
+                f"{place}: is more than the {count} of [devices.{_shown_name(entry.device)}]; "
+                "leave workers out, or raise that count"
+            )
+        if entry.address is not None and entry.address in [other.address for other in found]:
+            raise ClusterFileError(
+                f"{place} address = {_shown(entry.address)}: is there already, and a worker serves "
+                "one router at a time; start another worker on another port"
+            )
+        found.append(entry)
+    return tuple(found)
+
+
+def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
+    content = _table(table, place)
+    _refuse_unknown(content, _WORKERS, place)
+    device, address = content.get("device"), content.get("address")
+    if type(device) is not str or device not in names:
+        raise ClusterFileError(
+            f"{place} device = {_shown(device)}, expected a type of [devices]: "
+            f"{', '.join(map(_shown_name, names))!s:.200}"
+        )
+    if address is not None and type(address) is not str:
+        raise ClusterFileError(
+            f'{place} address = {_shown(address)}, expected for instance "10.0.0.2:7070"; leave it '
+            "out for processes on this host"
+        )
+    count = content.get("count", 1)
+    if type(count) is not int or not 1 <= count <= _MOST_COUNT:
+        raise ClusterFileError(
+            f"{place} count = {_shown(count)}, expected a whole number from 1 to {_MOST_COUNT:,}"
+        )
+    if address is not None and count > 1:
+        raise ClusterFileError(
+            f"{place} has an address and count = {count}, expected one worker behind an address; "
+            "give each worker its own port and entry"
+        )
+    return WorkersEntry(device=device, address=address, count=count)
+
+
+def _router(table: object, place: str) -> RouterEntry:
+    content = _table(table, place)
+    _refuse_unknown(content, (*_ROUTER_FILES, "insecure"), place)
+    for key in _ROUTER_FILES:
+        name = content.get(key)
+        if name is not None and (type(name) is not str or not name or not name.isprintable()):
+            raise ClusterFileError(
+                f"{place} {key} = {_shown(name)}, expected the name of a file, relative to the "
+                "cluster file"
+            )
+    if type(content.get("insecure", False)) is not bool:
+        raise ClusterFileError(
+            f"{place} insecure = {_shown(content['insecure'])}, expected true or false"
+        )
+    if ("tls_cert" in content) != ("tls_key" in content):
+        raise ClusterFileError(
+            f"{place} has one of tls_cert and tls_key, expected both: a certificate and its key"
+        )
+    if "tls_cert" in content and "tls_ca" not in content:
+        raise ClusterFileError(
+            f"{place} has tls_cert and no tls_ca, expected the authorities of workers' "
+            "certificates beside it; add tls_ca"
+        )
+    return RouterEntry(**content)
 
 
 def _link(content: Mapping[str, Any], place: str) -> DeviceLink:

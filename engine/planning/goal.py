@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 from offramp.bundle.serde import check_numbers
 from offramp.engine.planning.cluster_plan import ClusterPlan
 
+SLACK: Final = 0.2
+"""Share of the objective that is left for queues and bursts; 20 % in the paper's section 4."""
 BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -17,8 +19,7 @@ class PlanningGoal:
     """What is asked of a plan."""
 
     slo_s: float = math.inf
-    slack: float = 0.2
-    """Share of the objective that is left for queues and bursts; 20 % in the paper's section 4."""
+    slack: float = SLACK
     rate_rps: float | None = None
     """Rows a second to be served at the least cost; ``None`` is as many as can be."""
     cost_factor: float = 1.0

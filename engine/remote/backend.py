@@ -37,6 +37,9 @@ Holds: TypeAlias = Callable[[int, StageSpec], bool]
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
 """What a worker is told to be, by the name of the backend that it stands for."""
 
+_CLOSE_S: Final = 5.0
+"""Limit of the wait for a start that is under way, which may have to give up a network first."""
+
 
 class RemoteBackend:
     """Prepares stages in workers, one of each of ``launchers``: a backend.
@@ -101,6 +104,12 @@ class RemoteBackend:
         return tuple(worker is not None and worker.alive for worker in found)
 
     @property
+    def alive(self) -> list[WorkerHandle]:
+        """Those that are there, as far as is known."""
+        found = [seat.worker for seat in self._seats]
+        return [worker for worker in found if worker is not None and worker.alive]
+
+    @property
     def in_service(self) -> int:
         """How many of them are there."""
         return sum(self.there)
@@ -108,13 +117,11 @@ class RemoteBackend:
     @property
     def pids(self) -> list[int]:
         """The process numbers of those, each on its host."""
-        found = [seat.worker for seat in self._seats]
-        return [worker.pid for worker in found if worker is not None and worker.alive]
+        return [worker.pid for worker in self.alive]
 
     def cpu_clock(self) -> float:
         """Seconds of processor time of this process and its workers, where that can be known."""
-        found = [seat.worker for seat in self._seats]
-        return time.process_time() + sum(w.cpu_s() for w in found if w is not None and w.alive)
+        return time.process_time() + sum(worker.cpu_s() for worker in self.alive)
 
     def as_computed(self, bundle: Bundle) -> Bundle:
         """Give the bundle as the local backend does."""
@@ -206,11 +213,14 @@ class RemoteBackend:
         return (there or able)[0]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; one that is being started ends with this process."""
         for seat in self._seats:
-            with seat.lock:
-                if seat.worker is not None:
-                    seat.worker.end()
+            if seat.lock.acquire(timeout=_CLOSE_S):
+                try:
+                    if seat.worker is not None:
+                        seat.worker.end()
+                finally:
+                    seat.lock.release()
 
     def _leave(self, seat: _Seat) -> None:
         with self._lock:

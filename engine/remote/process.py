@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import itertools
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.job_runner import environment_of_child
+from offramp.engine.remote.orders import Orders
 from offramp.engine.remote.tensors import FIRST_MEMORY, SharedTensors, SlotLink
-from offramp.engine.remote.transport import (
-    Connection,
-    ConnectionLostError,
-    SharedMemory,
-    TooLateError,
-)
-from offramp.engine.remote.wire import (
-    Failed,
-    FrameError,
-    Hello,
-    Message,
-    OpenSlot,
-    Ready,
-    Refused,
-    decode,
-    encode,
-)
-
-_log = logging.getLogger(__name__)
+from offramp.engine.remote.transport import Connection, SharedMemory
+from offramp.engine.remote.wire import Hello, Message, OpenSlot, Refused
 
 START_LIMIT_S: Final = 60.0
 """Limit of a worker's start, on a machine that is busy with what goes first."""
@@ -63,10 +45,9 @@ class WorkerProcess:
     """
 
     def __init__(self, hello: Hello, command: WorkerCommand) -> None:
-        self._orders, theirs = Connection.pair()
-        self._lock = threading.Lock()
-        """Of the connection for orders: one at a time."""
-        self._slots = 0
+        connection, theirs = Connection.pair()
+        self._orders = Orders(connection, self.lose)
+        self._slots = itertools.count(1)
         self.stages: set[int] = set()
         """Those that it has loaded."""
         self.lost = False
@@ -83,7 +64,7 @@ class WorkerProcess:
             raise
 
     def _greet(self, hello: Hello) -> None:
-        answer = self._ask(encode(hello), START_LIMIT_S)
+        answer = self._orders.ask(hello, START_LIMIT_S)
         if isinstance(answer, Refused):
             raise BackendError(answer.reason)
 
@@ -111,9 +92,7 @@ class WorkerProcess:
 
     def order(self, message: Message, body: bytes = b"") -> None:
         """Have an order carried out; BackendError if it cannot be, WorkerLostError."""
-        answer = self._ask(encode(message), ORDER_LIMIT_S, body)
-        if isinstance(answer, Failed):
-            raise BackendError(answer.message)
+        self._orders.ask(message, ORDER_LIMIT_S, body)
 
     def open_slot(self) -> SlotLink:
         """Open a slot on memory that both have; BackendError if there is none."""
@@ -122,9 +101,7 @@ class WorkerProcess:
         except OSError as error:
             raise BackendError(f"no memory can be shared with a worker: {error}") from error
         connection, theirs = Connection.pair()
-        with self._lock:
-            self._slots += 1
-            number = self._slots
+        number = next(self._slots)
         try:
             with theirs:
                 self._give_memory(number, memory, theirs.fileno())
@@ -138,10 +115,8 @@ class WorkerProcess:
     def _give_memory(self, slot: int, memory: SharedMemory, *fds: int) -> None:
         """Let a slot have other memory; errors as of :meth:`order`."""
         message = OpenSlot(slot=slot, size_bytes=memory.size_bytes)
-        answer = self._ask(encode(message), ORDER_LIMIT_S, fds=(memory.fd, *fds))
+        self._orders.ask(message, ORDER_LIMIT_S, fds=(memory.fd, *fds))
         memory.close_fd()
-        if isinstance(answer, Failed):
-            raise BackendError(answer.message)
 
     def lose(self, reason: str) -> WorkerLostError:
         """Give a worker up that does not answer: end it, and give the error that says so."""
@@ -157,26 +132,8 @@ class WorkerProcess:
         self.lost = True
         with contextlib.suppress(OSError):
             self._process.kill()
-        with self._lock:  # whoever waits for an answer sees its end first
-            self._orders.close()
+        self._orders.close()
         self._wait()
-
-    def _ask(
-        self, header: bytes, limit_s: float, body: bytes = b"", fds: Sequence[int] = ()
-    ) -> Message:
-        with self._lock:
-            try:
-                if fds:
-                    self._orders.send_fds(header, fds)
-                else:
-                    self._orders.send(header, (body,) if body else ())
-                answer = decode(self._orders.receive(limit_s).header)
-            except (ConnectionLostError, FrameError, TooLateError) as error:
-                gone = isinstance(error, ConnectionLostError)
-                raise self.lose("" if gone else str(error)) from error
-        if not isinstance(answer, Ready | Refused | Failed):
-            raise self.lose(f"it answered an order with {type(answer).__name__}")
-        return answer
 
     def _fate(self) -> str:
         try:

@@ -1,8 +1,9 @@
 """How a stage is named to a worker, so that it makes the very same one; no code travels.
 
-A stage of a bundle is named by the bundle's path and what its graph is made of; the worker opens
-the bundle there, sees that it is the router's by a hash, and plans the stage by the same functions.
-A stage of no bundle, as the compiler and tests have them, is described, and its graph travels.
+A stage of a bundle is named by the bundle's path and hash, and what its graph is made of; a worker
+on the same host opens the bundle there and sees that it is the router's by the hash, one on another
+host takes that of its own that has the hash, and both plan the stage by the same functions. A stage
+of no bundle, as the compiler and tests have them, is described, and its graph travels.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 from urllib.parse import quote, unquote_to_bytes
 
 from offramp.bundle import CLASSIFICATION, AnswerForm, AnswerTask, Bundle
@@ -27,6 +28,8 @@ from offramp.engine.external_weights import WeightForm
 from offramp.engine.plan import StageSpec, make_stage, source_stage
 from offramp.engine.remote.wire import FrameError
 
+_SHOWN: Final = 12
+"""Characters of a hash that messages show."""
 _NOT_COMPARED: Final = frozenset({"load", "bundle"})
 
 
@@ -35,7 +38,7 @@ class StageName:
     """Names a stage of a bundle."""
 
     path: str
-    """Of the bundle, absolute, its bytes quoted as in URLs; the worker has it at the same place."""
+    """Of the bundle on the router's host, absolute, its bytes quoted as in URLs."""
     manifest_sha256: str
     """Of the manifest as both ends have read it, which has the hashes of all files."""
     variant: int
@@ -106,10 +109,69 @@ def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
     return json.dumps({"named": to_plain(named)}), b""
 
 
-def make_described(document: str, graph: bytes, open_bundle: Callable[[Path], Bundle]) -> StageSpec:
-    """Make the stage of a document; ``open_bundle`` opens bundles, each once.
+class BundlesByPath:
+    """The bundles of the router's own host, where it says that they are; each is opened once."""
 
-    FrameError if the document is malformed, BackendError if the bundle there is another one.
+    def __init__(self, open_bundle: Callable[[Path], Bundle] = Bundle.open) -> None:
+        self._open = open_bundle
+        self._opened: dict[Path, Bundle] = {}
+
+    def __call__(self, named: StageName) -> Bundle:
+        """Give the variant that a stage is of; BackendError if another bundle is there."""
+        path = Path(os.fsdecode(unquote_to_bytes(named.path)))
+        if path not in self._opened:
+            self._opened[path] = self._open(path)
+        bundle = self._opened[path]
+        if not 0 <= named.variant <= len(bundle.manifest.variants):
+            raise FrameError(f"there is no variant {named.variant} in {path}")
+        bundle = bundle.variant(named.variant)
+        if manifest_hash(bundle) != named.manifest_sha256:
+            raise BackendError(
+                f"{path} is not the bundle that the server has opened; start it again"
+            )
+        return bundle
+
+
+class BundlesByHash:
+    """The bundles that a worker was started with; a router names them by hash, and no others."""
+
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        self._names = [f"{b.path.name} {manifest_hash(b)[:_SHOWN]}" for b in bundles]
+        self._variants = {
+            (manifest_hash(variant), variant.number): variant
+            for bundle in bundles
+            for variant in bundle.variants()
+        }
+
+    @property
+    def described(self) -> str:
+        """List them, each with the beginning of its hash."""
+        return ", ".join(self._names)
+
+    def __call__(self, named: StageName) -> Bundle:
+        """Give the variant that a stage is of; BackendError if it has none."""
+        found = self._variants.get((named.manifest_sha256, named.variant))
+        if found is None:
+            name = Path(os.fsdecode(unquote_to_bytes(named.path))).name
+            which = f"{name!r:.60} {named.manifest_sha256[:_SHOWN]!a}"
+            which += f" (variant {named.variant})" if named.variant else ""
+            raise BackendError(
+                f"this worker has no bundle {which}; copy it there and name it when the worker is "
+                f"started, it has: {self.described}"
+            )
+        return found
+
+
+FindBundle: TypeAlias = Callable[[StageName], Bundle]
+"""Gives the variant that a stage is of; BackendError or FrameError if there is none."""
+
+
+def make_described(
+    document: str, graph: bytes, find: FindBundle, *, any_graph: bool = True
+) -> StageSpec:
+    """Make the stage of a document; without ``any_graph``, of a bundle alone.
+
+    FrameError if the document is malformed, BackendError if the bundle is not there.
     """
     try:
         plain = json.loads(document)
@@ -117,6 +179,11 @@ def make_described(document: str, graph: bytes, open_bundle: Callable[[Path], Bu
             raise FrameError("a stage is neither named nor described")
         if "named" in plain:
             named = from_plain(StageName, plain["named"], "stage")
+        elif not any_graph:
+            raise BackendError(
+                "this worker runs stages of the bundles that it was started with, and no graph "
+                "that a server sends"
+            )
         elif "described" in plain:
             described = from_plain(StageDescription, plain["described"], "stage")
             said = {f.name: getattr(described, f.name) for f in fields(described)}
@@ -128,16 +195,7 @@ def make_described(document: str, graph: bytes, open_bundle: Callable[[Path], Bu
     except (ValueError, RecursionError, BundleSchemaError) as error:
         raise FrameError(f"a stage is malformed: {error!s:.200}") from error
     try:
-        path = Path(os.fsdecode(unquote_to_bytes(named.path)))
-        bundle = open_bundle(path)
-        if not 0 <= named.variant <= len(bundle.manifest.variants):
-            raise FrameError(f"there is no variant {named.variant} in {path}")
-        bundle = bundle.variant(named.variant)
-        if manifest_hash(bundle) != named.manifest_sha256:
-            raise BackendError(
-                f"{path} is not the bundle that the server has opened; start it again"
-            )
-        return _plan(named, bundle)
+        return _plan(named, find(named))
     except BundleError as error:
         raise BackendError(str(error)) from error
 

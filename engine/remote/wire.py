@@ -113,6 +113,20 @@ class OpenSlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinSlot:
+    """The first message of a connection over a network that is to be a slot's, not the orders'."""
+
+    session: str
+    """As the handshake of the connection for orders named it."""
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Asks for a sign of life, which both ends wait for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """The order to end."""
 
@@ -122,6 +136,8 @@ class Ready:
     """The answer of a worker that did what it was told."""
 
     pid: int
+    cpu_s: float = 0.0
+    """Seconds of processor time that it has had, if a ping asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +180,8 @@ Message: TypeAlias = (
     | Prepare
     | Release
     | OpenSlot
+    | JoinSlot
+    | Ping
     | Shutdown
     | Ready
     | Refused
@@ -172,7 +190,18 @@ Message: TypeAlias = (
     | StageDone
 )
 
-_PLAIN: Final = (Hello, Prepare, Release, OpenSlot, Shutdown, Ready, Refused, Failed)
+_PLAIN: Final = (
+    Hello,
+    Prepare,
+    Release,
+    OpenSlot,
+    Shutdown,
+    Ready,
+    Refused,
+    Failed,
+    JoinSlot,
+    Ping,
+)
 _RUN_KIND: Final = len(_PLAIN)
 _DONE_KIND: Final = _RUN_KIND + 1
 

@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -32,11 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp import __version__
-from offramp.bundle import Bundle
 from offramp.engine.backends.base import Backend, Slot, Stage
 from offramp.engine.criteria import CriterionError, load_criterion
 from offramp.engine.errors import BackendError, EngineError
-from offramp.engine.remote.stages import make_described
+from offramp.engine.remote.stages import BundlesByPath, FindBundle, make_described
 from offramp.engine.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
 from offramp.engine.remote.wire import (
     GIVEN,
@@ -46,6 +46,7 @@ from offramp.engine.remote.wire import (
     Hello,
     Message,
     OpenSlot,
+    Ping,
     PlacedArray,
     Prepare,
     Ready,
@@ -74,27 +75,38 @@ Reached: TypeAlias = Callable[[str], None]
 
 
 class Worker:
-    """Serves one router until its connection ends."""
+    """Serves one router until its connection ends.
+
+    ``find`` gives the bundles that stages are of; without ``any_graph`` no stage is of another.
+    """
 
     def __init__(
         self,
         orders: Connection,
         make: MakeBackend,
         reached: Reached = lambda _point: None,
+        *,
+        find: FindBundle | None = None,
+        any_graph: bool = True,
     ) -> None:
         self._orders = orders
         self._make = make
         self._reached = reached
+        self._find = find or BundlesByPath()
+        self._any_graph = any_graph
         self._backend: Backend | None = None
         self._stages: dict[int, Stage] = {}
-        self._slots: dict[int, _ServedSlot] = {}
-        self._bundles: dict[Path, Bundle] = {}
+        self._slots: dict[int, ServedSlot] = {}
 
-    def serve(self) -> None:
-        """Do what the router orders, until it is gone or says to end."""
+    def serve(self, silence_s: float | None = None) -> None:
+        """Do what the router orders, until it is gone or says to end.
+
+        With ``silence_s``, over a network: file descriptors do not travel there, and TooLateError
+        tells of a router that says nothing for so long.
+        """
         with contextlib.suppress(ConnectionLostError):
             while True:
-                frame = self._orders.receive(fds=True)
+                frame = self._orders.receive(silence_s, fds=silence_s is None)
                 try:
                     message = decode(frame.header)
                     if isinstance(message, Shutdown):
@@ -105,29 +117,8 @@ class Worker:
                     return
                 self._orders.send(encode(answer))
 
-    def _obey(self, message: Message, frame: Frame) -> Message:
-        if isinstance(message, Hello):
-            return self._begin(message)
-        try:
-            self._carry_out(message, frame)
-        except EngineError as error:
-            return Failed(message=str(error))
-        except Exception as error:  # runtimes raise what they like
-            return Failed(message=f"a worker failed: {error!r}")
-        return Ready(pid=os.getpid())
-
-    def _carry_out(self, message: Message, frame: Frame) -> None:
-        if isinstance(message, Prepare):
-            self._reached("before-prepare")
-            self._prepare(message, bytes(frame.body))
-        elif isinstance(message, Release):
-            self._stages.pop(message.stage, None)
-        elif isinstance(message, OpenSlot):
-            self._open_slot(message, frame.fds)
-        else:
-            raise FrameError(f"{type(message).__name__} is no order")
-
-    def _begin(self, hello: Hello) -> Message:
+    def begin(self, hello: Hello) -> Message:
+        """Be what a router asks for, or say why not."""
         if hello.version != __version__:
             return Refused(
                 reason=f"the worker has Offramp {__version__}, the server {hello.version}; "
@@ -139,15 +130,51 @@ class Worker:
             return Refused(reason=str(error))
         return Ready(pid=os.getpid())
 
+    def open_slot(self, number: int, connection: Connection, memory: SharedMemory | None) -> None:
+        """Make a slot that :meth:`serve_slot` serves; BackendError, FrameError."""
+        if number in self._slots:
+            raise FrameError(f"slot {number} is there already")
+        slot = self._ready_backend().open_slot()
+        self._slots[number] = ServedSlot(connection, slot, memory, self._stages, self._reached)
+
+    def serve_slot(self, number: int) -> None:
+        """Run what is ordered of a slot until its connection ends."""
+        try:
+            self._slots[number].serve()
+        except Exception:  # an error of ours: better no worker than one that does not answer
+            _log.exception("a slot cannot go on")
+            os._exit(1)
+        del self._slots[number]
+
+    def _obey(self, message: Message, frame: Frame) -> Message:
+        if isinstance(message, Hello):
+            return self.begin(message)
+        try:
+            self._carry_out(message, frame)
+        except EngineError as error:
+            return Failed(message=str(error))
+        except Exception as error:  # runtimes raise what they like
+            return Failed(message=f"a worker failed: {error!r}")
+        cpu_s = time.process_time() if isinstance(message, Ping) else 0.0
+        return Ready(pid=os.getpid(), cpu_s=cpu_s)
+
+    def _carry_out(self, message: Message, frame: Frame) -> None:
+        if isinstance(message, Prepare):
+            self._reached("before-prepare")
+            self._prepare(message, bytes(frame.body))
+        elif isinstance(message, Ping):
+            pass
+        elif isinstance(message, Release):
+            self._stages.pop(message.stage, None)
+        elif isinstance(message, OpenSlot):
+            self._open_slot(message, frame.fds)
+        else:
+            raise FrameError(f"{type(message).__name__} is no order")
+
     def _prepare(self, order: Prepare, graph: bytes) -> None:
         self._stages[order.stage] = self._ready_backend().prepare(
-            make_described(order.document, graph, self._open_bundle)
+            make_described(order.document, graph, self._find, any_graph=self._any_graph)
         )
-
-    def _open_bundle(self, path: Path) -> Bundle:
-        if path not in self._bundles:
-            self._bundles[path] = Bundle.open(path)
-        return self._bundles[path]
 
     def _open_slot(self, order: OpenSlot, fds: Sequence[int]) -> None:
         served = self._slots.get(order.slot)
@@ -159,22 +186,10 @@ class Worker:
             served.memory = memory
             return
         connection = Connection(socket.socket(fileno=fds[1]))
-        slot = self._ready_backend().open_slot()
-        served = _ServedSlot(connection, slot, memory, self._stages, self._reached)
-        self._slots[order.slot] = served
-        name = f"slot-{order.slot}"
+        self.open_slot(order.slot, connection, memory)
         threading.Thread(
-            target=self._serve_slot, args=(order.slot,), name=name, daemon=True
+            target=self.serve_slot, args=(order.slot,), name=f"slot-{order.slot}", daemon=True
         ).start()
-
-    def _serve_slot(self, number: int) -> None:
-        served = self._slots[number]
-        try:
-            served.serve()
-        except Exception:  # an error of ours: better no worker than one that does not answer
-            _log.exception("a slot cannot go on")
-            os._exit(1)
-        del self._slots[number]
 
     def _ready_backend(self) -> Backend:
         if self._backend is None:
@@ -182,19 +197,19 @@ class Worker:
         return self._backend
 
 
-class _ServedSlot:
+class ServedSlot:
     """A slot, and the connection that says what it runs."""
 
     def __init__(
         self,
         connection: Connection,
         slot: Slot,
-        memory: SharedMemory,
+        memory: SharedMemory | None,
         stages: Mapping[int, Stage],
         reached: Reached,
     ) -> None:
         self.memory = memory
-        """Changed between two runs only."""
+        """Changed between two runs only; ``None`` if all tensors are inline."""
         self._connection = connection
         self._slot = slot
         self._stages = stages
@@ -231,7 +246,7 @@ class _ServedSlot:
         if stage is None:
             raise FrameError(f"no stage has the number {order.stage}")
         tensors = {
-            form.name: self.memory.array(form, place)
+            form.name: self._shared().array(form, place)
             if place != INLINE
             else array_in(body, form, offset)
             for (form, place), offset in zip(order.arrays, offsets, strict=True)
@@ -256,6 +271,11 @@ class _ServedSlot:
             )
         return encode(StageDone(answer, confidence, carried)), results.inline
 
+    def _shared(self) -> SharedMemory:
+        if self.memory is None:
+            raise FrameError("an order names memory that is shared, and none is")
+        return self.memory
+
 
 @lru_cache(maxsize=1024)  # batches of the same sizes are run again and again
 def _read(header: bytes, body_bytes: int) -> tuple[RunStage, Sequence[int]]:
@@ -275,18 +295,19 @@ def _read(header: bytes, body_bytes: int) -> tuple[RunStage, Sequence[int]]:
 class _Results:
     """Puts arrays into a region of shared memory one after the other, or inline."""
 
-    def __init__(self, memory: SharedMemory, offset: int, size_bytes: int) -> None:
+    def __init__(self, memory: SharedMemory | None, offset: int, size_bytes: int) -> None:
         self._memory = memory
         self._next, self._end = offset, offset + size_bytes
         self.inline: list[NDArray[Any]] = []
 
     def put(self, name: str, array: NDArray[Any], *, small: bool = False) -> PlacedArray:
         form = _form(name, array)
-        start = aligned(self._next)
-        if (small and array.nbytes <= SMALL_BYTES) or start + array.nbytes > self._end:
+        start, memory = aligned(self._next), self._memory
+        little = small and array.nbytes <= SMALL_BYTES
+        if memory is None or little or start + array.nbytes > self._end:
             self.inline.append(np.ascontiguousarray(array))
             return PlacedArray(form, INLINE)
-        self._memory.array(form, start)[...] = array
+        memory.array(form, start)[...] = array
         self._next = start + array.nbytes
         return PlacedArray(form, start)
 
@@ -310,7 +331,7 @@ def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:
     except (CriterionError, OSError) as error:
         _log.error("cannot start: %s", error)
         sys.exit(1)
-    with _libraries(given.custom_ops):
+    with libraries(given.custom_ops):
         Worker(connection, make, reached).serve()
         os._exit(0)  # whatever still runs: nobody waits for it
 
@@ -322,7 +343,8 @@ def make_local(hello: Hello) -> Backend:
     return make_backend(hello.backend, threads=hello.threads)
 
 
-def _libraries(paths: Sequence[Path]) -> contextlib.AbstractContextManager[None]:
+def libraries(paths: Sequence[Path]) -> contextlib.AbstractContextManager[None]:
+    """Give libraries of operators to whatever loads a graph meanwhile."""
     if not paths:
         return contextlib.nullcontext()
     from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415 - heavy

@@ -73,6 +73,12 @@ class PlacedPlan:
         """Give what a stream is asked with."""
         return self._kinds[stream]
 
+    def holders(self) -> list[list[int]]:
+        """[stages]: the streams that have the weights of each."""
+        streams = range(len(self.placement.streams))
+        stages = range(self.placement.stages)
+        return [[n for n in streams if self.holds(n, stage)] for stage in stages]
+
     def first(self) -> KindPolicy:
         """Give what the first stream is asked with that starts new batches."""
         return next(k for n, k in enumerate(self._kinds) if self.prefers(n, 0))

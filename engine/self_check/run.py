@@ -13,8 +13,8 @@ from typing import Final
 from offramp.bundle import Bundle
 from offramp.bundle.engines import list_targets
 from offramp.engine.backends import Backend
-from offramp.engine.core import backend_for
 from offramp.engine.errors import BackendError
+from offramp.engine.opening import backend_for
 from offramp.engine.options import EngineOptions
 from offramp.engine.plan import make_plan
 from offramp.engine.self_check import kernels, resources, rows, slots, stages

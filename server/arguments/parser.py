@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from offramp import __version__
+from offramp.engine.cluster_workers import read_cluster_workers
 from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.planning.cluster_plan import PlanError
 from offramp.server.arguments.settings import (
     add_control,
     add_execution,
@@ -234,7 +236,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     given = parser.parse_args(argv)
     try:
         return _understand(given)
-    except ConfigurationError as error:
+    except (ConfigurationError, PlanError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")  # the usage says nothing about a file
     except ValueError as error:
         parser.error(str(error))
@@ -263,6 +265,8 @@ def _understand(given: argparse.Namespace) -> Arguments:
     file = Configuration() if given.config is None else read_configuration(given.config)
     configured = [(name, model.path) for name, model in file.models.items()]
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
+    if "cluster" in engine:
+        engine["cluster"] = read_cluster_workers(engine["cluster"])
     options = file.options(engine=engine, defaults=defaults)
     refuse_ignored({**engine, **defaults}, options.mode)
     _check_report(given)

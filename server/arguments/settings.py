@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from offramp.bundle.engines import PRECISIONS
@@ -214,6 +215,14 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         "goes on in another; 0: stages run in the server itself, which is faster. On the CPU only",
         metavar="N",
         type=integer(0),
+    )
+    group.add_argument(
+        "--cluster",
+        metavar="FILE",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="cluster.toml whose [[workers]] run the stages instead: processes on this host, and "
+        "eeworker on others, each a stream",
     )
     add(
         "--threads",

@@ -15,7 +15,7 @@ import sys
 EXIT_CANNOT_START = 1
 EXIT_INTERRUPTED = 130
 """What shells give for a process that an interrupt ended."""
-_LEAST_MIB = {"eecompile": 3072, "eeserve": 1280}
+_LEAST_MIB = {"eecompile": 3072, "eeserve": 1280, "eeworker": 1280}
 """Address space that a command needs for a small model. On Linux x86-64 with 2 cores, compiling the
 shipped example took 2522 MiB at most; serving it went well in 1074 MiB, and crashed in 879."""
 
@@ -33,6 +33,11 @@ def eecompile() -> int:
 def eeserve() -> int:
     """Run ``eeserve``; gives the exit status."""
     return _run("eeserve", "offramp.server.cli")
+
+
+def eeworker() -> int:
+    """Run ``eeworker``; gives the exit status."""
+    return _run("eeworker", "offramp.engine.remote.eeworker")
 
 
 def _run(command: str, module: str) -> int:

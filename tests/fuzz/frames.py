@@ -35,7 +35,7 @@ from offramp.engine.remote.wire import (
     encode,
     pack_head,
 )
-from offramp.engine.remote.worker import Worker, _ServedSlot
+from offramp.engine.remote.worker import ServedSlot, Worker
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
 from tests.fakes import fake_plan
@@ -57,7 +57,7 @@ class WorkerFrames:
         backend = ScriptedBackend()
         self._memory = SharedMemory.create(_MEMORY)
         stages = {1: backend.prepare(_SPEC)}
-        self._slot = _ServedSlot(
+        self._slot = ServedSlot(
             self._connection, backend.open_slot(), self._memory, stages, lambda _point: None
         )
 

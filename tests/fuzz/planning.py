@@ -16,7 +16,9 @@ from offramp.engine.planning.batch_profile import (
     parse_recorded,
 )
 from offramp.engine.planning.cluster import ModelFacts
-from offramp.engine.planning.cluster_file import make_cluster, parse_cluster
+from offramp.engine.planning.cluster_file import (
+    parse_cluster,
+)
 from offramp.engine.planning.cluster_plan import (
     ClusterPlan,
     PlanError,
@@ -25,6 +27,7 @@ from offramp.engine.planning.cluster_plan import (
     dump_plan,
     parse_plan,
 )
+from offramp.engine.planning.cluster_times import make_cluster
 from offramp.engine.planning.forecasting import LastValue, forecast_going_on
 from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.planning.optimiser import make_cluster_plan

@@ -20,7 +20,7 @@ from offramp.engine.errors import OptionsError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.cluster import Cluster, DeviceType
-from offramp.engine.planning.cluster_file import times_of
+from offramp.engine.planning.cluster_times import times_of
 from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.remote.launching import LocalLauncher
@@ -64,7 +64,7 @@ def answers(
         mode=mode,
         streams=max(len(kinds), 1),
         threads=1,
-        cluster=cluster,
+        plan_on=cluster,
         keep_state=False,
         defaults=ModelOptions(max_batch_size=ROWS),
     )

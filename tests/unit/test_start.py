@@ -65,7 +65,7 @@ def test_a_command_gives_the_status_of_its_module(tmp_path: Path) -> None:
     assert run("sys.exit(start._run('eeserve', 'large'))", tmp_path).returncode == 7
 
 
-@pytest.mark.parametrize("command", ["eeserve", "eecompile"])
+@pytest.mark.parametrize("command", ["eeserve", "eecompile", "eeworker"])
 def test_too_small_a_limit_on_memory_is_told_before_it_is_met(tmp_path: Path, command: str) -> None:
     done = run(f"sys.exit(start.{command}())", tmp_path, limit_mib=512)
     assert done.returncode == 1
@@ -78,6 +78,7 @@ def test_too_small_a_limit_on_memory_is_told_before_it_is_met(tmp_path: Path, co
     ("command", "arguments"),
     [
         ("eeserve", ["--help"]),
+        ("eeworker", ["--help"]),
         ("eecompile", ["-h"]),
         ("eecompile", ["build", "--help"]),
         ("eecompile", ["inspect", "nothing.onnx"]),
@@ -107,3 +108,4 @@ def test_the_installed_commands_start_there() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["eecompile"] == "offramp.start:eecompile"
     assert scripts["eeserve"] == "offramp.start:eeserve"
+    assert scripts["eeworker"] == "offramp.start:eeworker"

@@ -132,7 +132,7 @@ def test_who_has_no_time_left_is_not_resumed() -> None:
 def test_a_stream_without_a_worker_is_out_of_service_until_it_starts() -> None:
     health = StreamHealth(2)
     health.lost(1)
-    assert (health.in_service, health.losses, health.given_up) == (1, 1, False)
+    assert (health.in_service, health.losses, health.given_up([0, 1])) == (1, 1, False)
     health.start_failed(1)
     health.started(1, anew=True)
     assert (health.in_service, health.losses, health.restarts) == (2, 1, 2)

@@ -17,6 +17,7 @@ from tests.unit.engine.serving import until
 from offramp.bundle import ActiveExit, Bundle
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine
+from offramp.engine.errors import OutOfServiceError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import StageSpec
 from offramp.engine.planning.cluster_plan import ClusterPlan
@@ -45,13 +46,18 @@ class Load:
     def __init__(self, engine: Engine, requests: Sequence[np.ndarray[Any, Any]]) -> None:
         self._engine, self._requests = engine, requests
         self.answers: list[tuple[int, EngineResult]] = []
+        self.refused = 0
         self._ended = False
         self._tasks = [asyncio.create_task(self._ask(n)) for n in range(8)]
 
     async def _ask(self, number: int) -> None:
         while not self._ended:
             number = (number + 1) % len(self._requests)
-            result = await self._engine.infer("small", {"x": self._requests[number]})
+            try:
+                result = await self._engine.infer("small", {"x": self._requests[number]})
+            except OutOfServiceError:
+                self.refused += 1
+                continue
             self.answers.append((number, result))
 
     async def more(self, count: int = 20) -> None:
@@ -108,6 +114,7 @@ def serve(
     *,
     share: float = 0.8,
     plan: ClusterPlan | None = FRONT,
+    may_refuse: bool = False,
 ) -> HeldBackend:
     """Serve by ``plan`` under load while ``body`` runs; all answers are those of one process."""
     bundle, requests = small
@@ -115,7 +122,7 @@ def serve(
     options = EngineOptions(
         streams=len(KINDS),
         threads=1,
-        cluster=cluster,
+        plan_on=cluster,
         keep_state=False,
         defaults=ModelOptions(max_batch_size=ROWS),
     )
@@ -134,7 +141,8 @@ def serve(
                 await load.more()
             finally:
                 await load.end()
-            assert engine.statistics()["small"].failed == {}
+            assert load.refused == 0 or may_refuse
+            assert engine.statistics()["small"].failed == {} or may_refuse
             assert engine.statistics()["small"].retried == 0
             return load.answers
 
@@ -271,21 +279,21 @@ def test_a_worker_that_is_lost_meanwhile_stops_only_what_none_else_can_run(small
 
         def lose(spec: StageSpec) -> None:
             if spec.unit == (4, 4, None):
-                backend.alive = [True, False, True, False]
+                backend.up = [True, False, True, False]
 
         backend.on_prepare = lose
         change = await serving.change(THREE)  # where each of the two is alone with its split
         assert change.failure == "no worker of segments 0 to 0 is there any more"
         assert serving.served.splits is before
-        backend.alive = [True] * 4
+        backend.up = [True] * 4
         await serving.load.more()
 
         def lose_one(spec: StageSpec) -> None:
-            backend.alive[1] = spec.unit != (3, 4, None)
+            backend.up[1] = spec.unit != (3, 4, None)
 
         backend.on_prepare = lose_one
         change = await serving.change(BACK)
-        assert (change.failure, backend.alive[1]) == (None, False)
+        assert (change.failure, backend.up[1]) == (None, False)
         await serving.load.more()
 
     serve(small, body)
@@ -295,7 +303,7 @@ def test_a_plan_without_a_worker_leaves_it_spare(small: Small) -> None:
     less = plan_of((0, 1, {"slow": 1}), (2, 4, {"fast": 2}))
 
     async def body(serving: Serving) -> None:
-        serving.backend.alive[0] = False
+        serving.backend.up[0] = False
         with pytest.raises(TransitionError, match="needs 2 workers of type 'slow', and there are"):
             serving.change_to(BACK, gone=[0])
         with pytest.raises(TransitionError, match="not each can keep a worker"):
@@ -305,30 +313,30 @@ def test_a_plan_without_a_worker_leaves_it_spare(small: Small) -> None:
         assert change.failure is None
         assert serving.segments() == [None, (0, 1), (2, 4), (0, 1)]
         await serving.load.more()
-        serving.backend.alive[0] = True  # it helps where it can, until it is planned for
+        serving.backend.up[0] = True  # it helps where it can, until it is planned for
         await serving.load.more()
 
     serve(small, body)
 
 
 def test_a_split_without_workers_is_taken_over_though_others_have_to_stop(small: Small) -> None:
-    """Rows that wait for the lost workers are answered when these are back."""
+    """What waited for the lost workers is told so; requests that come then are answered."""
     less = plan_of((0, 1, {"fast": 1}), (2, 4, {"fast": 1}))
 
     async def body(serving: Serving) -> None:
-        serving.backend.alive = [False, True, False, True]
+        serving.backend.up = [False, True, False, True]
         change = serving.change_to(less, gone=[0, 2])
         while not change.switched:
             assert not await asyncio.to_thread(change.advance)
         assert serving.segments() == [None, (0, 1), None, (2, 4)]
         again = [serving.engine.infer("small", {"x": x}) for x in small[1]]
         assert len(await asyncio.gather(*again)) == 30
-        serving.backend.alive = [True] * 4
+        serving.backend.up = [True] * 4
         while not await asyncio.to_thread(change.advance):  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert change.failure is None
 
-    serve(small, body)
+    serve(small, body, may_refuse=True)
 
 
 def test_exits_and_thresholds_change_meanwhile(

@@ -53,9 +53,9 @@ def test_hope_ends_when_every_stream_has_failed_often_enough() -> None:
         health.start_failed(0)
     for _ in range(GIVE_UP_AFTER - 1):
         health.start_failed(1)
-        assert not health.given_up
+        assert not health.given_up(range(2))
     health.start_failed(1)
-    assert health.given_up
+    assert health.given_up(range(2))
 
 
 class Device(FakeBackend):

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from offramp.bundle import Profile
 from offramp.engine.planning.cluster_file import (
     ClusterFileError,
-    make_cluster,
+    RouterEntry,
+    WorkersEntry,
     parse_cluster,
 )
+from offramp.engine.planning.cluster_times import make_cluster
 from offramp.engine.scheduling import DeviceLink
 
 FULL = """
@@ -62,6 +64,31 @@ def test_a_cluster_is_read_with_its_units() -> None:
     assert file.links == (("slow", "fast", DeviceLink(bytes_per_s=1.25e8)),)
 
 
+def test_workers_are_read_and_plans_are_made_without_them() -> None:
+    text = """
+[[workers]]
+device = "fast"
+address = "10.0.0.2:7070"
+[[workers]]
+device = "slow"
+count = 3
+[router]
+token_file = "token"
+tls_ca = "ca.pem"
+"""
+    file = parse_cluster((FULL + text).encode())
+    assert file.workers == (
+        WorkersEntry(device="fast", address="10.0.0.2:7070", count=1),
+        WorkersEntry(device="slow", address=None, count=3),
+    )
+    assert file.router == RouterEntry(token_file="token", tls_ca="ca.pem")
+    profiles = {"fast.json": profile()}
+    plain = make_cluster(parse_cluster(FULL.encode()), profile(), profiles, 4)
+    assert [(t.name, t.count) for t in make_cluster(file, profile(), profiles, 4).types] == [
+        (t.name, t.count) for t in plain.types
+    ]
+
+
 def test_times_are_of_the_profile_and_of_the_speed() -> None:
     file = parse_cluster(FULL.encode())
     cluster = make_cluster(file, profile(), {"fast.json": profile(slower=0.1)}, 4)
@@ -79,6 +106,7 @@ def test_a_profile_of_another_bundle_is_refused() -> None:
 
 
 DEVICE = "[devices.gpu]\ncount = 1\ncost_per_hour = 1\nspeed = 1\n"
+WORKERS = DEVICE.replace("count = 1", "count = 2") + '[[workers]]\ndevice = "gpu"\n'
 
 
 @pytest.mark.parametrize(
@@ -108,6 +136,26 @@ DEVICE = "[devices.gpu]\ncount = 1\ncost_per_hour = 1\nspeed = 1\n"
         (
             DEVICE + 2 * '[[links]]\nfrom = "gpu"\nto = "gpu"\n',
             r"\[\[links\]\] 2: from gpu to gpu is there already; leave one out",
+        ),
+        (DEVICE + "[workers]", r"\[\[workers\]\] is a table, expected an array of tables"),
+        (DEVICE + "[[workers]]", r"\[\[workers\]\] 1 device = None, expected a type of .*: gpu"),
+        (WORKERS + "port = 1", r"\[\[workers\]\] 1: unknown key 'port', expected device, addr"),
+        (WORKERS + "address = 7070", 'address = 7070, expected for instance "10.0.0.2:7070"'),
+        (WORKERS + "count = 0", "count = 0, expected a whole number from 1"),
+        (WORKERS + "count = 3", r"1: is more than the 2 of \[devices.gpu\]; leave workers out"),
+        (WORKERS + 'count = 2\naddress = "a:1"', "expected one worker behind an address; give"),
+        (
+            WORKERS + 'address = "a:1"\n[[workers]]\ndevice = "gpu"\naddress = "a:1"',
+            r"\[\[workers\]\] 2 address = 'a:1': is there already, and a worker serves one",
+        ),
+        (DEVICE + "[[router]]", r"\[router\] is an array, expected a table"),
+        (DEVICE + '[router]\ntoken = "x"', r"unknown key 'token' \(did you mean token_file\?\)"),
+        (DEVICE + "[router]\ntls_ca = 1", "tls_ca = 1, expected the name of a file, relative to"),
+        (DEVICE + "[router]\ninsecure = 1", "insecure = 1, expected true or false"),
+        (DEVICE + '[router]\ntls_key = "k"', "has one of tls_cert and tls_key, expected both"),
+        (
+            DEVICE + '[router]\ntls_key = "k"\ntls_cert = "c"',
+            "has tls_cert and no tls_ca, expected the authorities",
         ),
         ('[devices."a\\nb"]', "expected a name of 1 to 60 printable characters"),
         (DEVICE.replace("speed = 1", f"speed = {'9' * 400}"), "speed = an integer of 1,329 bits"),

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.fakes import fake_plan, script
+from tests.unit.engine.serving import until
 from tests.unit.remote.workers import (
+    COMMAND,
+    MISSING,
     answers_of,
     break_at,
     in_process,
+    launch_as,
     left,
     random_scripts,
     scripted_workers,
     serve,
 )
 
+from offramp.engine import streams
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
+from offramp.engine.errors import BackendError, OutOfServiceError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import StageSpec
 from offramp.engine.scheduling import DeviceKind, Placement, PolicyName, StreamPlacement
@@ -72,6 +79,39 @@ def test_two_splits_on_four_workers_answer_as_one_process(
         )
         assert [len(seat.worker.stages) for seat in backend._seats if seat.worker] == [1, 1, 2, 2]
     assert left(tmp_path) == []
+
+
+def test_a_split_without_workers_is_told_so_until_one_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(streams, "GIVE_UP_AFTER", 2)
+    expected = in_process(SCRIPTS[:8])
+    with scripted_workers(3) as backend:
+        backend.hold(lambda worker, spec: (spec.index > 0) == (worker == 2))
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, SCRIPTS[:8]) == expected
+            launch_as(backend, MISSING)
+            (worker,) = [seat.worker for seat in backend._seats[2:] if seat.worker]
+            os.kill(worker.pid, signal.SIGKILL)
+            with pytest.raises(OutOfServiceError, match="no stream can start"):
+                await answers_of(engine, SCRIPTS[:8])
+            assert not engine.ready()
+            with pytest.raises(OutOfServiceError):
+                await answers_of(engine, [script([0.95, 0.6, 0.7])])
+            launch_as(backend, COMMAND)
+            await until(engine.ready)
+            assert await answers_of(engine, SCRIPTS[:8]) == expected
+
+        serve(
+            backend,
+            body,
+            streams=3,
+            placement=placed({0}, {0}, {1, 2}),
+            scheduling=PolicyName("refill"),
+            max_batch_size=4,
+        )
 
 
 def test_a_slot_runs_elsewhere_what_its_worker_does_not_hold() -> None:

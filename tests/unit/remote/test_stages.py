@@ -19,7 +19,7 @@ from offramp.engine.external_weights import WeightForm
 from offramp.engine.plan import Mode, StageSpec, make_chained_plan, make_plan
 from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.remote.launching import LocalLauncher
-from offramp.engine.remote.stages import describe_stage, make_described
+from offramp.engine.remote.stages import BundlesByPath, describe_stage, make_described
 from offramp.engine.remote.wire import FrameError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bundle"
@@ -45,7 +45,7 @@ def test_every_stage_of_a_bundle_is_made_again_as_it_was(bundle: Bundle) -> None
     for spec in stages_of(bundle):
         asked = replace(spec, weight_form=WeightForm.SHARED)
         document, graph = describe_stage(asked)
-        again = make_described(document, graph, Bundle.open)
+        again = make_described(document, graph, BundlesByPath())
         for field in fields(StageSpec):
             if field.name not in ("load", "bundle"):
                 assert getattr(again, field.name) == getattr(asked, field.name), field.name
@@ -59,7 +59,7 @@ def test_every_stage_of_a_bundle_is_made_again_as_it_was(bundle: Bundle) -> None
 def test_a_stage_of_no_bundle_is_described_and_its_graph_travels() -> None:
     spec = replace(fake_plan([0.9]).stages[0], load=lambda: b"graph")
     document, graph = describe_stage(spec)
-    again = make_described(document, graph, Bundle.open)
+    again = make_described(document, graph, BundlesByPath())
     assert replace(again, load=spec.load) == spec
     assert (graph, again.load()) == (b"graph", b"graph")
 
@@ -79,10 +79,10 @@ def test_another_bundle_at_the_same_place_is_refused(bundle: Bundle, tmp_path: P
     with pytest.raises(
         BackendError, match=r"model\.ee is not the bundle that the server has opened"
     ):
-        make_described(document, b"", lambda _: renamed)
+        make_described(document, b"", BundlesByPath(lambda _: renamed))
     shutil.rmtree(place)
     with pytest.raises(BackendError, match=r"model\.ee is not a bundle"):
-        make_described(document, b"", Bundle.open)
+        make_described(document, b"", BundlesByPath())
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_a_name_of_no_stage_is_refused(
     document, _ = describe_stage(make_plan(bundle).stages[0])
     named = json.loads(document)["named"]
     with pytest.raises(FrameError, match=told):
-        make_described(json.dumps({"named": {**named, **changed}}), b"", Bundle.open)
+        make_described(json.dumps({"named": {**named, **changed}}), b"", BundlesByPath())
 
 
 @pytest.mark.parametrize("document", ["", "[]", "{}", '{"called": {}}', "nul", "[" * 100_000])
 def test_documents_that_are_none_are_refused(document: str) -> None:
     with pytest.raises(FrameError, match=r"^a stage is "):
-        make_described(document, b"", Bundle.open)
+        make_described(document, b"", BundlesByPath())
 
 
 def test_stages_that_nobody_has_are_forgotten_by_workers_and_failures_are_told(

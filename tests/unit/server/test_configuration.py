@@ -125,6 +125,19 @@ def test_of_two_alternatives_the_command_lines_is_taken(
     assert arguments(file, flag).engine == EngineOptions(mode=Mode.AUDIT, **expected)
 
 
+def test_a_cluster_file_is_found_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(
+        "[devices.cpu]\ncount = 1\ncost_per_hour = 0\nspeed = 1\n[[workers]]\ndevice = 'cpu'\n"
+    )
+    file = write(tmp_path, '[engine]\ncluster = "cluster.toml"\n[models.m]\npath = "m"')
+    found = arguments(file).engine
+    assert found.cluster is not None
+    assert [place.device_type for place in found.cluster.places] == ["cpu"]
+    assert arguments(file, "--cluster", str(tmp_path / "cluster.toml")).engine == found
+    with pytest.raises(ConfigurationError, match=r"\[engine\] cluster: .*no.toml: cannot be read"):
+        options('[engine]\ncluster = "no.toml"', tmp_path)
+
+
 def test_an_empty_file_leaves_all_open(tmp_path: Path) -> None:
     default = EngineOptions(mode=Mode.AUDIT)
     assert options("", tmp_path) == default
@@ -155,7 +168,7 @@ VALUES = {
         *(
             ("engine", EngineOptions, field.name)
             for field in fields(EngineOptions)
-            if field.name not in ("defaults", "models")
+            if field.name not in ("defaults", "models", "cluster")  # which has a test of its own
         ),
     ],
 )

@@ -25,13 +25,13 @@ from tests.unit.server.test_service import wait_until
 
 from offramp.client import Client, InvalidInputError, ServerBusyError, UnknownModelError
 from offramp.engine import errors as engine_errors
+from offramp.engine.line_limit import LINES, WINDOW_S, LineLimit, OneLineFilter, one_line
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferRequest
 from offramp.proto.wire import MAX_FIELDS, InferMessage
 from offramp.server.decoding import RequestDecoder
 from offramp.server.endpoints import MAX_CALLS
 from offramp.server.errors import REFUSALS, RequestLimitError
-from offramp.server.line_limit import LINES, WINDOW_S, LineLimit, OneLineFilter, one_line
 from offramp.server.logging_setup import JsonFormatter
 from offramp.server.memory import PEAK_BYTES, MemoryReturn
 from offramp.server.options import ServerOptions

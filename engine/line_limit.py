@@ -1,4 +1,4 @@
-"""Log lines that clients cause: one line each, and only so many of a kind a second."""
+"""Log lines that others cause from outside: one line each, and only so many of a kind a second."""
 
 from __future__ import annotations
 

@@ -1,0 +1,134 @@
+"""Opening: from bundles and options to models that are loaded and warm, and what runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from offramp.bundle import Bundle
+from offramp.engine.backends import Backend, Slot, make_backend
+from offramp.engine.backends.factory import CPU_RUNTIMES
+from offramp.engine.cluster_serving import plan_splits
+from offramp.engine.errors import BackendError
+from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
+from offramp.engine.plan import Mode
+from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.remote.launching import LocalLauncher, WorkerLauncher, worker_command
+from offramp.engine.scheduling import ParallelLimit
+from offramp.engine.served_model import ServedModel, warm_slots
+from offramp.engine.served_splits import ServedSplits
+from offramp.engine.tensorrt.probe import parse_device
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class OpenedModels(NamedTuple):
+    """Models that are loaded and warm, and what runs them."""
+
+    models: Mapping[str, ServedModel]
+    backend: Backend
+    parallel: ParallelLimit
+    slots: Sequence[Slot]
+    """Open and warm ones, for the streams' first starts."""
+
+
+async def open_models(
+    models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
+) -> OpenedModels:
+    """Load, check and warm up bundles, in threads; see :meth:`.Engine.open`."""
+    bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
+    owned = backend is None
+    if backend is None:
+        backend = await _in_thread(backend_for, models, options)
+    parallel = ParallelLimit(
+        max(options.of(name).max_batch_size for name in models),
+        fixed=options.parallel_below,
+        max_violations=options.max_violations,
+    )
+    loaded: dict[str, ServedModel] = {}
+    try:
+        for name, bundle in bundles.items():
+            began_s = time.monotonic()
+            _log.info("%s: loading %s", name, bundle.path)
+            splits = None
+            if len(bundles) == 1:  # of several, every worker holds all
+                splits = await _in_thread(_split, name, bundle, backend, options)
+            load = partial(ServedModel.load, splits=splits)
+            loaded[name] = await _in_thread(load, name, bundle, backend, options, parallel)
+            _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
+        slots = await _in_thread(warm_slots, backend, loaded, options.streams)
+    except BaseException:
+        if owned:
+            _close_after_failure(backend)
+        raise
+    return OpenedModels(loaded, backend, parallel, slots)
+
+
+def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
+    """Make the backend that options name for bundles; the caller closes it.
+
+    BackendError if it cannot run here, OptionsError if there are too few cores for its streams.
+    """
+    backend = make_backend(
+        options.backend,
+        threads=options.threads_per_stream(),
+        streams=options.streams,
+        device=parse_device(options.device),
+        precision=options.precision,
+        graphs=options.graphs,
+        max_rows=max(options.of(name).max_batch_size for name in models),
+        bundles=tuple(models.values()),
+    )
+    if backend.name in CPU_RUNTIMES:
+        options.check_cores()
+    if not options.worker_count:
+        return backend
+    if backend.name not in CPU_RUNTIMES:
+        backend.close()
+        raise BackendError(f"backend {backend.name} was chosen, and {WORKERS_ON_CPU}")
+    command, cluster = worker_command(), options.cluster
+    launchers: Sequence[WorkerLauncher] = [LocalLauncher(command)] * options.workers
+    if cluster is not None:
+        launchers = cluster.launchers(command)
+    return RemoteBackend(
+        backend,
+        launchers=launchers,
+        threads=options.threads_per_stream(),
+    )
+
+
+def _split(
+    name: str, bundle: Bundle, backend: Backend, options: EngineOptions
+) -> ServedSplits | None:
+    """Split a model among the workers of a cluster, if there is one, and say who holds what."""
+    served, cluster = options.plan_on, options.cluster
+    if served is None and cluster is not None:
+        served = cluster.planned_for(bundle, options.of(name).max_batch_size)
+    if served is None or options.mode is Mode.OFF or not isinstance(backend, RemoteBackend):
+        return None
+    splits = plan_splits(name, bundle, served, backend.device_types)
+    backend.hold(splits.holds)
+    return splits
+
+
+def _close_after_failure(backend: Backend) -> None:
+    try:
+        backend.close()
+    except BackendError:  # what went wrong before is what has to be told
+        _log.exception("the backend could not be closed")
+
+
+async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call in a thread; if cancelled, wait for its end, since what it uses is released next."""
+    future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise

@@ -1,0 +1,94 @@
+"""The workers of a cluster: read with the files they need, and made launchers of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offramp.engine.cluster_workers import ClusterWorkers, WorkerPlace, read_cluster_workers
+from offramp.engine.options import EngineOptions
+from offramp.engine.planning.cluster_file import ClusterFileError
+from offramp.engine.remote.process import WorkerCommand
+from offramp.engine.remote.tcp import HostPort
+
+DEVICES = """
+[devices.gpu]
+count = 4
+cost_per_hour = 1
+speed = 1
+"""
+LOCAL = '[[workers]]\ndevice = "gpu"\n'
+REMOTE = LOCAL + 'address = "127.0.0.1:7070"\n'
+FAR = LOCAL + 'address = "10.0.0.2:7070"\n'
+ROUTER = '[router]\ntoken_file = "token"\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "token").write_text("a-token-of-16-bytes\n")
+    return tmp_path
+
+
+def read(folder: Path, text: str) -> ClusterWorkers:
+    (folder / "cluster.toml").write_text(DEVICES + text)
+    return read_cluster_workers(folder / "cluster.toml")
+
+
+def test_each_worker_has_a_launcher(folder: Path) -> None:
+    workers = read(folder, LOCAL + "count = 2\n" + REMOTE + ROUTER)
+    here = WorkerPlace(device_type="gpu", address=None)
+    there = WorkerPlace(device_type="gpu", address=HostPort("127.0.0.1", 7070))
+    assert workers.places == (here, here, there)
+    assert (workers.local, workers.token, workers.tls) == (2, b"a-token-of-16-bytes", None)
+    assert "a-token" not in repr(workers)
+    launchers = workers.launchers(WorkerCommand())
+    assert [launcher.device_type for launcher in launchers] == ["gpu"] * 3
+    assert [launcher.describe() for launcher in launchers] == [
+        *["a process on this host"] * 2,
+        "another process at 127.0.0.1:7070, in the clear",
+    ]
+
+
+def test_processes_on_this_host_need_no_token(folder: Path) -> None:
+    assert read(folder, LOCAL).token == b""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", r"cluster.toml \[\[workers\]\]: there is none, expected one at least"),
+        (REMOTE, r"\[router\] has no token_file, expected the file with the secret"),
+        (REMOTE + '[router]\ntoken_file = "no"', r"token_file: .*/no cannot be read: No such file"),
+        (
+            REMOTE + '[router]\ntoken_file = "short"',
+            "holds a token of 5 bytes, expected one of 16 to",
+        ),
+        (REMOTE + '[router]\ntoken_file = "two"', "holds several words, expected one of 16 to"),
+        (REMOTE.replace(":7070", "") + ROUTER, r"1 address: '127.0.0.1' is no address, expected"),
+        (FAR + ROUTER, "has no tls_ca, and 10.0.0.2:7070 would be reached in the clear; give the"),
+        (REMOTE + ROUTER + 'tls_ca = "token"', "authorities .*/token cannot be used: .*expected a"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(folder: Path, text: str, told: str) -> None:
+    (folder / "short").write_text("short")
+    (folder / "two").write_text("two words of which none is the token")
+    with pytest.raises(ClusterFileError, match=told) as caught:
+        read(folder, text)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(folder / "cluster.toml"))
+
+
+def test_a_network_that_is_trusted_needs_no_tls(folder: Path) -> None:
+    assert read(folder, FAR + ROUTER + "insecure = true").tls is None
+
+
+def test_each_worker_is_a_stream_and_only_those_here_take_cores(folder: Path) -> None:
+    workers = read(folder, LOCAL + REMOTE + ROUTER)
+    options = EngineOptions(cluster=workers, backend="onnxruntime")
+    assert (options.streams, options.worker_count) == (2, 2)
+    assert options.threads_per_stream() == EngineOptions(streams=1).threads_per_stream()
+    with pytest.raises(ValueError, match="workers is 2, and a cluster has workers of its own"):
+        EngineOptions(cluster=workers, workers=2)
+    with pytest.raises(ValueError, match="streams is 3 and there are 2 workers"):
+        EngineOptions(cluster=workers, streams=3)
