@@ -120,7 +120,7 @@ class DeploymentMaker:
         self.swapping = threading.RLock()
         """Held from looking at what is in force until another deployment is: those who change
         thresholds and those who change splits must each build on what the other did."""
-        self._bundle = bundle
+        self.bundle = bundle
         self._backend = backend
         self._mode = mode
         self._options = options
@@ -189,7 +189,7 @@ class DeploymentMaker:
                 if self._cancelled.is_set():
                     return
                 started_s = time.monotonic()
-                pipeline.warm_up(slot, zeros(self._bundle.manifest, size))
+                pipeline.warm_up(slot, zeros(self.bundle.manifest, size))
                 # Batches of requests run beside this: leave them half of the time.
                 time.sleep(time.monotonic() - started_s)
         finally:
@@ -256,7 +256,7 @@ class DeploymentMaker:
     def _plan(self, policy: ExitPolicy, splits: ServedSplits | None = None) -> Plan:
         splits = splits or self.splits
         borders = splits.borders if splits else ()
-        return make_plan(self._bundle, policy, self._mode, borders=borders)
+        return make_plan(self.bundle, policy, self._mode, borders=borders)
 
     def _of_exits(self, exits: Sequence[int], splits: ServedSplits | None = None) -> Plan:
         """Give the plan of some exits that are run, and answer nothing where answers are observed.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from offramp.engine.plan import Plan, StageSpec
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan
+from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.planning.placing import StreamRole, borders_of, held_segments, place_plan
 from offramp.engine.scheduling import Placement
 
@@ -21,6 +22,8 @@ class ServedSplits:
     """With the exits' shares that it was planned on."""
     cluster: Cluster
     """All devices that there are; times reach up to the largest batch that is served."""
+    goal: PlanningGoal
+    """What is asked of the plan, and of those that follow it."""
     roles: tuple[StreamRole, ...]
     """[streams]."""
     held: tuple[frozenset[int], ...] | None = None

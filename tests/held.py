@@ -15,8 +15,8 @@ from offramp.engine.cluster_serving import ServedCluster
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import StageSpec
 from offramp.engine.planning.cluster import Cluster, DeviceType
-from offramp.engine.planning.cluster_times import times_of
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
+from offramp.engine.planning.cluster_times import times_of
 from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.remote.backend import Holds, RemoteBackend
 from offramp.engine.remote.launching import LocalLauncher
