@@ -45,6 +45,7 @@ class HeldBackend(RemoteBackend):
         self.rule: Holds = lambda _worker, _spec: True
         self.up = [True] * len(kinds)
         self.refuses: Callable[[StageSpec], bool] = lambda _spec: False
+        self.hold_fails = ""
         self.on_prepare: Callable[[StageSpec], None] = lambda _spec: None
         self.trespasses: list[str] = []
         self.most_bytes = [0] * len(kinds)
@@ -62,6 +63,9 @@ class HeldBackend(RemoteBackend):
 
     def hold(self, holds: Holds) -> None:
         self.rule = holds
+        if self.hold_fails:
+            failure, self.hold_fails = self.hold_fails, ""
+            raise BackendError(failure)
         self._load()
         for number, has in enumerate(self._has):
             for stage in list(has):

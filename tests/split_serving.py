@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -35,14 +36,17 @@ class Load:
 
     def __init__(self, engine: Engine, requests: Sequence[np.ndarray[Any, Any]]) -> None:
         self._engine, self._requests = engine, requests
+        self.chosen: Sequence[int] = range(len(requests))
+        """The requests that are sent, in turn."""
         self.answers: list[tuple[int, EngineResult]] = []
         self.refused = 0
         self._ended = False
-        self._tasks = [asyncio.create_task(self._ask(n)) for n in range(8)]
+        self._turns = itertools.count()
+        self._tasks = [asyncio.create_task(self._ask()) for _ in range(8)]
 
-    async def _ask(self, number: int) -> None:
+    async def _ask(self) -> None:
         while not self._ended:
-            number = (number + 1) % len(self._requests)
+            number = self.chosen[next(self._turns) % len(self.chosen)]
             try:
                 result = await self._engine.infer("small", {"x": self._requests[number]})
             except OutOfServiceError:
@@ -139,7 +143,7 @@ def serve(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PlanLoop, "start", lambda _: None)  # the test looks by hand
         found = asyncio.run(asyncio.wait_for(run(), LIMIT_S))
-    expected = asyncio.run(_in_process(bundle, requests))
+    expected = in_process(small)
     for number, result in found:
         one = expected[number]
         np.testing.assert_array_equal(result.exits, one.exits)
@@ -147,6 +151,11 @@ def serve(
         np.testing.assert_allclose(result.outputs[name], one.outputs[name], rtol=1e-5, atol=1e-6)
     backend.close()
     return backend
+
+
+def in_process(small: Small) -> list[EngineResult]:
+    """Give the answers of one process to the requests."""
+    return asyncio.run(_in_process(*small))
 
 
 async def _in_process(
