@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes import ScriptedController
 from tests.held import plan_of, weights_of
 from tests.small import compile_small
 from tests.split_serving import BACK, FRONT, Serving, Small, serve
 from tests.unit.engine.serving import until
 
 from offramp.bundle import ActiveExit
+from offramp.engine.control_loop import ControlLoop
 from offramp.engine.plan import StageSpec
 from offramp.engine.planning.transition import TransitionError
+from offramp.engine.recorder import Recorder
+from offramp.engine.served_model import ModelControl
 from offramp.engine.split_change import DRAIN_LIMIT_S, SplitServing
 from offramp.engine.swapping import put_in_force
 
@@ -233,6 +238,53 @@ def test_exits_and_thresholds_change_meanwhile(
         swap([])
         assert served.executor.deployment("small").placement is not None
         assert serving.plan == [(0, 0, 0), (1, 2, None), (3, 4, None)]
+
+    with caplog.at_level(logging.ERROR):
+        serve(small, body)
+    assert caplog.records == []
+
+
+def test_control_changes_exits_while_splits_change(
+    small: Small, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two loops put deployments in force, and neither undoes what the other did."""
+
+    async def body(serving: Serving) -> None:
+        served = serving.served
+        first = served.executor.deployment("small").policy
+        more = (*first.active, ActiveExit(exit=3, threshold=0.9999999))
+        controller = ScriptedController(first)
+        control = ModelControl(
+            controller=controller,
+            recorder=Recorder(4),
+            deployments=served.deployments,
+            fingerprint={},
+        )
+        (model,) = serving.engine._models.values()
+        loop = ControlLoop(served.executor, {"small": replace(model, control=control)})
+        ended = threading.Event()
+
+        def change_exits() -> int:
+            while not ended.is_set():
+                loop.look()
+                current = served.executor.deployment("small").policy
+                if current == controller.policy:
+                    active = more if len(current.active) == 1 else first.active
+                    controller.policy = replace(current, version=current.version + 1, active=active)
+            return controller.policy.version - first.version
+
+        changing = asyncio.create_task(asyncio.to_thread(change_exits))
+        for plan in (BACK, THREE, FRONT):
+            assert (await serving.change(plan)).failure is None
+            deployment, splits = served.executor.deployment("small"), served.splits
+            assert splits.plan == plan
+            ends = {stage.last_segment for stage in deployment.plan.stages}
+            assert ends >= splits.borders
+        ended.set()
+        assert await changing > 3
+        while served.executor.deployment("small").policy != controller.policy:
+            await asyncio.to_thread(loop.look)
+        loop.stop()
 
     with caplog.at_level(logging.ERROR):
         serve(small, body)
