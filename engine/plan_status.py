@@ -21,6 +21,11 @@ class SplitStatus:
     """Those that get only what none else can run."""
 
     @property
+    def slowed(self) -> int:
+        """Those that get less work or nearly none."""
+        return self.slow + self.excluded
+
+    @property
     def workers(self) -> int:
         """How many run the split, there or not."""
         return sum(count for _, count in self.devices)

@@ -111,7 +111,7 @@ def test_the_plan_follows_what_is_observed(
         assert observed is not None
         assert observed > 0.8
         assert forecast >= observed
-        for _ in range(7):  # after a jump, forecasts are cautious for some windows
+        for _ in range(7):  # after a jump, forecasts are wary for some windows
             await planning.window(*most_leave)
         assert planning.splits == halves
         assert "and there is none for" in planning.status.reason
