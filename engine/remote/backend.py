@@ -221,6 +221,7 @@ class RemoteBackend:
                         seat.worker.end()
                 finally:
                     seat.lock.release()
+            seat.launcher.close()
 
     def _leave(self, seat: _Seat) -> None:
         with self._lock:

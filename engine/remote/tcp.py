@@ -19,6 +19,8 @@ _BETWEEN_S: Final = 5
 _LEAVE_S: Final = 1.0
 """Limit of a farewell."""
 _MOST_ASKED: Final = 3
+_MOST_WAITING: Final = 64
+"""Connections that wait for a worker to start."""
 _UNACKNOWLEDGED_MS: Final = 1000 * (_IDLE_S + _MOST_ASKED * _BETWEEN_S)
 """Time after which what was sent and not acknowledged ends a connection."""
 
@@ -129,6 +131,22 @@ def tls_reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return (error.reason or str(error)).replace("_", " ").lower()
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def listen_on(address: HostPort) -> socket.socket:
+    """Give a socket that listens there; OSError."""
+    (family, _, _, _, where), *_ = socket.getaddrinfo(
+        *address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(_MOST_WAITING)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
 
 
 def tune(connected: socket.socket) -> None:

@@ -41,6 +41,8 @@ class WorkerAddress:
     token: bytes = field(repr=False)
     context: ssl.SSLContext | None
     """What connections are encrypted with; ``None`` sends all in the clear."""
+    remedy: str = ""
+    """What to do where nobody listens; empty is to start ``eeworker`` there."""
 
     def reach(self) -> tuple[socket.socket, str]:
         """Connect, and show each other the token: the connection, and the session's name.
@@ -51,9 +53,9 @@ class WorkerAddress:
         try:
             connected = socket.create_connection(self.address, REACH_LIMIT_S)
         except OSError as error:
+            start = f"start it there: eeworker BUNDLE --listen {self.address} --token-file FILE"
             raise WorkerLostError(
-                f"{who} cannot be reached: {tls_reason(error)}; start it there: eeworker BUNDLE "
-                f"--listen {self.address} --token-file FILE"
+                f"{who} cannot be reached: {tls_reason(error)}; {self.remedy or start}"
             ) from error
         try:
             tune(connected)
@@ -246,3 +248,6 @@ class TcpLauncher:
     def start(self, hello: Hello) -> TcpWorker:
         """Reach it, and have it be what ``hello`` says; BackendError if it cannot be."""
         return TcpWorker(hello, self._address, ping_s=self._ping_s)
+
+    def close(self) -> None:
+        """Hold nothing."""

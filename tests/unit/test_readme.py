@@ -15,6 +15,7 @@ from offramp.compiler.cli import COMMANDS as SUBCOMMANDS
 from offramp.compiler.cli import COMPILE
 from offramp.engine.options import ModelOptions
 from offramp.engine.planning.cluster_file import parse_cluster
+from offramp.engine.planning.ray_entry import RayEntry
 from offramp.engine.remote import eeworker
 from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server.arguments import make_parser
@@ -76,7 +77,11 @@ def test_the_configuration_that_is_shown_is_one() -> None:
     assert {tuple(device.name for device in file.devices) for file in clusters} == {
         ("fast", "slow"),
         ("cpu",),
+        ("large",),
     }
+    (actors,) = [file for file in clusters if file.router.ray]
+    assert actors.devices[0].resources == {"CPU": 2.0, "rack7": 1.0}
+    assert actors.router.ray == RayEntry(address="node-a:6379", least=3)
     (serving,) = [file for file in clusters if file.workers]
     assert [(entry.address, entry.count) for entry in serving.workers] == [
         ("10.0.0.2:7070", 1),
