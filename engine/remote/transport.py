@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Self
 
@@ -29,6 +29,8 @@ from offramp.engine.remote.wire import (
 )
 
 _CHUNK: Final = 1 << 16
+_AT_ONCE: Final = 1 << 24
+"""Bytes of a body that memory is taken for before they have come."""
 _MOST_FDS: Final = 4
 
 
@@ -58,7 +60,6 @@ class Connection:
         self._limit_s: float | None = 0.0
         """Of what is sent and received; 0 if it is not set yet."""
         self._left = b""
-        self._chunk = memoryview(bytearray(_CHUNK))
 
     @classmethod
     def pair(cls) -> tuple[Self, socket.socket]:
@@ -82,9 +83,9 @@ class Connection:
                 self._limit(limit_s)
             for piece in pieces:
                 self._socket.sendall(piece)
-        except (TimeoutError, BlockingIOError) as error:
-            raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
         except OSError as error:
+            if _is_late(error):
+                raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error
 
     def send_fds(self, header: bytes, fds: Sequence[int]) -> None:
@@ -120,7 +121,7 @@ class Connection:
         except (OSError, FrameError) as error:
             for fd in found:
                 os.close(fd)
-            if isinstance(error, TimeoutError | BlockingIOError):
+            if _is_late(error):
                 raise TooLateError(f"no answer within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error
         return Frame(data[HEAD.size : start], body, tuple(found))
@@ -145,7 +146,7 @@ class Connection:
 
     def _some(self, fds: list[int] | None) -> bytes:
         if fds is None:
-            data = bytes(self._chunk[: self._socket.recv_into(self._chunk)])
+            data = self._socket.recv(_CHUNK)
         else:
             data, found, _, _ = socket.recv_fds(self._socket, _CHUNK, _MOST_FDS)
             fds += found
@@ -154,10 +155,13 @@ class Connection:
         return data
 
     def _rest(self, body: bytearray, size: int) -> bytearray:
-        """Receive the rest of a body; no more memory is taken than twice what has come."""
+        """Receive the rest of a body.
+
+        Beyond some MiB no more memory is taken than twice what has come.
+        """
         have = len(body)
         while have < size:
-            body += bytes(min(size, max(2 * have, _CHUNK)) - len(body))
+            body += bytes(min(size, max(2 * have, _AT_ONCE)) - len(body))
             with memoryview(body) as view:
                 while have < len(body):
                     count = self._socket.recv_into(view[have:])
@@ -165,6 +169,13 @@ class Connection:
                         raise ConnectionResetError("the other end closed the connection")
                     have += count
         return body
+
+
+def _is_late(error: Exception) -> bool:
+    """Say whether a limit is over; the system has a TimeoutError of its own for lost networks."""
+    return isinstance(error, BlockingIOError) or (
+        isinstance(error, TimeoutError) and error.errno is None
+    )
 
 
 def _timeval(limit_s: float | None) -> bytes:
@@ -188,7 +199,21 @@ def _pieces(header: bytes, body: Sequence[NDArray[Any] | bytes]) -> Sequence[Any
         parts += [bytes(aligned(end) - end), content]
         end = aligned(end) + len(content)
     whole = [pack_head(header, end), header, *parts]
-    return [b"".join(whole)] if end <= _CHUNK else whole
+    return [b"".join(whole)] if end <= _CHUNK else list(_joined(whole))
+
+
+def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Give parts in pieces to send; small ones together, as each may wake the other end."""
+    small = b""
+    for part in parts:
+        small += part[:_CHUNK]
+        if len(small) >= _CHUNK:
+            yield small
+            small = b""
+            if len(part) > _CHUNK:
+                yield memoryview(part)[_CHUNK:]
+    if small:
+        yield small
 
 
 class SharedMemory:

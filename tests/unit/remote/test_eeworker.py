@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -90,7 +89,6 @@ def test_it_ends_when_it_is_told_and_refuses_another_backend(tmp_path: Path) -> 
         with pytest.raises(BackendError, match=told):
             TcpLauncher(worker.address, TOKEN, None).start(HELLO)
     finally:
-        worker.process.send_signal(signal.SIGINT)
         assert worker.stop() == 0
     assert "is refused: this worker was started with --backend onnxruntime" in worker.said()
     with pytest.raises(BackendError, match="Connection refused"):

@@ -170,9 +170,9 @@ class CheckedScheduler(RuleBasedStateMachine):
                 self.lost_before[transition.buffered] = self.losses[stream]
                 self.failed_before[transition.buffered] = self.failed_on[stream]
             if self.placements:
-                assert place == "buffered" or not self.prefers(stream, run.plan, run.stage + 1)
+                assert place == "buffered" or not self.may_stay(stream, run.plan, run.stage + 1)
         elif survivors:
-            assert self.prefers(stream, run.plan, run.stage + 1), "another stream's split began"
+            assert self.may_stay(stream, run.plan, run.stage + 1), "another stream's split began"
             self.before[stream] = run._replace(samples=run.samples.take(rows))
 
     def check_run(self, stream: int, run: Run) -> None:
@@ -297,6 +297,17 @@ class CheckedScheduler(RuleBasedStateMachine):
 
     def prefers(self, stream: int, plan: int, stage: int) -> bool:
         return not self.placements or stage in self.placements[plan].streams[stream].prefers
+
+    def may_stay(self, stream: int, plan: int, stage: int) -> bool:
+        """Whether a batch may go on to a stage where it is: where no split begins, or none that is
+        for faster streams."""
+        if not self.placements:
+            return True
+        streams = self.placements[plan].streams
+        theirs = [other for other in streams if stage in other.prefers]
+        begins = not any(stage - 1 in other.prefers for other in theirs)
+        slow = streams[stream].kind == "slow" and all(other.kind == "fast" for other in theirs)
+        return self.holds(stream, plan, stage) and not (begins and slow)
 
     def holds(self, stream: int, plan: int, stage: int) -> bool:
         return not self.placements or stage in self.placements[plan].streams[stream].holds
