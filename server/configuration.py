@@ -165,8 +165,8 @@ _KINDS_BY_FIELD: Final = {
 }
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that are not called like their field."""
-_TABLES: Final = ("defaults", "models")
-"""Fields that are tables of their own."""
+_NO_KEYS: Final = ("defaults", "models", "plan_on")
+"""Fields that are tables of their own, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two ways to say one thing: who says one on the command line overrules both in the file."""
 _MOST_BYTES: Final = 2**20
@@ -249,7 +249,7 @@ def _settings(options: _Options, table: _Table, besides: Iterable[str] = ()) -> 
     """Read a table into fields of ``options``; ``besides`` are keys that it may have as well."""
     hints = get_type_hints(options)
     names = {_KEYS_BY_FIELD.get(f.name, f.name): f.name for f in fields(options)}
-    known = {key: name for key, name in names.items() if name not in _TABLES}
+    known = {key: name for key, name in names.items() if name not in _NO_KEYS}
     _refuse_unknown(table.content, [*besides, *known], table.where, "key")
     settings = {}
     for key, value in table.content.items():

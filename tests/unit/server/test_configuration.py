@@ -202,6 +202,7 @@ def test_every_option_has_a_key(
             '[engine]\nbackend = "onnxruntime"\nstreams = 8',
             "[engine]: 8 streams × 1 threads are more than the 4 cores",
         ),
+        ("[engine]\nplan_on = 8", "[engine]: there is no key 'plan_on' (expected: mode, back"),
         ("[engine]\ndefaults = 8", "[engine]: there is no key 'defaults' (expected: mode, back"),
         ("[engine]\nmax_violations = nan", "[engine]: max_violations is nan, expected a share"),
         ("[engine]\nparallel_below = 2\nmax_violations = 0.1", "[engine]: give parallel_below, or"),
