@@ -4,16 +4,16 @@
         [--requests 10000] [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--ray]
         [--json FILE]
 
-One engine runs the bundle's stages in this process, another in worker processes, of which one at a
-time gets SIGKILL. Requests are of one sample each, so many under way at once; what the second says
-is compared with the first, bit by bit. With ``--splits`` workers have room for so small a part of
-the weights that the model is planned in about that many splits, and each holds its own only. With
-``--ray`` workers are actors, of one CPU each, of the Ray cluster of this host (or of RAY_ADDRESS),
-which has no other hosts.
+An engine runs the bundle's stages in worker processes, of which one at a time gets SIGKILL.
+Requests are of one sample each, so many under way at once; what it says is compared, bit by bit,
+with what the same stages give in this process, sample by sample. With ``--splits`` workers have
+room for so small a part of the weights that the model is planned in about that many splits, and
+each holds its own only. With ``--ray`` workers are actors, of one CPU each, of the Ray cluster of
+this host (or of RAY_ADDRESS), which has no other hosts.
 
-With batches of more than one sample sums are rounded in another order, by who happens to share one,
-and so they are where a split ends without an exit: then exits and answers are compared up to 1e-5
-of the largest value. MEASURED; times are of the busy engine, kills included.
+With batches of more than one sample sums are rounded in another order, by who happens to share one:
+then exits and answers are compared up to 1e-5 of the largest value. MEASURED; times are of the busy
+engine, kills included.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from offramp.engine.core import Engine
 from offramp.engine.environment import package_version
 from offramp.engine.errors import EngineError
 from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import make_plan
 from offramp.engine.planning.cluster import Cluster, DeviceType
 from offramp.engine.planning.cluster_times import times_of
 from offramp.engine.planning.facts import WITHOUT_SIZES, PartSizes
@@ -84,9 +86,6 @@ async def measured(options: Namespace) -> dict[str, Any]:
     dataset = read_dataset(options.data, bundle.manifest.inputs, answer=bundle.manifest.answer)
     samples = single_samples(dataset, options.requests)
     each = ModelOptions(max_batch_size=options.max_batch_size)
-    plain = EngineOptions(threads=1, keep_state=False, defaults=each)
-    async with await Engine.open({MODEL: options.bundle}, plain) as engine:
-        wanted = await _ask(engine, samples, len(samples), options.under_way)
     backend, remote = workers_for(options, bundle, each)
     async with await Engine.open({MODEL: options.bundle}, remote, backend=backend) as engine:
         killed: list[int] = []
@@ -99,7 +98,8 @@ async def measured(options: Namespace) -> dict[str, Any]:
         held = [len(worker.stages) for worker in backend.alive]
         stages = engine._executor.deployment(MODEL).plan.stages  # noqa: SLF001
     backend.close()
-    exact = options.max_batch_size == 1 and all(stage.exit is not None for stage in stages)
+    exact = options.max_batch_size == 1
+    wanted = answers_here(bundle, [s.last_segment for s in stages if s.exit is None], samples)
     pairs = [(wanted[n % len(samples)], result) for n, result in enumerate(given)]
     return {
         "requests": options.requests,
@@ -179,17 +179,26 @@ async def _kill(backend: RemoteBackend, every_s: float, seed: int, killed: list[
             os.kill(killed[-1], signal.SIGKILL)
 
 
-def _same(one: EngineResult | None, other: EngineResult, *, exact: bool) -> bool:
-    """Whether two results are alike: bit by bit, or up to the order of sums."""
-    assert one is not None, "without workers nothing fails"
-    if not np.array_equal(one.exits, other.exits):
-        return False
-    for name, array in one.outputs.items():
-        found = other.outputs[name]
-        allowed = 0.0 if exact else TOLERANCE * float(np.abs(array).max(initial=1.0))
-        if found.shape != array.shape or np.abs(found - array).max(initial=0.0) > allowed:
-            return False
-    return True
+def answers_here(
+    bundle: Bundle, borders: Sequence[int], samples: Sequence[Mapping[str, NDArray[Any]]]
+) -> list[tuple[int, NDArray[Any]]]:
+    """Give exit and answer of each sample, alone, by the same stages in this process."""
+    pipeline = Pipeline(OnnxRuntimeBackend(threads=1), make_plan(bundle, borders=borders))
+    slot, found = pipeline.backend.open_slot(), []
+    for sample in samples:
+        (left,) = pipeline.run(slot, sample)
+        found.append((pipeline.plan.stages[left.stage].answered_by, left.answer))
+    slot.close()
+    return found
+
+
+def _same(wanted: tuple[int, NDArray[Any]], given: EngineResult, *, exact: bool) -> bool:
+    """Whether two answers are alike: bit by bit, or up to the order of sums."""
+    exit_, answer = wanted
+    (found,) = given.outputs.values()
+    allowed = 0.0 if exact else TOLERANCE * float(np.abs(answer).max(initial=1.0))
+    alike = found.shape == answer.shape and np.abs(found - answer).max(initial=0.0) <= allowed
+    return bool(alike) and given.exits.tolist() == [exit_]
 
 
 if __name__ == "__main__":

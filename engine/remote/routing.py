@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import WorkerLostError
-from offramp.engine.remote.slot import RemoteSlot, RemoteStage
+from offramp.engine.remote.slot import KnownRun, RemoteSlot, RemoteStage
 from offramp.engine.remote.tensors import RemoteBatch
 
 
@@ -45,10 +46,31 @@ class RoutedSlot:
     def run(
         self, stage: RemoteStage, batch: TensorBatch, threshold: float | None = None
     ) -> StageResult:
-        """Have a worker that holds the stage execute it; errors as of :class:`RemoteSlot`."""
+        """Have a worker that holds the stage execute it; errors as of :class:`RemoteSlot`.
+
+        What is known of the stages of others is not run again: so a stream can be probed, and be
+        in service, while workers that hold other stages are not.
+        """
         number = self._route(self._number, stage)
         if number == self._number:
-            return self._own.run(stage, batch, threshold)
+            result = self._own.run(stage, batch, threshold)
+        else:
+            assert isinstance(batch, RemoteBatch)
+            if stage.known is not None and stage.known.is_of(batch):
+                return stage.known.result
+            result = self._run_elsewhere(number, stage, batch, threshold)
+        if stage.known is None and len(batch) == 1:
+            stage.known = self._remember(batch, result)
+        return result
+
+    def _remember(self, batch: TensorBatch, result: StageResult) -> KnownRun:
+        row, carry = np.arange(1), result.carry
+        kept = None if carry is None else self._own.buffer(carry, row)
+        return KnownRun(self._own.buffer(batch, row).tensors, result._replace(carry=kept))
+
+    def _run_elsewhere(
+        self, number: int, stage: RemoteStage, batch: RemoteBatch, threshold: float | None
+    ) -> StageResult:
         slot = self._others.get(number)
         if slot is None:
             slot = self._others[number] = self._open_other(number)

@@ -54,6 +54,21 @@ HANG_FACTOR: Final = 10.0
 """A stage that takes this many times longer than it ever took hangs."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownRun:
+    """What a stage gave for a sample that it once ran, for probes, which run that again."""
+
+    given: Mapping[str, NDArray[Any]]
+    result: StageResult
+
+    def is_of(self, batch: RemoteBatch) -> bool:
+        """Whether a batch is that sample, bit by bit."""
+        found = batch.tensors
+        if found.keys() != self.given.keys():
+            return False
+        return all(np.array_equal(found[name], array) for name, array in self.given.items())
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RemoteStage:
     """A stage that workers load, by its number."""
@@ -69,6 +84,8 @@ class RemoteStage:
     """Longest run so far, that is over."""
     largest_bytes: int = 0
     """Most that it was given in one."""
+    known: KnownRun | None = None
+    """The first run of a single sample."""
 
     def observe(self, given_bytes: int, seconds: float) -> None:
         """Take note of a run."""

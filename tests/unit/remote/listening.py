@@ -85,6 +85,9 @@ class ThreadLauncher:
         threading.Thread(target=serve, daemon=True).start()
         return TcpLauncher(HostPort(*listening.getsockname()), TOKEN, None).start(hello)
 
+    def close(self) -> None:
+        """Do nothing: a thread ends with its router."""
+
 
 class Worker:
     """A process of ``eeworker``; its address, and what it says."""

@@ -25,7 +25,7 @@ from tests.unit.remote.workers import (
 
 from offramp.engine import streams
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError, OutOfServiceError
+from offramp.engine.errors import BackendError, OutOfServiceError, WorkerLostError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import StageSpec
 from offramp.engine.scheduling import DeviceKind, Placement, PolicyName, StreamPlacement
@@ -125,6 +125,25 @@ def test_a_slot_runs_elsewhere_what_its_worker_does_not_hold() -> None:
             left_at = {d.stage: d.rows.tolist() for d in pipeline.run(slot, inputs)}
             assert left_at == {0: [1], 1: [0], 2: [2]}
             slot.close()
+
+
+def test_a_worker_is_probed_while_those_of_other_stages_are_gone() -> None:
+    plan = fake_plan([0.9, 0.8])
+    good, other = ({SCRIPT: script([0.5, last, 0.7])} for last in (0.6, 0.7))
+    with scripted_workers(2) as backend:
+        backend.hold(lambda worker, spec: (spec.index > 0) == (worker > 0))
+        pipeline = Pipeline(backend, plan)
+        slot = backend.open_slot_of(1)
+        pipeline.warm_up(slot, good)
+        slot.close()
+        launch_as(backend, MISSING)
+        (worker,) = [seat.worker for seat in backend._seats[1:] if seat.worker]
+        os.kill(worker.pid, signal.SIGKILL)
+        slot = backend.open_slot_of(0)
+        pipeline.warm_up(slot, good)
+        with pytest.raises(WorkerLostError):
+            pipeline.warm_up(slot, other)
+        slot.close()
 
 
 def test_who_holds_what_changes_while_workers_serve() -> None:
