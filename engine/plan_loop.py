@@ -55,6 +55,10 @@ class _Known:
     changes: int = 0
     given_up: int = 0
     changed_at_s: float | None = None
+    changed_for: str = ""
+    """Why the last change was made."""
+    failure: str = ""
+    """Of the last change that was given up, since there was another: it is told once."""
 
 
 class PlanLoop:
@@ -140,6 +144,7 @@ class PlanLoop:
             changing=self._change is not None,
             reason=known.reason,
             changed_s=None if changed is None else self._clock() - changed,
+            changed_for=known.changed_for,
         )
 
     def _work(self) -> None:
@@ -196,7 +201,8 @@ class PlanLoop:
         """Plan for what is expected of the workers that are there, and begin a change to it."""
         served, splits = self._served, self._served.splits
         self._known.gone = gone
-        model, cluster = self._facts(due), self._cluster(gone)
+        excluded = self._excluded()
+        model, cluster = self._facts(due), self._cluster(gone | excluded)
         if cluster is None:
             self._known.reason = "no worker is there that could be planned for"
             return
@@ -205,7 +211,7 @@ class PlanLoop:
         self._known.reason = decision.reason
         self._known.going_on = dict(zip(model.exit_names, model.going_on, strict=True))
         if decision.plan is None:
-            _log.warning("%s: no other plan: %s", served.name, decision.reason)
+            self._fail(decision.reason)
             return
         self._known.plan = decision.plan
         if not decision.changed and not self._lacks(gone):
@@ -213,7 +219,9 @@ class PlanLoop:
         reason = decision.reason if decision.changed else "workers of the plan in force are gone"
         self._known.reason = reason
         try:
-            self._change = SplitChange(served, decision.plan, model, gone=gone, clock=self._clock)
+            self._change = SplitChange(
+                served, decision.plan, model, gone=gone, excluded=excluded, clock=self._clock
+            )
         except PlanError as error:
             self._fail(f"{reason}, but {error}")
             return
@@ -225,15 +233,18 @@ class PlanLoop:
         if change.failure is not None:
             self._fail(f"the change was given up: {change.failure}")
             return
-        self._known.changes += 1
-        self._known.changed_at_s = now_s
+        known = self._known
+        known.changes += 1
+        known.changed_at_s, known.changed_for, known.failure = now_s, known.reason, ""
         _log.info("%s: the plan is changed", self._served.name)
 
     def _fail(self, reason: str) -> None:
         known, splits = self._known, self._served.splits
         known.given_up += 1
         known.plan, known.reason = splits.plan, reason
-        _log.warning("%s: the plan stays: %s", self._served.name, reason)
+        if reason != known.failure:
+            _log.warning("%s: the plan stays: %s", self._served.name, reason)
+        known.failure = reason
 
     def _facts(self, due: Due) -> ModelFacts:
         """Give the model with the shares that are expected, of the exits that run now."""
@@ -247,10 +258,19 @@ class PlanLoop:
         shares = [forecast.going_on[exit_] for exit_ in exits]
         return facts_of(served.deployments.bundle, exits=exits, going_on=shares)
 
-    def _cluster(self, gone: frozenset[int]) -> Cluster | None:
-        """Give the devices whose workers are there; ``None`` if there is none."""
+    def _excluded(self) -> frozenset[int]:
+        """Give the stragglers that the next plan does without (E3 3.3)."""
+        placed = self._served.executor.placed(self._served.name)
+        if placed is None:
+            return frozenset()
+        streams = range(len(self._served.splits.roles))
+        standing = placed.stragglers.standing
+        return frozenset(n for n in streams if standing(n) is Standing.EXCLUDED)
+
+    def _cluster(self, without: frozenset[int]) -> Cluster | None:
+        """Give the devices of the other workers; ``None`` if there is none."""
         splits = self._served.splits
-        kinds = [role.device_type for n, role in enumerate(splits.roles) if n not in gone]
+        kinds = [role.device_type for n, role in enumerate(splits.roles) if n not in without]
         if not kinds:
             return None
         return ServedCluster(cluster=splits.cluster, goal=splits.goal).with_workers(kinds)

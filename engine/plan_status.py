@@ -56,3 +56,5 @@ class PlanStatus:
     """Why the plan was changed or kept when it was last looked at, in words."""
     changed_s: float | None
     """Seconds since the last change; ``None`` if there was none."""
+    changed_for: str = ""
+    """Why that was made, in words."""

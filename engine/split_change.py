@@ -101,8 +101,11 @@ class SplitServing:
         roles = [role for number, role in enumerate(self.splits.roles) if number not in gone]
         return set(splits_of(self.splits.plan)) <= {role.segments for role in roles}
 
-    def states(self, gone: Container[int] = ()) -> list[WorkerState]:
-        """Say what each worker is in the plan in force, if that is served without the ``gone``."""
+    def states(self, gone: Container[int] = (), excluded: Container[int] = ()) -> list[WorkerState]:
+        """Say what each worker is in the plan in force, if that is served without the ``gone``.
+
+        The next plan does without these and the ``excluded``.
+        """
         splits, served = self.splits, self.is_served(gone)
         memory = {kind.name: kind.memory_bytes for kind in splits.cluster.types}
         return [
@@ -112,7 +115,7 @@ class SplitServing:
                 memory_bytes=memory[role.device_type],
                 holds=frozenset([role.segments] if role.segments else ()),
                 serves=role.segments if served else None,
-                lost=number in gone,
+                lost=number in gone or number in excluded,
             )
             for number, role in enumerate(splits.roles)
         ]
@@ -133,10 +136,12 @@ class SplitChange:
         model: ModelFacts,
         *,
         gone: Container[int] = (),
+        excluded: Container[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Plan the change to ``plan``, which was made for ``model`` without the workers ``gone``.
+        """Plan the change to ``plan``, made for ``model``, which does without some workers.
 
+        Those that are ``gone`` do not serve any more, the ``excluded`` serve to the switch.
         TransitionError if the workers cannot come there while they serve.
         """
         self._served = served
@@ -146,7 +151,7 @@ class SplitChange:
         self.steps = plan_transition(
             before.plan if self._keeps else None,
             plan,
-            served.states(gone),
+            served.states(gone, excluded),
             weight_bytes=model.weight_bytes,
         )
         self._after = replace(

@@ -65,7 +65,7 @@ def _describe_changes(plan: PlanStatus, ago: Callable[[float], str]) -> str:
     changes = "change of plans" if plan.changes == 1 else "changes of plans"
     text = f"{plan.changes:,} {changes}"
     if plan.changed_s is not None:
-        text += f", the last {ago(plan.changed_s)} ago"
+        text += f", the last {ago(plan.changed_s)} ago ({plan.changed_for})"
     if plan.given_up:
         text += f"; {plan.given_up:,} given up"
     now = "Workers change to another plan now" if plan.changing else "When last looked at"

@@ -44,7 +44,8 @@ class WorkerState:
     serves: Segments | None = None
     """The split of the plan in force that it runs; ``None`` if it is idle."""
     lost: bool = False
-    """Whether it is not there: what it runs waits for it, and the next plan does without it."""
+    """Whether the next plan does without it: it is not there, and what it runs waits for it, or it
+    is too slow."""
 
     def __post_init__(self) -> None:
         if self.serves is not None and self.serves not in self.holds:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.small import compile_small
+from tests.split_serving import BACK, FRONT
 
 from offramp.bundle import Bundle
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
@@ -28,6 +31,7 @@ from offramp.engine.planning.replanning import ReplanGuard, ReplanRules
 from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.remote.launching import LocalLauncher
 from offramp.engine.results import EngineResult
+from offramp.engine.split_change import SplitChange
 
 ROWS = 8
 
@@ -126,6 +130,69 @@ def test_what_fits_nowhere_is_refused(small: tuple[Bundle, Path]) -> None:
     late = replace(cluster, goal=replace(cluster.goal, slo_s=1e-9))
     with pytest.raises(OptionsError, match="latency: no plan is faster than"):
         answers(bundle, requests, kinds=["slow"], cluster=late)
+
+
+def test_plans_change_while_workers_are_killed(
+    small: tuple[Bundle, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker is killed in each change; another one of its split is there."""
+    bundle, inputs = small
+    with np.load(inputs) as archive:
+        requests = np.array_split(archive["x"][:120], 40)
+    expected, _ = answers(bundle, requests)
+    monkeypatch.setattr(PlanLoop, "start", lambda _: None)
+    kinds = ["slow", "fast", "slow", "fast"]
+    options = EngineOptions(
+        streams=len(kinds),
+        threads=1,
+        plan_on=cluster_for(bundle, share=1.3),
+        keep_state=False,
+        defaults=ModelOptions(max_batch_size=ROWS),
+    )
+    launchers = [LocalLauncher(device_type=kind) for kind in kinds]
+    backend = RemoteBackend(OnnxRuntimeBackend(threads=1), launchers=launchers, threads=1)
+
+    async def serve() -> None:
+        async with await Engine.open({"small": bundle.path}, options, backend=backend) as engine:
+            loop = engine._plans
+            assert loop is not None
+            served = loop._served
+
+            async def ask() -> None:
+                asked = [engine.infer("small", {"x": rows}) for rows in requests]
+                for one, other in zip(await asyncio.gather(*asked), expected, strict=True):
+                    np.testing.assert_array_equal(one.exits, other.exits)
+
+            changed = 0
+            for number, plan in enumerate((FRONT, BACK, FRONT, BACK)):
+                while backend.in_service < len(kinds):
+                    await ask()
+                change = SplitChange(served, plan, served.splits.model)
+                asking = asyncio.create_task(ask())
+                going = asyncio.create_task(asyncio.to_thread(change.advance))
+                os.kill(backend.pids[number], signal.SIGKILL)
+                while not await going:
+                    await ask()
+                    going = asyncio.create_task(asyncio.to_thread(change.advance))
+                await asking
+                changed += change.switched
+                assert change.switched == (change.failure is None)
+                assert served.splits.plan == plan or not change.switched
+            assert changed > 0
+            while backend.in_service < len(kinds):
+                await ask()
+            await ask()
+            assert engine.statistics()["small"].failed == {}
+            stages = engine._executor.deployment("small").plan.stages
+            for number, seat in enumerate(backend._seats):
+                held = [spec for spec in stages if served.splits.holds(number, spec)]
+                assert seat.worker is not None
+                assert len(seat.worker.stages) == len(held) > 0
+
+    try:
+        asyncio.run(serve())
+    finally:
+        backend.close()
 
 
 def test_a_plan_follows_the_shares_while_requests_run(

@@ -15,6 +15,7 @@ from tests.split_serving import Serving, Small, in_process, serve
 from offramp.engine.plan_loop import GONE_AFTER_S, PlanLoop
 from offramp.engine.plan_status import PlanStatus
 from offramp.engine.planning.replanning import ReplanGuard, ReplanRules
+from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
 
 RULES = ReplanRules(window_s=120.0, pause_s=1200.0, least_rows=100)
 SPEEDS = {"slow": 1.0, "fast": 1.0}
@@ -119,6 +120,7 @@ def test_the_plan_follows_what_is_observed(
         await planning.window(*most_leave)
         assert planning.splits == [(0, 0, 2), (1, 4, 2)], "once the pause is over"
         assert planning.status.changes == 2
+        assert planning.status.changed_for.startswith("better by")
 
     assert plan(small, body).trespasses == []
 
@@ -172,13 +174,35 @@ def test_a_worker_that_is_gone_for_long_is_planned_without(small: Small) -> None
     plan(small, body, share=1.3)
 
 
+def test_a_straggler_is_left_out_and_serves_to_the_switch(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(planning: Planning) -> None:
+        roles = planning.serving.segments()
+        slow = next(n for n, role in enumerate(roles) if role and roles.count(role) > 1)
+
+        def excluded(_monitor: StragglerMonitor, stream: int) -> Standing:
+            return Standing.EXCLUDED if stream == slow else Standing.USUAL
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StragglerMonitor, "standing", excluded)
+            assert sum(split.excluded for split in planning.status.splits) == 1
+            await planning.look()
+            assert planning.status.changes == 1
+            assert planning.status.changed_for == "devices of the plan in force are gone"
+            assert planning.serving.segments()[slow] is None
+            await planning.serving.load.more()
+        assert planning.status.spare >= 1
+
+    plan(small, body, share=1.3)
+
+
 def test_a_change_that_fails_is_told_in_a_line(
     small: Small, leaving: tuple[list[int], list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(planning: Planning) -> None:
         await planning.look()
         before = planning.splits
-        prepared = planning.serving.served.deployments
         planning.serving.backend.hold_fails = "out of memory"
         planning.serving.engine._profiles.end_window()
         await planning.send(*leaving[1])
@@ -186,7 +210,11 @@ def test_a_change_that_fails_is_told_in_a_line(
         assert planning.status.given_up == 1
         assert planning.splits == before
         assert planning.status.reason == "the change was given up: out of memory"
-        assert prepared.splits is planning.serving.served.splits
+        planning.now_s += RULES.pause_s
+        planning.serving.backend.hold_fails = "out of memory"
+        await planning.window(*leaving[1])
+        assert planning.status.given_up == 2
+        assert planning.splits == before
 
     with caplog.at_level(logging.WARNING):
         plan(small, body)

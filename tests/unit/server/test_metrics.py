@@ -91,8 +91,9 @@ PLAN = PlanStatus(
     changes=4,
     given_up=1,
     changing=False,
-    reason="better by 12.0%",
+    reason="a change would gain 1.0%, less than 10%",
     changed_s=125.0,
+    changed_for="better by 12.0%",
 )
 
 

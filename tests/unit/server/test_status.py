@@ -119,10 +119,19 @@ def test_the_plan_of_a_split_model_is_shown() -> None:
         "In batches of 8. Predicted under the forecast, without queues: 1,234.5 rows/s, 12.50 ms",
         "at worst; 1 spare, which help where they can.",
         "exit 0 25.0 % 50.0 % exit 2 – 30.0 %",
-        "4 changes of plans, the last 2 min 5 s ago; 1 given up. When last looked at: better by",
+        "4 changes of plans, the last 2 min 5 s ago (better by 12.0%); 1 given up. When last",
+        "When last looked at: a change would gain 1.0%, less than 10%.",
     ):
         assert words in text
-    plan = dataclasses.replace(PLAN, changing=True, changes=0, changed_s=None, spare=0, given_up=0)
+    plan = dataclasses.replace(
+        PLAN,
+        reason="better by 12.0%",
+        changing=True,
+        changes=0,
+        changed_s=None,
+        spare=0,
+        given_up=0,
+    )
     text = text_of(Engine(now=dataclasses.replace(STATISTICS, plan=plan)))
     assert "12.50 ms at worst." in text
     assert "0 changes of plans. Workers change to another plan now: better by 12.0%." in text
