@@ -1,12 +1,15 @@
 """Ten thousand requests while a random worker is killed every second: is any answer lost or wrong?
 
     python -m benchmarks.worker_kills BUNDLE --data TEST.npz [--workers 2] [--splits 1]
-        [--requests 10000] [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--json FILE]
+        [--requests 10000] [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--ray]
+        [--json FILE]
 
 One engine runs the bundle's stages in this process, another in worker processes, of which one at a
 time gets SIGKILL. Requests are of one sample each, so many under way at once; what the second says
 is compared with the first, bit by bit. With ``--splits`` workers have room for so small a part of
-the weights that the model is planned in about that many splits, and each holds its own only.
+the weights that the model is planned in about that many splits, and each holds its own only. With
+``--ray`` workers are actors, of one CPU each, of the Ray cluster of this host (or of RAY_ADDRESS),
+which has no other hosts.
 
 With batches of more than one sample sums are rounded in another order, by who happens to share one,
 and so they are where a split ends without an exit: then exits and answers are compared up to 1e-5
@@ -34,14 +37,17 @@ from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.cluster_serving import ServedCluster
 from offramp.engine.core import Engine
+from offramp.engine.environment import package_version
 from offramp.engine.errors import EngineError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster import Cluster, DeviceType
 from offramp.engine.planning.cluster_times import times_of
 from offramp.engine.planning.facts import WITHOUT_SIZES, PartSizes
 from offramp.engine.planning.goal import PlanningGoal
+from offramp.engine.planning.ray_entry import ONE_CPU
+from offramp.engine.ray.launcher import RayLauncher, actor_needs, reserve
 from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher, worker_command
+from offramp.engine.remote.launching import LocalLauncher, WorkerLauncher, worker_command
 from offramp.engine.results import EngineResult
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
@@ -54,6 +60,7 @@ def main() -> None:
     parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--splits", type=int, default=1, help="that the workers share")
+    parser.add_argument("--ray", action="store_true", help="workers are actors of Ray")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--under-way", type=int, default=32, metavar="N", help="at the same time")
     parser.add_argument("--every-s", type=float, default=1.0, help="seconds from kill to kill")
@@ -64,7 +71,8 @@ def main() -> None:
     found = asyncio.run(measured(options))
     for name, value in found.items():
         print(f"{name}: {value:,.5g}" if isinstance(value, float) else f"{name}: {value}")
-    environment = describe_environment(seed=options.seed, threads=1)
+    versions = {"ray": package_version("ray")} if options.ray else {}
+    environment = describe_environment(seed=options.seed, threads=1, **versions)
     write_json(options.json, {**found, "environment": environment})
     if found["failed"] or found["different"] or found["counted"] != options.requests:
         raise SystemExit("NOT EVERY REQUEST HAS ITS ANSWER, ONCE AND RIGHT")
@@ -96,6 +104,7 @@ async def measured(options: Namespace) -> dict[str, Any]:
     return {
         "requests": options.requests,
         "workers": options.workers,
+        "started_by": "Ray" if options.ray else "the router",
         "splits": options.splits,
         "stages": len(stages),
         "stages_held_by_each": held,
@@ -115,7 +124,13 @@ def workers_for(
     options: Namespace, bundle: Bundle, each: ModelOptions
 ) -> tuple[RemoteBackend, EngineOptions]:
     """Make workers that hold the whole model, or one split of it each."""
+    launchers: Sequence[WorkerLauncher]
     launchers = [LocalLauncher(worker_command(), device_type="cpu")] * options.workers
+    if options.ray:
+        needs = actor_needs([bundle.path])
+        actors = [RayLauncher(ONE_CPU, needs, device_type="cpu") for _ in range(options.workers)]
+        reserve(actors, least=options.workers)
+        launchers = actors
     backend = RemoteBackend(OnnxRuntimeBackend(threads=1), launchers=launchers, threads=1)
     cluster = None
     if options.splits > 1:

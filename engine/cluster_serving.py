@@ -59,13 +59,14 @@ def plan_splits(
     if PartSizes.kept_by(bundle.manifest.segments) is None:
         _log.warning("%s: %s", name, WITHOUT_SIZES)
     cluster = served.with_workers(device_types)
+    goal = replace(served.goal, wrapper=False)
     try:
-        plan = make_cluster_plan(model, cluster, replace(served.goal, wrapper=False)).plan
+        plan = make_cluster_plan(model, cluster, goal).plan
     except PlanError as error:
         raise OptionsError(f"{name}: {error}") from error
     _log.info("%s: %s", name, describe_plan(plan))
     roles = roles_for(plan, device_types)
-    return ServedSplits(plan=plan, model=model, cluster=cluster, roles=roles)
+    return ServedSplits(plan=plan, model=model, cluster=cluster, goal=goal, roles=roles)
 
 
 def describe_plan(plan: ClusterPlan) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from offramp.bundle import Bundle, Profile
 from offramp.engine.cluster_serving import ServedCluster
+from offramp.engine.errors import BackendError
 from offramp.engine.planning.cluster_file import (
     MOST_FILE_BYTES,
     ClusterFile,
@@ -17,12 +19,18 @@ from offramp.engine.planning.cluster_file import (
     parse_cluster,
 )
 from offramp.engine.planning.cluster_times import make_cluster
+from offramp.engine.planning.ray_entry import ONE_CPU, RayEntry
 from offramp.engine.planning_files import read_limited, read_profiles
+from offramp.engine.ray.connection import connect, free_cpus
+from offramp.engine.ray.launcher import RayLauncher, actor_needs, reserve
 from offramp.engine.remote.handshake import HandshakeError, read_token
 from offramp.engine.remote.launching import LocalLauncher, WorkerLauncher
 from offramp.engine.remote.process import WorkerCommand
 from offramp.engine.remote.tcp import HostPort, NetworkError, TlsTrust, parse_address, tls_reason
 from offramp.engine.remote.tcp_launcher import TcpLauncher
+
+RAY: Final = Path("ray")
+"""What stands for a cluster file where Ray alone says what there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +40,9 @@ class WorkerPlace:
     device_type: str
     """The name of its type among the cluster's ``[devices]``."""
     address: HostPort | None
-    """Where it listens; ``None`` for a process that the router starts on its own host."""
+    """Where it listens; ``None`` for one that is started for the router."""
+    resources: Mapping[str, float] | None = None
+    """What Ray sets aside for it; ``None`` for a process on the router's own host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,34 +50,59 @@ class ClusterWorkers:
     """All workers of a cluster."""
 
     places: tuple[WorkerPlace, ...]
-    file: ClusterFile
-    """Devices, links and goal, which plans are made on."""
+    file: ClusterFile | None
+    """Devices, links and goal, which plans are made on; without, no model is split."""
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     """Those that the file names."""
     token: bytes = field(repr=False, default=b"")
     """The secret that workers on other hosts have too."""
     tls: TlsTrust | None = None
     """``None`` reaches those in the clear."""
+    ray: RayEntry = field(default_factory=RayEntry)
+    """The cluster of the workers that Ray starts."""
 
     @property
     def local(self) -> int:
-        """How many of them run on the router's host."""
-        return sum(place.address is None for place in self.places)
+        """How many of them are processes on the router's host."""
+        return sum(place.address is None and place.resources is None for place in self.places)
 
-    def launchers(self, command: WorkerCommand) -> list[WorkerLauncher]:
-        """Give what starts each of them; ``command`` starts those on this host. NetworkError."""
+    def launchers(
+        self, command: WorkerCommand, bundles: Sequence[Path] = ()
+    ) -> list[WorkerLauncher]:
+        """Give what starts each of them; ``command`` starts those on this host.
+
+        Those of Ray, which serve ``bundles``, have asked for their places then, and the least
+        number that is asked for has them. NetworkError, BackendError.
+        """
+        needs = actor_needs(bundles)
+        actors = [
+            RayLauncher(
+                place.resources, needs, device_type=place.device_type, address=self.ray.address
+            )
+            for place in self.places
+            if place.resources is not None
+        ]
+        if actors:
+            others = len(self.places) - len(actors)
+            least = len(self.places) if self.ray.least is None else self.ray.least
+            reserve(actors, max(0, least - others))
+        started = iter(actors)
         return [
-            LocalLauncher(command, device_type=place.device_type)
+            next(started)
+            if place.resources is not None
+            else LocalLauncher(command, device_type=place.device_type)
             if place.address is None
             else TcpLauncher(place.address, self.token, self.tls, place.device_type)
             for place in self.places
         ]
 
-    def planned_for(self, bundle: Bundle, max_batch_size: int) -> ServedCluster:
+    def planned_for(self, bundle: Bundle, max_batch_size: int) -> ServedCluster | None:
         """Give what a bundle's plans are made on; ClusterFileError if a profile is of another.
 
         A device that a profile was measured on is timed by that, others by the bundle's own.
         """
+        if self.file is None:
+            return None
         own = bundle.profile()
         cluster = make_cluster(self.file, own, self.profiles, max_batch_size)
         sizes = [size for size in own.batch_sizes if size <= max_batch_size]
@@ -82,19 +117,27 @@ def read_cluster_workers(path: Path) -> ClusterWorkers:
     """
     cluster = parse_cluster(read_limited(path, MOST_FILE_BYTES), str(path))
     profiles = read_profiles(cluster, path.parent)
-    if not cluster.workers:
+    ray = cluster.router.ray
+    entries = cluster.workers or _all_devices(cluster) if ray is not None else cluster.workers
+    if not entries:
         raise ClusterFileError(
             f"{path} [[workers]]: there is none, expected one at least to serve on, for instance "
             f'device = "{cluster.devices[0].name}" and address = "10.0.0.2:7070"'
         )
     places = tuple(
         place
-        for number, entry in enumerate(cluster.workers, 1)
-        for place in _places(entry, f"{path} [[workers]] {number}")
+        for number, entry in enumerate(entries, 1)
+        for place in _places(entry, cluster, f"{path} [[workers]] {number}")
     )
+    if ray is not None and (ray.least or 0) > len(places):
+        raise ClusterFileError(
+            f"{path} [router] least = {ray.least}, and there are {len(places)} workers at most; "
+            "lower it, or add workers"
+        )
+    ray = ray or RayEntry()
     addresses = [place.address for place in places if place.address is not None]
     if not addresses:
-        return ClusterWorkers(places=places, file=cluster, profiles=profiles)
+        return ClusterWorkers(places=places, file=cluster, profiles=profiles, ray=ray)
     where = f"{path} [router]"
     tls = _trust(cluster.router, path.parent, where)
     for address in addresses:
@@ -105,15 +148,52 @@ def read_cluster_workers(path: Path) -> ClusterWorkers:
                 "is trusted"
             )
     token = _token(cluster.router, path.parent, where)
-    return ClusterWorkers(places=places, file=cluster, profiles=profiles, token=token, tls=tls)
+    return ClusterWorkers(
+        places=places, file=cluster, profiles=profiles, token=token, tls=tls, ray=ray
+    )
 
 
-def _places(entry: WorkersEntry, where: str) -> list[WorkerPlace]:
+def ray_workers(address: str | None = None, count: int | None = None) -> ClusterWorkers:
+    """Give workers that Ray starts where it likes, each with a CPU, and each with all stages.
+
+    Args:
+        address: HOST:PORT of the cluster's head; ``None`` is the cluster that this host is of.
+        count: How many at most, one at least; ``None`` is one for each CPU that is free now.
+
+    Raises:
+        BackendError: No cluster is there, or it has no CPU free.
+    """
+    if not count:
+        count = free_cpus(connect(address))
+    if not count:
+        raise BackendError(
+            "the Ray cluster has no CPU free; end what holds them (ray status), add nodes, or say "
+            "how many workers there are to be (--workers N), which then wait for room"
+        )
+    place = WorkerPlace(device_type="cpu", address=None, resources=ONE_CPU)
+    ray = RayEntry(address=address, least=1)
+    return ClusterWorkers(places=(place,) * count, file=None, ray=ray)
+
+
+def _all_devices(cluster: ClusterFile) -> tuple[WorkersEntry, ...]:
+    """Give a worker of each device that there is."""
+    return tuple(
+        WorkersEntry(device=device.name, address=None, count=device.count)
+        for device in cluster.devices
+    )
+
+
+def _places(entry: WorkersEntry, cluster: ClusterFile, where: str) -> list[WorkerPlace]:
     try:
         address = None if entry.address is None else parse_address(entry.address)
     except NetworkError as error:
         raise ClusterFileError(f"{where} address: {error}") from error
-    return [WorkerPlace(device_type=entry.device, address=address)] * entry.count
+    resources = None
+    if address is None and cluster.router.ray is not None:
+        said = next(device.resources for device in cluster.devices if device.name == entry.device)
+        resources = ONE_CPU if said is None else said
+    place = WorkerPlace(device_type=entry.device, address=address, resources=resources)
+    return [place] * entry.count
 
 
 def _token(router: RouterEntry, folder: Path, where: str) -> bytes:

@@ -25,6 +25,8 @@ from offramp.engine.executor import Executor
 from offramp.engine.job_runner import JobError, JobRunner
 from offramp.engine.options import ModelOptions
 from offramp.engine.served_model import ModelControl, ServedModel
+from offramp.engine.served_splits import ServedSplits
+from offramp.engine.swapping import put_in_force
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,8 @@ class _State:
     options: ModelOptions
     control: ModelControl
     job: tuple[Job, Future[Any]] | None = None
-    building: tuple[tuple[int, ...], Future[None]] | None = None
+    building: tuple[tuple[int, ...], ServedSplits | None, Future[None]] | None = None
+    """Exits whose stages are prepared, for these splits."""
     refused: set[tuple[int, ...]] = field(default_factory=set)
     """Sets of exits that could not be put in use."""
     renewing: tuple[frozenset[str], Future[None]] | None = None
@@ -186,49 +189,46 @@ class ControlLoop:
 
     def _put_in_force(self, state: _State) -> None:
         """Have batches start under the controller's policy, as soon as its stages are there."""
-        deployments, current = state.control.deployments, self._executor.deployment(state.name)
+        deployments = state.control.deployments
         wanted = state.control.controller.policy
-        if wanted == current.policy:
-            return
         exits = tuple(active.exit for active in wanted.active)
-        if deployments.prepared(exits):
-            self._hot_swap(state, wanted)
-            return
-        self._build(state, exits)
-        meanwhile = with_exits(wanted, current.plan.exits)
-        if meanwhile is not None and meanwhile != current.policy:
-            self._hot_swap(state, meanwhile)
+        with deployments.swapping:  # splits change meanwhile, and with them what is prepared
+            current = self._executor.deployment(state.name)
+            if wanted == current.policy:
+                return
+            if deployments.prepared(exits):
+                self._hot_swap(state, wanted)
+                return
+            self._build(state, exits)
+            meanwhile = with_exits(wanted, current.plan.exits)
+            if meanwhile is not None and meanwhile != current.policy:
+                self._hot_swap(state, meanwhile)
 
     def _build(self, state: _State, exits: tuple[int, ...]) -> None:
         """Have the stages for some exits prepared, one set at a time."""
+        splits = state.control.deployments.splits
         if state.building is not None:
-            built, future = state.building
+            built, for_splits, future = state.building
             if not future.done():
                 return
             state.building = None
             error = future.exception()
-            if error is not None:
+            if error is not None and for_splits is splits:  # else they are tried for the new ones
                 state.refused.add(built)
                 _log.error("%s: exits %s cannot be put in use: %s", state.name, built, error)
         if exits not in state.refused:
             prepare: Callable[[tuple[int, ...]], None] = state.control.deployments.prepare
-            state.building = (exits, self._builder.submit(prepare, exits))
+            state.building = (exits, splits, self._builder.submit(prepare, exits))
 
     def _hot_swap(self, state: _State, policy: ExitPolicy) -> None:
-        before = self._executor.deployment(state.name)
-        deployment = state.control.deployments.make(policy, before)
-        options, streams = state.options, self._executor.health.streams
+        deployments, scheduling = state.control.deployments, state.options.scheduling
         try:
-            chosen = deployment.scheduled_by(
-                options.scheduling, streams, self._executor.placed(state.name)
-            )
+            put_in_force(self._executor, state.name, deployments, policy, scheduling)
         except ValueError as error:
             exits = tuple(active.exit for active in policy.active)
             if exits not in state.refused:
                 state.refused.add(exits)
                 _log.error("%s: exits %s do not suit scheduling: %s", state.name, exits, error)
-            return
-        self._executor.hot_swap(state.name, deployment, chosen)
 
     def _upgrade(self, state: _State) -> None:
         """Take engines into use that were built since for stages which run as chains."""

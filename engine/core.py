@@ -26,13 +26,16 @@ from offramp.engine.errors import (
 from offramp.engine.executor import Executor
 from offramp.engine.opening import open_models
 from offramp.engine.options import EngineOptions
+from offramp.engine.plan_loop import PlanLoop
 from offramp.engine.planning.batch_profile import WINDOW_S
+from offramp.engine.planning.replanning import PAUSE_WINDOWS, ReplanRules
 from offramp.engine.profile_loop import ProfileLoop
 from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.request_table import Request
 from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel
+from offramp.engine.split_change import SplitServing
 from offramp.engine.statistics import ModelStatistics
 from offramp.engine.validation import check_request
 from offramp.engine.whole_promise import whole_policy
@@ -83,9 +86,12 @@ class Engine:
         )
         self._control = ControlLoop(self._executor, models, upgrades=EngineUpgrades(build_budget))
         self._profiles = ProfileLoop(self._executor, models, window_s=profile_window_s)
+        self._plans = self._plan_loop(profile_window_s)
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
         self._profiles.start()
+        if self._plans is not None:
+            self._plans.start()
 
     @classmethod
     async def open(
@@ -291,6 +297,8 @@ class Engine:
         """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
         try:
+            if self._plans is not None:
+                await asyncio.to_thread(self._plans.stop)
             await asyncio.to_thread(self._profiles.stop)
             await asyncio.to_thread(self._control.stop)
         finally:
@@ -311,6 +319,7 @@ class Engine:
             policy_version=self._executor.deployment(name).policy.version,
             control=None if served.control is None else self._control.status(name),
             batch_profile=self._profiles.status(name),
+            plan=self._plans.status() if self._plans is not None else None,
             scheduling=str(served.options.scheduling),
             streams=health.streams,
             streams_in_service=health.in_service,
@@ -322,6 +331,23 @@ class Engine:
             uptime_s=time.monotonic() - served.loaded_s,
             **counts,
         )
+
+    def _plan_loop(self, window_s: float) -> PlanLoop | None:
+        """Make what plans anew, if there is a model that is split among workers: the only one."""
+        workers = self._backend
+        for name, model in self._models.items():
+            deployments = model.split_by
+            if deployments is not None and isinstance(workers, RemoteBackend):
+                served = SplitServing(
+                    name=name,
+                    executor=self._executor,
+                    deployments=deployments,
+                    workers=workers,
+                    scheduling=model.options.scheduling,
+                )
+                rules = ReplanRules(window_s=window_s, pause_s=PAUSE_WINDOWS * window_s)
+                return PlanLoop(served, self._profiles, rules=rules)
+        return None
 
     def _served(self, name: str) -> ServedModel:
         try:

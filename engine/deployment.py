@@ -96,10 +96,13 @@ class Deployment:
 
 
 class DeploymentMaker:
-    """Makes the deployments of a bundle, one after another; used by one thread at a time.
+    """Makes the deployments of a bundle, one after another.
 
     ``profile`` says what the model's parts take on the backend, with packed weights. ``splits`` is
     the plan that the model is split by among devices, if it is; variants then do not serve.
+
+    Stages are prepared by any thread. To make a deployment, and to put it in force, is for whoever
+    has :attr:`swapping`.
     """
 
     def __init__(
@@ -113,8 +116,11 @@ class DeploymentMaker:
         splits: ServedSplits | None = None,
     ) -> None:
         self.splits = splits
-        """What the next deployment is placed by; changed between two calls of :meth:`make`."""
-        self._bundle = bundle
+        """What deployments are placed by; changed by whoever has :attr:`swapping`."""
+        self.swapping = threading.RLock()
+        """Held from looking at what is in force until another deployment is: those who change
+        thresholds and those who change splits must each build on what the other did."""
+        self.bundle = bundle
         self._backend = backend
         self._mode = mode
         self._options = options
@@ -132,19 +138,25 @@ class DeploymentMaker:
             for shown in served
         ]
         self._stages: OrderedDict[_Unit, Stage] = OrderedDict()
+        self._stages_lock = threading.Lock()
+        """Held while they are looked up or changed, not while one is prepared."""
+        self._pending: set[_Unit] = set()
+        """Those that are being prepared."""
         self._number = 0
         self._cancelled = threading.Event()
 
-    def prepared(self, exits: Sequence[int]) -> bool:
-        """Whether all stages for these exits in use are there."""
-        return all(_unit_of(spec) in self._stages for spec in self._in_shadow_mode(exits).stages)
+    def prepared(self, exits: Sequence[int], splits: ServedSplits | None = None) -> bool:
+        """Whether all stages for these exits in use are there; ``splits`` if not those in force."""
+        plan = self._of_exits(exits, splits)
+        return all(_unit_of(spec) in self._stages for spec in plan.stages)
 
-    def prepare(self, exits: Sequence[int]) -> None:
+    def prepare(self, exits: Sequence[int], splits: ServedSplits | None = None) -> None:
         """Assemble, load and warm up the stages for these exits; takes seconds.
 
-        May be called by another thread than the rest. BackendError if a stage cannot be loaded.
+        ``splits`` are those that they are for, if not the ones in force. BackendError if a stage
+        cannot be loaded.
         """
-        plan = self._in_shadow_mode(exits)
+        plan = self._of_exits(exits, splits)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         self._evict(plan)
         self._warm_up(pipeline)  # variants are there since the start, and stay
@@ -152,8 +164,8 @@ class DeploymentMaker:
     def renew(self, exits: Sequence[int]) -> None:
         """Load and warm up anew the stages of which engines were missing; takes seconds.
 
-        The next deployment has them; those in force keep what they run. May be called by another
-        thread than the rest. BackendError if one cannot be loaded: all stay as they are.
+        The next deployment has them; those in force keep what they run. BackendError if one cannot
+        be loaded: all stay as they are.
         """
         renewed: dict[_Unit, Stage] = {}
 
@@ -163,9 +175,10 @@ class DeploymentMaker:
                 return stage
             return renewed.setdefault(_unit_of(spec), self._prepare(spec))
 
-        pipeline = Pipeline(self._backend, self._in_shadow_mode(exits), prepare=prepare)
+        pipeline = Pipeline(self._backend, self._of_exits(exits), prepare=prepare)
         self._warm_up(pipeline)
-        self._stages.update(renewed)
+        with self._stages_lock:
+            self._stages.update(renewed)
 
     def _warm_up(self, pipeline: Pipeline) -> None:
         slot = self._backend.open_slot()
@@ -176,7 +189,7 @@ class DeploymentMaker:
                 if self._cancelled.is_set():
                     return
                 started_s = time.monotonic()
-                pipeline.warm_up(slot, zeros(self._bundle.manifest, size))
+                pipeline.warm_up(slot, zeros(self.bundle.manifest, size))
                 # Batches of requests run beside this: leave them half of the time.
                 time.sleep(time.monotonic() - started_s)
         finally:
@@ -223,31 +236,61 @@ class DeploymentMaker:
             placement=splits.placement(plan, most, STAGE_OVERHEAD_S) if splits else None,
         )
 
-    def _plan(self, policy: ExitPolicy) -> Plan:
-        borders = self.splits.borders if self.splits else ()
-        return make_plan(self._bundle, policy, self._mode, borders=borders)
+    def units(
+        self, exits: Sequence[int], splits: ServedSplits
+    ) -> frozenset[tuple[int, int, int | None]]:
+        """Give the :attr:`StageSpec.unit` of each stage for these exits, split like this."""
+        return frozenset(spec.unit for spec in self._of_exits(exits, splits).stages)
 
-    def _in_shadow_mode(self, exits: Sequence[int]) -> Plan:
-        """The plan of some exits that are run, and answer nothing."""
-        active = tuple(ActiveExit(exit=index, threshold=NEVER) for index in exits)
-        return self._plan(ExitPolicy(version=0, active=active))
+    def wants(self, spec: StageSpec) -> bool:
+        """Whether a stage is prepared, or about to be: others live only where they still run."""
+        return _unit_of(spec) in self._stages or _unit_of(spec) in self._pending
+
+    def keep_only(self, plan: Plan) -> None:
+        """Forget the stages that a plan of the full model does not have: devices may need room."""
+        kept = {_unit_of(spec) for spec in plan.stages}
+        with self._stages_lock:
+            for unit in [unit for unit in self._stages if unit[0] == 0 and unit not in kept]:
+                del self._stages[unit]
+
+    def _plan(self, policy: ExitPolicy, splits: ServedSplits | None = None) -> Plan:
+        splits = splits or self.splits
+        borders = splits.borders if splits else ()
+        return make_plan(self.bundle, policy, self._mode, borders=borders)
+
+    def _of_exits(self, exits: Sequence[int], splits: ServedSplits | None = None) -> Plan:
+        """Give the plan of some exits that are run, and answer nothing where answers are observed.
+
+        Elsewhere exits that answer nothing would not run: there, they answer everything.
+        """
+        threshold = NEVER if self._mode.observed else 0.0
+        active = tuple(ActiveExit(exit=index, threshold=threshold) for index in exits)
+        return self._plan(ExitPolicy(version=0, active=active), splits)
 
     def _stage(self, spec: StageSpec) -> Stage:
         """Prepare a stage, unless it is there: its graph does not depend on thresholds."""
         key = _unit_of(spec)
-        if key not in self._stages:
-            self._stages[key] = self._prepare(spec)
-        self._stages.move_to_end(key)
-        return self._stages[key]
+        with self._stages_lock:
+            if key in self._stages:
+                self._stages.move_to_end(key)
+                return self._stages[key]
+            self._pending.add(key)
+        try:
+            prepared = self._prepare(spec)
+            with self._stages_lock:
+                return self._stages.setdefault(key, prepared)
+        finally:
+            self._pending.discard(key)
 
     def _prepare(self, spec: StageSpec) -> Stage:
         return self._backend.prepare(self._sharing.of(spec))
 
     def _evict(self, plan: Plan) -> None:
         """Forget what was not used for longest; the deployments that run it keep it alive."""
-        theirs = [unit for unit in self._stages if unit[0] == 0]
-        for unit in theirs[: max(len(theirs) - _KEPT_STAGES - len(plan.stages), 0)]:
-            del self._stages[unit]
+        with self._stages_lock:
+            theirs = [unit for unit in self._stages if unit[0] == 0]
+            for unit in theirs[: max(len(theirs) - _KEPT_STAGES - len(plan.stages), 0)]:
+                del self._stages[unit]
 
 
 def _unit_of(spec: StageSpec) -> _Unit:

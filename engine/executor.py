@@ -185,6 +185,7 @@ class Executor:
         """
         with self._lock:
             self._models[model].hot_swap(deployment, chosen)
+            self._take_requests()  # streams that were given up on may not be needed any more
             self._changed.notify_all()
 
     def placed(self, model: str) -> PlacedPlan | None:
@@ -211,6 +212,11 @@ class Executor:
         """Whether requests are taken, and streams are there to run every stage of them."""
         served = (any(map(self.health.serves, streams)) for streams in self._needed())
         return self._refusal is None and all(served)
+
+    def _take_requests(self) -> None:
+        """Refuse no requests any more if there are streams to run them; the lock is held."""
+        if not self._stopped and not any(map(self.health.given_up, self._needed())):
+            self._refusal = None
 
     def _needed(self) -> Iterator[Sequence[int]]:
         """Give groups of streams, of each of which one must be there to serve every stage."""
@@ -278,8 +284,7 @@ class Executor:
             with self._lock:
                 self.health.started(stream, anew=suspected)
                 self._scheduler.resume(stream)
-                if not self._stopped and not any(map(self.health.given_up, self._needed())):
-                    self._refusal = None
+                self._take_requests()
             while self._serve(stream, slot):
                 if self._backend.on_cpu or not self._is_well(stream, slot):
                     return True

@@ -95,7 +95,7 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
     command, cluster = worker_command(), options.cluster
     launchers: Sequence[WorkerLauncher] = [LocalLauncher(command)] * options.workers
     if cluster is not None:
-        launchers = cluster.launchers(command)
+        launchers = cluster.launchers(command, tuple(models.values()))
     return RemoteBackend(
         backend,
         launchers=launchers,

@@ -18,9 +18,11 @@ from typing import Final
 from offramp.engine.executor import Executor
 from offramp.engine.planning.batch_profile import (
     WINDOW_S,
+    BatchProfile,
     BatchProfileRecorder,
     Departures,
     ProfileStatus,
+    ProfileWindow,
 )
 from offramp.engine.planning.forecasting import ShareForecast, forecast_next
 from offramp.engine.profile_file import ProfileFile
@@ -38,6 +40,8 @@ class _Recorded:
     name: str
     bundle: str
     """Hash of the bundle's manifest."""
+    exits: int
+    """Of the bundle."""
     file: ProfileFile | None
     recorder: BatchProfileRecorder
     seen: dict[tuple[int, ...], Departures] = field(default_factory=dict)
@@ -73,6 +77,8 @@ class ProfileLoop:
         self._recorded = {
             name: _make(name, model, window_s) for name, model in models.items() if model.exits
         }
+        self._lock = threading.Lock()
+        """Held while a window ends, and while what was recorded is read."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="batch-profile", daemon=True)
 
@@ -99,6 +105,18 @@ class ProfileLoop:
         recorded = self._recorded.get(model)
         return None if recorded is None else recorded.status
 
+    def recorded(self, model: str) -> tuple[BatchProfile, ProfileWindow | None] | None:
+        """Give the windows that are over, and what was counted in the one that is not.
+
+        ``None`` of a model without exits to run, and of the window if nothing was decided in it.
+        """
+        if (recorded := self._recorded.get(model)) is None:
+            return None
+        with self._lock:
+            running = BatchProfileRecorder(recorded.exits, window_s=self._window_s)
+            running.add(self._epoch_s + self._begin_s, self._counted(recorded)[0])
+            return recorded.recorder.profile(), next(iter(running.profile().windows), None)
+
     def end_window(self) -> None:
         """End the window of every model; what the thread does when its time is over."""
         begun_s, now_s = self._begin_s, self._clock()
@@ -106,7 +124,8 @@ class ProfileLoop:
         self._begin_s = due_s if now_s < due_s + self._window_s else now_s
         for recorded in self._recorded.values():
             try:
-                self._end(recorded, self._epoch_s + begun_s)
+                with self._lock:
+                    self._end(recorded, self._epoch_s + begun_s)
             except Exception:  # serving goes on, and so do the other models
                 _log.exception("%s: a window of the batch profile is lost", recorded.name)
 
@@ -114,10 +133,17 @@ class ProfileLoop:
         while not self._stopped.wait(max(self._begin_s + self._window_s - self._clock(), 0.0)):
             self.end_window()
 
+    def _counted(
+        self, recorded: _Recorded
+    ) -> tuple[list[Departures], dict[tuple[int, ...], Departures]]:
+        """Count since the end of the last window, and in all."""
+        before, counted = recorded.seen, self._executor.snapshot(recorded.name).departures
+        since = [now - before[now.exits] if now.exits in before else now for now in counted]
+        return since, {now.exits: now for now in counted}
+
     def _end(self, recorded: _Recorded, start_s: float) -> None:
-        recorder, counted = recorded.recorder, self._executor.snapshot(recorded.name).departures
-        before, recorded.seen = recorded.seen, {now.exits: now for now in counted}
-        seen = [now - before[now.exits] if now.exits in before else now for now in counted]
+        recorder = recorded.recorder
+        seen, recorded.seen = self._counted(recorded)
         if not recorder.add(start_s, seen):
             return  # nothing was decided: the forecast stands for the next window
         made, profile = recorded.forecast, recorder.profile()
@@ -146,6 +172,7 @@ def _make(name: str, model: ServedModel, window_s: float) -> _Recorded:
     return _Recorded(
         name=name,
         bundle=model.bundle,
+        exits=model.exits,
         file=file,
         recorder=recorder,
         status=ProfileStatus(window_s=window_s, windows=windows),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from offramp.engine.plan import Plan, StageSpec
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan
+from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.planning.placing import StreamRole, borders_of, held_segments, place_plan
 from offramp.engine.scheduling import Placement
 
@@ -20,8 +22,13 @@ class ServedSplits:
     """With the exits' shares that it was planned on."""
     cluster: Cluster
     """All devices that there are; times reach up to the largest batch that is served."""
+    goal: PlanningGoal
+    """What is asked of the plan, and of those that follow it."""
     roles: tuple[StreamRole, ...]
     """[streams]."""
+    held: tuple[frozenset[int], ...] | None = None
+    """[streams] segments whose weights each has, while plans change; ``None`` is what it has room
+    for."""
 
     @property
     def borders(self) -> frozenset[int]:
@@ -45,9 +52,25 @@ class ServedSplits:
             cluster=self.cluster,
             max_batch_size=max_batch_size,
             overhead_s=overhead_s,
+            held=[self.held_by(stream) for stream in range(len(self.roles))],
         )
 
+    def held_by(self, stream: int) -> frozenset[int]:
+        """Give the segments whose weights a stream's device has."""
+        if self.held is not None:
+            return self.held[stream]
+        return held_segments(self.roles[stream], self.model, self.cluster)
+
     def holds(self, stream: int, spec: StageSpec) -> bool:
-        """Whether a stream's device has, or may load, the weights of a stage."""
-        held = held_segments(self.roles[stream], self.model, self.cluster)
-        return held >= {*range(spec.first_segment, spec.last_segment + 1)}
+        """Whether a stream's device has, or may load, a stage: one that ends as the splits do."""
+        inside = self.held_by(stream) >= {*range(spec.first_segment, spec.last_segment + 1)}
+        return inside and ends_with(spec, self.borders)
+
+
+def ends_with(spec: StageSpec, borders: Collection[int]) -> bool:
+    """Whether a stage may be of a plan whose splits end behind these segments.
+
+    Stages of other plans are cut elsewhere, and a device that has them has the weights twice.
+    """
+    torn = any(spec.first_segment <= border < spec.last_segment for border in borders)
+    return not torn and (spec.exit is not None or spec.last_segment in borders)

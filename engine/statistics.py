@@ -15,6 +15,7 @@ from typing import TypeAlias
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.control.controller import ControlStatus
 from offramp.engine.plan import exit_label
+from offramp.engine.plan_status import PlanStatus
 from offramp.engine.planning.batch_profile import Departures, ProfileStatus
 
 HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range(31))
@@ -170,6 +171,8 @@ class ModelStatistics(CountersSnapshot):
     """What the controller knows; ``None`` where nothing is observed (leave mode, off)."""
     batch_profile: ProfileStatus | None = None
     """What exits did in the last window; ``None`` where none runs."""
+    plan: PlanStatus | None = None
+    """The plan by which it is split among workers; ``None`` if it is not."""
 
 
 Place: TypeAlias = tuple[int, int]

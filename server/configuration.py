@@ -31,7 +31,8 @@ from typing import Any, Final, TypeAlias, get_args, get_type_hints
 from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.npz import open_regular
 from offramp.engine.backends.factory import BACKENDS
-from offramp.engine.cluster_workers import read_cluster_workers
+from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
+from offramp.engine.errors import BackendError
 from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.cluster_plan import PlanError
@@ -110,8 +111,11 @@ def _engine_settings(table: _Table, folder: Path) -> dict[str, Any]:
     settings = _settings(EngineOptions, table)
     if "cluster" in settings:
         try:
-            settings["cluster"] = read_cluster_workers(folder / settings["cluster"])
-        except PlanError as error:
+            if settings["cluster"] == RAY:
+                settings["cluster"] = ray_workers(count=settings.pop("workers", None))
+            else:
+                settings["cluster"] = read_cluster_workers(folder / settings["cluster"])
+        except (BackendError, PlanError) as error:
             raise ConfigurationError(f"{table.where} cluster: {error}") from error
     return settings
 

@@ -51,6 +51,17 @@ class EngineCollector(Collector):
         for kind, readings in _STAGE_METRICS:
             yield from _families(kind, readings, stages, labels=("model", "exit"))
         yield from _going_on(models)
+        plans = [(name, model.plan) for name, model in models if model.plan]
+        if plans:
+            yield from _families(CounterMetricFamily, _PLAN_COUNTERS, plans)
+            yield from _families(GaugeMetricFamily, _PLAN_GAUGES, plans)
+            splits = [
+                ((name, f"{s.first_segment}-{s.last_segment}"), s)
+                for name, plan in plans
+                for s in plan.splits
+            ]
+            labels = ("model", "segments")
+            yield from _families(GaugeMetricFamily, _SPLIT_GAUGES, splits, labels=labels)
         variants = [((name, v.name), v) for name, model in models for v in model.variants]
         if variants:
             labels = ("model", "variant")
@@ -148,6 +159,27 @@ _GAUGES: Final[_Readings] = {
     ),
     "offramp_policy_version": ("Version of the exit policy in force.", "policy_version"),
     "offramp_uptime_seconds": ("Time since the model was loaded.", "uptime_s"),
+}
+_PLAN_COUNTERS: Final[_Readings] = {
+    "offramp_plan_changes": ("Changes of the plan that a model is split by.", "changes"),
+    "offramp_plan_changes_given_up": (
+        "Changes of plans that were begun, or were to be, and given up.",
+        "given_up",
+    ),
+}
+_PLAN_GAUGES: Final[_Readings] = {
+    "offramp_plan_predicted_rows_per_second": (
+        "Rate of the plan in force at full load, predicted under the last forecast.",
+        "rate_rps",
+    ),
+}
+_SPLIT_GAUGES: Final[_Readings] = {
+    "offramp_split_workers": ("Workers that run a split of the plan in force.", "workers"),
+    "offramp_split_workers_in_service": ("Those of them that are there.", "in_service"),
+    "offramp_split_workers_slow": (
+        "Those of them that get less work, as others of their type are faster.",
+        "slowed",
+    ),
 }
 _PROMISE: Final[_Readings] = {
     "offramp_promise_max_disagreement_ratio": (

@@ -19,6 +19,7 @@ from offramp.server.agreement_view import (
     percent,
     view_agreement,
 )
+from offramp.server.plan_view import PlanView, view_plan
 from offramp.server.profile_view import ProfileView, view_profile
 from offramp.server.served import ServedEngine
 
@@ -77,6 +78,8 @@ class ModelView:
     variants: tuple[VariantView, ...]
     profile: ProfileView | None
     """``None`` before the first window is over, and where no exit runs."""
+    plan: PlanView | None
+    """``None`` where the model is not split among workers."""
     promise: str | None
     """The agreement promise in words; ``None`` where none is in force, or more is known."""
     agreement: AgreementView | None
@@ -123,6 +126,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         exits=tuple(_view_exits(statistics)),
         variants=tuple(_view_variants(statistics)),
         profile=view_profile(statistics.batch_profile),
+        plan=view_plan(statistics.plan, describe_duration),
         promise=_promise_in_force(model, statistics),
         agreement=view_agreement(statistics, model.policy.promise),
         agrees=None

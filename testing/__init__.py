@@ -1,7 +1,7 @@
 """Fakes of every outside party, for our tests and for those of whoever uses Offramp.
 
 May import: bundle, compiler, engine, engine.backends, engine.control, engine.cuda, engine.kernels,
-engine.remote, server.
+engine.ray, engine.remote, server.
 
 ::
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from offramp.engine.scheduling import (
     make_scheduler,
 )
 from offramp.engine.served_model import ModelControl, ServedModel
+from offramp.engine.served_splits import ServedSplits
 from offramp.engine.state_file import StateFile
 from offramp.testing.backend import SCRIPT, FakeBackend
 
@@ -78,11 +80,13 @@ class FakeDeployments(DeploymentMaker):
         self.there: set[tuple[int, ...]] = {tuple(range(exits))}
         self.gate: Callable[[], None] = lambda: None
         self.made: list[Deployment] = []
+        self.splits = None
+        self.swapping = threading.RLock()
 
-    def prepared(self, exits: Sequence[int]) -> bool:
+    def prepared(self, exits: Sequence[int], splits: ServedSplits | None = None) -> bool:
         return tuple(exits) in self.there
 
-    def prepare(self, exits: Sequence[int]) -> None:
+    def prepare(self, exits: Sequence[int], splits: ServedSplits | None = None) -> None:
         self.gate()
         self.there.add(tuple(exits))
 

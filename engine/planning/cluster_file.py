@@ -7,20 +7,22 @@ between any two splits, ``[[links]]`` those between two types.
 
 Each of ``[[workers]]`` has one type: with an ``address`` it is an ``eeworker`` that listens there,
 without one it is so many processes (``count``) on the router's host. ``[router]`` has what the
-router shows to workers. Sans I/O: files are read by others.
+router shows to workers; Ray may start those without an address (:mod:`.ray_entry`). Sans I/O.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Final
 
 from offramp.engine.planning.cluster_plan import PlanError
 from offramp.engine.planning.goal import SLACK, PlanningGoal
+from offramp.engine.planning.ray_entry import LAUNCH_KEYS, RayEntry, read_launch, read_resources
 from offramp.engine.scheduling import DeviceLink
 
 MOST_FILE_BYTES: Final = 2**20
@@ -29,7 +31,7 @@ _MOST: Final = 1e12
 _MOST_COUNT: Final = 100_000
 _MOST_NAME: Final = 60
 _TOP: Final = ("devices", "link", "links", "workers", "router", "goal")
-_DEVICE: Final = ("count", "cost_per_hour", "speed", "profile", "memory_gib")
+_DEVICE: Final = ("count", "cost_per_hour", "speed", "profile", "memory_gib", "resources")
 _LINK: Final = ("gbit_per_s", "latency_ms")
 _WORKERS: Final = ("device", "address", "count")
 _GOAL: Final = ("slo_ms", "rate", "slack", "cost_factor")
@@ -56,6 +58,8 @@ class DeviceEntry:
     profile: str | None
     """The file of a profile, relative to the cluster file."""
     memory_bytes: float
+    resources: Mapping[str, float] | None = None
+    """What Ray sets aside for a worker of it; ``None`` if that is not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,8 @@ class RouterEntry:
     """The router's own, for workers that ask for one."""
     insecure: bool = False
     """Whether workers on other hosts may be reached in the clear."""
+    ray: RayEntry | None = None
+    """How Ray starts the workers that have no address, if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +168,14 @@ def parse_cluster(content: bytes, where: str = "cluster.toml") -> ClusterFile:
                 "leave one out"
             )
     place = f"{where} [link]"
+    actors = [_shown_name(entry.name) for entry in entries if entry.resources is not None]
+    router = _router(document.get("router", {}), f"{where} [router]", actors)
     return ClusterFile(
         devices=entries,
         link=_link(_table(document.get("link", {}), place), place),
         links=between,
         workers=_all_workers(document.get("workers", []), entries, where),
-        router=_router(document.get("router", {}), f"{where} [router]"),
+        router=router,
         goal=_goal(_table(document.get("goal", {}), f"{where} [goal]"), f"{where} [goal]"),
     )
 
@@ -222,7 +230,15 @@ def _device(name: str, table: object, where: str) -> DeviceEntry:
         speed=None if profile is not None else _number(content, "speed", place, above=0.0),
         profile=profile,
         memory_bytes=memory_gib * 2**30,
+        resources=_of_ray(read_resources, content.get("resources"), place),
     )
+
+
+def _of_ray(read: Callable[[Any], Any], value: object, place: str) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise ClusterFileError(f"{place} {error}") from error
 
 
 def _between(table: object, names: Sequence[str], place: str) -> tuple[str, str, DeviceLink]:
@@ -294,9 +310,9 @@ def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
     return WorkersEntry(device=device, address=address, count=count)
 
 
-def _router(table: object, place: str) -> RouterEntry:
+def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:
     content = _table(table, place)
-    _refuse_unknown(content, (*_ROUTER_FILES, "insecure"), place)
+    _refuse_unknown(content, (*_ROUTER_FILES, "insecure", *LAUNCH_KEYS), place)
     for key in _ROUTER_FILES:
         name = content.get(key)
         if name is not None and (type(name) is not str or not name or not name.isprintable()):
@@ -317,7 +333,8 @@ def _router(table: object, place: str) -> RouterEntry:
             f"{place} has tls_cert and no tls_ca, expected the authorities of workers' "
             "certificates beside it; add tls_ca"
         )
-    return RouterEntry(**content)
+    rest = {key: value for key, value in content.items() if key not in LAUNCH_KEYS}
+    return RouterEntry(**rest, ray=_of_ray(partial(read_launch, actors), content, place))
 
 
 def _link(content: Mapping[str, Any], place: str) -> DeviceLink:

@@ -95,7 +95,7 @@ def place_plan(
     cluster: Cluster,
     max_batch_size: int,
     overhead_s: float = 0.0,
-    steals: bool = True,
+    held: Sequence[frozenset[int]] | None = None,
 ) -> Placement:
     """Say in stages what a plan says in segments.
 
@@ -107,7 +107,8 @@ def place_plan(
         cluster: Types, times and links.
         max_batch_size: The times reach so far.
         overhead_s: What a stage takes on its device beyond its graph.
-        steals: Whether devices hold more than their own split.
+        held: [streams] segments whose weights each has; by default what it has room for. More than
+            its split is what it may steal.
 
     Raises:
         PlanError: The splits do not end where stages do, or a split has no stream.
@@ -120,11 +121,11 @@ def place_plan(
             "devices that are there"
         )
     streams = []
-    for role in roles:
+    for stream, role in enumerate(roles):
         prefers = stages_of[role.segments] if role.segments else frozenset()
-        held = held_segments(role, model, cluster) if steals else frozenset()
+        here = held_segments(role, model, cluster) if held is None else held[stream]
         others = {
-            n for n, (first, last, _) in enumerate(spans) if held >= {*range(first, last + 1)}
+            n for n, (first, last, _) in enumerate(spans) if here >= {*range(first, last + 1)}
         }
         streams.append(
             StreamPlacement(kind=role.device_type, prefers=prefers, holds=prefers | others)

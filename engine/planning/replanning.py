@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from offramp.bundle.serde import check_numbers
 from offramp.engine.planning.batch_profile import WINDOW_S
@@ -26,6 +26,8 @@ from offramp.engine.planning.optimiser import make_cluster_plan
 from offramp.engine.planning.prediction import predict
 
 Due: TypeAlias = Literal["first", "window", "parted"]
+PAUSE_WINDOWS: Final = 5
+"""Windows after a change in which there is no other."""
 _ROUNDING = 1e-9
 
 
@@ -39,7 +41,7 @@ class ReplanRules:
     """Share by which a plan must be better than the one in force, in rate or in cost. A plan for a
     wrong forecast loses some 6 % of the rate in the mean (``benchmarks/forecasts.py``): a change
     should gain more."""
-    pause_s: float = 5 * WINDOW_S
+    pause_s: float = PAUSE_WINDOWS * WINDOW_S
     """Seconds after a change in which there is no other."""
     parted: float = 0.15
     """Difference of an exit's share, observed and forecast, from which planning is due at once."""

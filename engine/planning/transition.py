@@ -43,6 +43,8 @@ class WorkerState:
     holds: frozenset[Segments] = field(default_factory=frozenset)
     serves: Segments | None = None
     """The split of the plan in force that it runs; ``None`` if it is idle."""
+    lost: bool = False
+    """Whether it is not there: what it runs waits for it, and the next plan does without it."""
 
     def __post_init__(self) -> None:
         if self.serves is not None and self.serves not in self.holds:
@@ -172,7 +174,7 @@ class _Moving:
         for row, (segments, device_type) in enumerate(self._slots):
             size = self.bytes_of(segments)
             for column, worker in enumerate(workers):
-                if worker.device_type != device_type or size > worker.memory_bytes:
+                if worker.lost or worker.device_type != device_type or size > worker.memory_bytes:
                     continue
                 tie = each * self.is_tight(worker, segments) + _TIE * size / total
                 costs[row, column] = 0.0 if segments in worker.holds else 1.0 + tie
@@ -188,7 +190,8 @@ class _Moving:
         # All but one of the workers of each next split may be late.
         places = [(s, k) for s in dict.fromkeys(replicas) for k in range(1, replicas.count(s))]
         stuck: list[dict[Segments, str]] = []
-        for names in self._serving.values():
+        for serving in self._serving.values():
+            names = [name for name in serving if not self._workers[name].lost]
             tight = {
                 roles[name]: name
                 for name in names
@@ -218,6 +221,8 @@ class _Moving:
         after: list[TransitionStep] = []
         stopped: set[str] = set()
         for name, worker in self._workers.items():
+            if worker.lost:
+                continue
             role = roles.get(name)
             held = set(worker.holds)
             if role is not None and role not in held and name not in late:
@@ -259,7 +264,7 @@ class _Moving:
         for _, device_type in self._slots:
             wanted[device_type] = wanted.get(device_type, 0) + 1
         for device_type, count in wanted.items():
-            there = sum(worker.device_type == device_type for worker in workers)
+            there = sum(w.device_type == device_type and not w.lost for w in workers)
             if there < count:
                 return (
                     f"the plan needs {count} workers of type {device_type!r:.40}, and there are "

@@ -37,6 +37,9 @@ Holds: TypeAlias = Callable[[int, StageSpec], bool]
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
 """What a worker is told to be, by the name of the backend that it stands for."""
 
+_CLOSE_S: Final = 5.0
+"""Limit of the wait for a start that is under way, which may have to give up a network first."""
+
 
 class RemoteBackend:
     """Prepares stages in workers, one of each of ``launchers``: a backend.
@@ -95,6 +98,12 @@ class RemoteBackend:
         return tuple(seat.launcher.device_type for seat in self._seats)
 
     @property
+    def there(self) -> tuple[bool, ...]:
+        """Whether each of them can be asked, as far as is known."""
+        found = [seat.worker for seat in self._seats]
+        return tuple(worker is not None and worker.alive for worker in found)
+
+    @property
     def alive(self) -> list[WorkerHandle]:
         """Those that are there, as far as is known."""
         found = [seat.worker for seat in self._seats]
@@ -103,7 +112,7 @@ class RemoteBackend:
     @property
     def in_service(self) -> int:
         """How many of them are there."""
-        return len(self.alive)
+        return sum(self.there)
 
     @property
     def pids(self) -> list[int]:
@@ -128,13 +137,15 @@ class RemoteBackend:
     def hold(self, holds: Holds) -> None:
         """Change which workers hold which stages, and have them load and forget accordingly.
 
-        What a worker that is lost should hold, it loads when it is back. BackendError if a stage
-        cannot be loaded: the rule is in force all the same.
+        What a worker that is lost should hold, it loads when it is back. A stage that none holds
+        any more is released, and loaded once again by who runs it. BackendError if a stage cannot
+        be loaded: the rule is in force all the same.
         """
         self._holds = holds
         failures = []
-        for stage in list(self._stages.values()):
-            failures += self._load_everywhere(stage)
+        for stage in self._known():
+            if self._holders(stage.spec):
+                failures += self._load_everywhere(stage)
         for number, seat in enumerate(self._seats):
             with seat.lock:
                 if seat.worker is not None and seat.worker.alive:
@@ -146,12 +157,14 @@ class RemoteBackend:
     def prepare(self, spec: StageSpec) -> RemoteStage:
         """Have all workers load a stage that hold it and are there; others do when they start.
 
-        BackendError if it cannot be loaded.
+        One that somebody still has is the same again. BackendError if it cannot be loaded.
         """
-        document, graph = describe_stage(spec)
-        stage = RemoteStage(next(self._numbers), spec, document, graph)
-        self._stages[stage.number] = stage
-        weakref.finalize(stage, self._released.append, stage.number)
+        stage = self._same_as(spec)
+        if stage is None:
+            document, graph = describe_stage(spec)
+            stage = RemoteStage(next(self._numbers), spec, document, graph)
+            self._stages[stage.number] = stage
+            weakref.finalize(stage, self._released.append, stage.number)
         failures = self._load_everywhere(stage)
         if None not in failures:  # it is enough that one has it: the others will, or are replaced
             raise next(f for f in failures if f is not None)
@@ -190,21 +203,25 @@ class RemoteBackend:
             raise
 
     def _route(self, number: int, stage: RemoteStage) -> int:
-        """Choose the worker that runs a stage: the given one if it holds it; BackendError."""
+        """Choose the worker that runs a stage: the given one if it holds it, or nobody does."""
         if self._holds(number, stage.spec):
             return number
-        able = [n for n in range(len(self._seats)) if self._holds(n, stage.spec)]
-        if not able:
-            raise self._held_by_none(stage.spec)
+        able = self._holders(stage.spec)
+        if not able:  # left behind by a change of plans
+            return number
         there = [n for n in able if (worker := self._seats[n].worker) and worker.alive]
         return (there or able)[0]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; one that is being started ends with this process."""
         for seat in self._seats:
-            with seat.lock:
-                if seat.worker is not None:
-                    seat.worker.end()
+            if seat.lock.acquire(timeout=_CLOSE_S):
+                try:
+                    if seat.worker is not None:
+                        seat.worker.end()
+                finally:
+                    seat.lock.release()
+            seat.launcher.close()
 
     def _leave(self, seat: _Seat) -> None:
         with self._lock:
@@ -219,9 +236,14 @@ class RemoteBackend:
             if seat.worker is not None:
                 seat.worker.end()
                 self.restarts += 1
-            worker = seat.launcher.start(self._hello)
             try:
-                for stage in sorted(self._stages.values(), key=lambda stage: stage.number):
+                worker = seat.launcher.start(self._hello)
+            except WorkerLostError:
+                seat.absent = True
+                raise
+            seat.absent = False
+            try:
+                for stage in sorted(self._known(), key=lambda stage: stage.number):
                     if self._holds(number, stage.spec):
                         self._load(worker, stage)
             except BaseException:
@@ -233,13 +255,28 @@ class RemoteBackend:
 
     def _load_everywhere(self, stage: RemoteStage) -> list[BackendError | None]:
         """Have all that hold a stage, and are there, load it; gives what came of each."""
-        able = [n for n in range(len(self._seats)) if self._holds(n, stage.spec)]
+        able = self._holders(stage.spec)
         if not able:
             raise self._held_by_none(stage.spec)
-        workers = [(n, self._seats[n].worker) for n in able]
-        there = [n for n, worker in workers if worker is None or worker.alive] or able[:1]
+        there = [n for n in able if self._seats[n].may_load] or able[:1]
         with ThreadPoolExecutor(len(there)) as pool:
             return list(pool.map(lambda n: self._try_load(n, stage), there))
+
+    def _known(self) -> list[RemoteStage]:
+        """Give the stages that somebody has, while other threads prepare more."""
+        found = [reference() for reference in self._stages.valuerefs()]
+        return [stage for stage in found if stage is not None]
+
+    def _same_as(self, spec: StageSpec) -> RemoteStage | None:
+        """Find a stage of the same bundle that differs at most in its place and threshold."""
+        if spec.bundle is None:
+            return None
+        same = (stage for stage in self._known() if _made_of(stage.spec) == _made_of(spec))
+        return next(same, None)
+
+    def _holders(self, spec: StageSpec) -> list[int]:
+        """Give the workers that hold a stage, there or not."""
+        return [n for n in range(len(self._seats)) if self._holds(n, spec)]
 
     def _held_by_none(self, spec: StageSpec) -> BackendError:
         return BackendError(
@@ -249,7 +286,7 @@ class RemoteBackend:
 
     def _forget(self, number: int, worker: WorkerHandle) -> None:
         """Have a worker release the stages that it holds no more."""
-        for stage in list(self._stages.values()):
+        for stage in self._known():
             if stage.number in worker.stages and not self._holds(number, stage.spec):
                 worker.stages.discard(stage.number)
                 with contextlib.suppress(BackendError):  # it is lost, and so is the stage
@@ -276,6 +313,12 @@ class RemoteBackend:
             worker.stages.add(stage.number)
 
 
+def _made_of(spec: StageSpec) -> tuple[object, ...]:
+    """Say what the graph of a stage of a bundle is made of, and what it reads and gives."""
+    where = (spec.bundle.path, spec.bundle.number) if spec.bundle else ()
+    return where, spec.unit, spec.inputs, spec.carried, spec.weight_form
+
+
 class _Seat:
     """The place of a worker, whichever has it."""
 
@@ -284,4 +327,11 @@ class _Seat:
         self.lock = threading.Lock()
         """Held while one is started."""
         self.worker: WorkerHandle | None = None
+        self.absent = False
+        """Whether the last start found nobody: a network may take long to say so."""
         self.open_slots = 0
+
+    @property
+    def may_load(self) -> bool:
+        """Whether to have a stage loaded here now, and not when its stream starts a worker."""
+        return not self.absent if self.worker is None else self.worker.alive

@@ -33,10 +33,18 @@ from offramp.engine.job_runner import environment_of_child
 from offramp.engine.options import available_cores
 from offramp.engine.remote.handshake import read_token
 from offramp.engine.remote.listening import Admission, Listener
+from offramp.engine.remote.served_slot import Reached
 from offramp.engine.remote.stages import BundlesByHash
-from offramp.engine.remote.tcp import HostPort, NetworkError, TlsIdentity, parse_address, tls_reason
+from offramp.engine.remote.tcp import (
+    HostPort,
+    NetworkError,
+    TlsIdentity,
+    listen_on,
+    parse_address,
+    tls_reason,
+)
 from offramp.engine.remote.wire import Hello
-from offramp.engine.remote.worker import MakeBackend, Reached, libraries, make_local
+from offramp.engine.remote.worker import MakeBackend, libraries, make_local
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +56,6 @@ _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 10.0
 """Between starts of the serving process that fail."""
 _READY: Final = b"r"
-_MOST_WAITING: Final = 64
-"""Connections that wait for a serving process to start."""
 
 _EPILOG: Final = """\
 examples:
@@ -81,6 +87,9 @@ def main(
     parser = make_parser()
     given = parser.parse_args(words)
     _set_up_logging(given.log_level)
+    if os.name != "posix":
+        sys.stderr.write("eeworker: needs a Unix, where sockets are handed on; run it on one\n")
+        return EXIT_CANNOT_START
     try:
         if given.serve_fds is not None:
             _serve(given, make, reached, any_graph=any_graph)
@@ -98,7 +107,7 @@ def main(
 def _supervise(address: HostPort, words: Sequence[str], module: str) -> int:
     """Keep a process that serves, until a signal; gives the exit status."""
     try:
-        listening = _listen(address)
+        listening = listen_on(address)
     except OSError as error:
         sys.stderr.write(
             f"eeworker: cannot listen on {address}: {tls_reason(error)}; give another --listen\n"
@@ -244,21 +253,6 @@ def _check_address(given: argparse.Namespace) -> HostPort:
             "give --tls-cert and --tls-key, or --insecure where the network itself is trusted"
         )
     return address
-
-
-def _listen(address: HostPort) -> socket.socket:
-    (family, _, _, _, where), *_ = socket.getaddrinfo(
-        *address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(where)
-        listening.listen(_MOST_WAITING)
-    except BaseException:
-        listening.close()
-        raise
-    return listening
 
 
 def _set_up_logging(level: str) -> None:

@@ -36,7 +36,7 @@ _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _VERDICT: Final = struct.Struct(f"<B{_PROOF_BYTES}s")
 _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
 """How an alert and a hello of TLS begin."""
-_HOW_TO_MAKE_ONE: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
+_MAKE_ONE: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
 class HandshakeError(EngineError):
@@ -55,12 +55,12 @@ def read_token(path: Path) -> bytes:
     with path.open("rb") as file:
         is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         content = file.read(MOST_TOKEN_BYTES + 1) if is_file else b""
-    token = content.strip()
-    if not LEAST_TOKEN_BYTES <= len(token) <= MOST_TOKEN_BYTES or len(token.split()) != 1:
-        what = f"a token of {len(token)} bytes" if len(token.split()) == 1 else "no one token"
+    token, words = content.strip(), len(content.split())
+    if not LEAST_TOKEN_BYTES <= len(token) <= MOST_TOKEN_BYTES or words != 1:
+        what = f"a token of {len(token)} bytes" if words == 1 else "no token"
         raise HandshakeError(
-            f"{path} holds {what}, expected {LEAST_TOKEN_BYTES} to {MOST_TOKEN_BYTES} bytes "
-            f"without spaces; make one: {_HOW_TO_MAKE_ONE} > {path}"
+            f"{path} holds {what if words < 2 else 'several words'}, expected one of "
+            f"{LEAST_TOKEN_BYTES} to {MOST_TOKEN_BYTES} bytes; make one: {_MAKE_ONE} > {path}"
         )
     return token
 

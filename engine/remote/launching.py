@@ -63,6 +63,9 @@ class WorkerLauncher(Protocol):
     def start(self, hello: Hello) -> WorkerHandle:
         """Start a worker that is what ``hello`` says; BackendError in a line if it cannot be."""
 
+    def close(self) -> None:
+        """Give back what is held for workers to come; there are no more."""
+
 
 class LocalLauncher:
     """Starts workers as processes on this host."""
@@ -83,6 +86,9 @@ class LocalLauncher:
     def start(self, hello: Hello) -> WorkerProcess:
         """Start a process that is what ``hello`` says; BackendError if it cannot be."""
         return WorkerProcess(hello, self._command)
+
+    def close(self) -> None:
+        """Hold nothing."""
 
 
 def worker_command() -> WorkerCommand:

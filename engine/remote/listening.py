@@ -22,6 +22,7 @@ from typing import Final
 from offramp.engine.errors import EngineError
 from offramp.engine.line_limit import LineLimit, one_line
 from offramp.engine.remote.handshake import HandshakeError, admit_router
+from offramp.engine.remote.served_slot import Reached
 from offramp.engine.remote.stages import FindBundle
 from offramp.engine.remote.tcp import HostPort, cut, take_leave, tls_reason, tune
 from offramp.engine.remote.transport import Connection, ConnectionLostError, TooLateError
@@ -35,7 +36,7 @@ from offramp.engine.remote.wire import (
     decode,
     encode,
 )
-from offramp.engine.remote.worker import MakeBackend, Reached, Worker
+from offramp.engine.remote.worker import MakeBackend, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -124,17 +125,25 @@ class Listener:
     def _welcome(self, connected: socket.socket, peer: str, number: int) -> None:
         """Serve a connection, whatever it is for, or refuse it in a line."""
         try:
-            with self._encrypted(connected, number) as encrypted:
-                session = self._admit(encrypted, peer, number)
-                connection = Connection(encrypted)
-                message = decode(connection.receive(self._admission.admit_s).header)
-                self._dispatch(message, connection, session, peer)
+            self.attend(connected, peer, number)
         except HandshakeError as error:
             self._tell("handshake", str(error))
         except (OSError, ConnectionLostError, TooLateError, EngineError) as error:
             self._tell("refused", f"{peer}: {self._reason(error)}")
         except Exception:
             _log.exception("a connection of %s cannot be served", peer)
+
+    def attend(self, connected: socket.socket, peer: str, number: int = -1) -> None:
+        """Serve a connection until it ends, as what its first message says that it is for.
+
+        HandshakeError, OSError, ConnectionLostError, TooLateError or FrameError if it is for
+        nothing.
+        """
+        with self._encrypted(connected, number) as encrypted:
+            session = self._admit(encrypted, peer, number)
+            connection = Connection(encrypted)
+            message = decode(connection.receive(self._admission.admit_s).header)
+            self._dispatch(message, connection, session, peer)
 
     def _encrypted(self, connected: socket.socket, number: int) -> socket.socket:
         """Give what a connection is spoken on; with TLS that is another socket."""

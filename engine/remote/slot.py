@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +14,16 @@ from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import StageSpec
 from offramp.engine.remote.launching import WorkerHandle
-from offramp.engine.remote.tensors import RemoteBatch, form_of
+from offramp.engine.remote.layouts import (
+    Order,
+    ReplyArray,
+    RunReply,
+    TensorLayout,
+    form_set,
+    forms_of,
+    keep,
+)
+from offramp.engine.remote.tensors import RemoteBatch
 from offramp.engine.remote.transport import (
     ConnectionLostError,
     Frame,
@@ -25,19 +32,16 @@ from offramp.engine.remote.transport import (
 )
 from offramp.engine.remote.wire import (
     ALIGNMENT,
-    DTYPES,
     GIVEN,
     INLINE,
     Failed,
     FrameError,
     PlacedArray,
-    RunStage,
     StageDone,
     TensorForm,
     aligned,
     array_in,
     decode,
-    encode,
     inline_offsets,
 )
 
@@ -75,8 +79,10 @@ class RemoteStage:
         """Seconds after which a run hangs: ten times the longest, more for more than ever."""
         if not self.largest_bytes:
             return max(FIRST_LIMIT_S, least_s)
-        more = max(given_bytes / self.largest_bytes, 1.0)
-        return max(HANG_FACTOR * more * self.longest_s, least_s)
+        limit_s = HANG_FACTOR * self.longest_s
+        if given_bytes > self.largest_bytes:
+            limit_s *= given_bytes / self.largest_bytes
+        return limit_s if limit_s > least_s else least_s
 
 
 class RemoteSlot:
@@ -102,13 +108,7 @@ class RemoteSlot:
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> RemoteBatch:
         """Take the arrays as they are; they are copied once a stage is run on them."""
-        for name, array in tensors.items():
-            if array.dtype not in DTYPES:
-                raise BackendError(
-                    f"tensor {name!r} of dtype {array.dtype} cannot be sent to a worker; serve "
-                    "without workers"
-                )
-        return RemoteBatch(tensors, len(next(iter(tensors.values()))))
+        return RemoteBatch(tensors, len(next(iter(tensors.values()))), forms_of(tensors))
 
     def run(
         self, stage: RemoteStage, batch: TensorBatch, threshold: float | None = None
@@ -124,18 +124,16 @@ class RemoteSlot:
         if stage.number not in worker.stages:
             self._load(worker, stage)
         room = int(stage.row_bytes * batch.rows) + ALIGNMENT if stage.row_bytes else 0
-        batch, region = self._tensors.placed(batch, room)
-        places, tensors = batch.places, batch.tensors
-        arrays = tuple([PlacedArray(form_of(n, a), places[n]) for n, a in tensors.items()])
-        given_bytes = sum([array.nbytes for array in tensors.values()])
+        batch, layout, region = self._tensors.placed(batch, room)
         where = (region.start, region.size_bytes) if region else (0, 0)
-        header = encode(RunStage(stage.number, batch.rows, threshold, where, arrays))
+        order = layout.order(stage.number, batch.rows, threshold, where)
+        given_bytes = layout.forms.size_bytes
         limit_s = stage.limit_s(given_bytes, self._least_s)
         started_s = time.perf_counter()
         try:
-            self._connection.send(header, self._tensors.travelling(batch), limit_s)
+            self._connection.send(order.header, self._tensors.travelling(batch), limit_s)
             frame = self._connection.receive(limit_s)
-            result = self._result(stage, frame, batch, region)
+            result = self._result(stage, order, frame, batch, region)
         except ConnectionLostError as error:
             raise worker.lose("") from error
         except (TooLateError, FrameError) as error:
@@ -148,12 +146,10 @@ class RemoteSlot:
         assert isinstance(batch, RemoteBatch)
         if len(rows) == batch.rows:
             return batch
-        forms = {
-            name: TensorForm(name, array.dtype, (len(rows), *array.shape[1:]))
-            for name, array in batch.tensors.items()
-        }
-        taken = self._tensors.room(forms)
-        for name, array in batch.tensors.items():  # "clip", as "raise" copies twice
+        tensors, count = batch.tensors, len(rows)
+        forms = [TensorForm(n, a.dtype, (count, *a.shape[1:])) for n, a in tensors.items()]
+        taken = self._tensors.room(form_set(tuple(forms)), count)
+        for name, array in tensors.items():  # "clip", as "raise" copies twice
             array.take(rows, axis=0, out=taken.tensors[name], mode="clip")
         return taken
 
@@ -161,7 +157,7 @@ class RemoteSlot:
         """Copy the given rows, to where any slot may take them from."""
         assert isinstance(batch, RemoteBatch)
         kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
-        return RemoteBatch(kept, len(rows))
+        return RemoteBatch(kept, len(rows), forms_of(kept))
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> RemoteBatch:
         """Concatenate rows of the parts, in their order, where the worker reads them."""
@@ -175,8 +171,8 @@ class RemoteSlot:
         names = [name for name in chosen[0] if all(name in tensors for tensors in chosen)]
         count = sum(len(rows) for _, rows in parts)
         firsts = [(name, chosen[0][name]) for name in names]
-        forms = {n: TensorForm(n, a.dtype, (count, *a.shape[1:])) for n, a in firsts}
-        merged = self._tensors.room(forms)
+        forms = [TensorForm(n, a.dtype, (count, *a.shape[1:])) for n, a in firsts]
+        merged = self._tensors.room(form_set(tuple(forms)), count)
         for name in names:
             np.concatenate([tensors[name] for tensors in chosen], out=merged.tensors[name])
         return merged
@@ -190,81 +186,93 @@ class RemoteSlot:
     def _result(
         self,
         stage: RemoteStage,
+        order: Order,
         frame: Frame,
         batch: RemoteBatch,
         region: MemoryBlock | None,
     ) -> StageResult:
-        """Read what the worker says; FrameError if it is nothing that the run may lead to."""
-        said = _read(frame.header, len(frame.body))
-        if isinstance(said, Failed):
-            raise BackendError(said.message)
-        begins, ends = (region.start, region.end) if region else (0, 0)
-        if said.begins < begins or said.ends > ends:
-            raise FrameError(f"it wrote from {said.begins} to {said.ends}, not {begins} to {ends}")
-        stage.row_bytes = max(stage.row_bytes, said.result_bytes / batch.rows)
-        *answers, confidence = [self._own(a, o, frame) for a, o in said.answers]
-        answer = answers[0] if answers else None
-        if said.carried is None:
+        """Give what the worker says; FrameError if it is nothing that the run may lead to."""
+        reply = order.replies.get(frame.header)
+        if reply is None or reply.body_bytes != len(frame.body):
+            reply = self._read(order, frame, batch)
+        stage.row_bytes = max(stage.row_bytes, reply.row_bytes)
+        answer = None if reply.answer is None else _own(reply.answer, frame)
+        confidence = _own(reply.confidence, frame)
+        if reply.carried is None:
             return StageResult(answer, confidence, None)
-        tensors: dict[str, NDArray[Any]] = {}
-        places: dict[str, int] = {}
-        blocks: tuple[MemoryBlock, ...] = (region,) if region else ()
-        passed = False
-        for (form, place), offset in said.carried:
-            name = form.name
-            if place == INLINE:
-                tensors[name] = array_in(frame.body, form, offset)
-            elif place != GIVEN:
-                tensors[name], places[name] = self._tensors.array(form, place), place
-            elif name in batch.places:
-                tensors[name], places[name] = batch.tensors[name], batch.places[name]
-                passed = True
-            else:
-                raise FrameError(f"it passes {name!r:.60} on, which it was not given")
-        blocks += batch.blocks if passed else ()
-        carry = RemoteBatch(tensors, batch.rows, self._tensors.memory, places, blocks)
+        blocks: tuple[MemoryBlock, ...] = () if region is None else (region,)
+        if reply.passed:
+            blocks += batch.blocks
+        layout = reply.layout
+        if layout is not None:
+            carry = RemoteBatch(layout.tensors, batch.rows, layout.forms, layout, blocks)
+        else:
+            found = {a.form.name: _found(a, frame, batch) for a in reply.carried}
+            carry = RemoteBatch(found, batch.rows, forms_of(found), None, blocks)
         return StageResult(answer, confidence, carry)
 
-    def _own(self, array: PlacedArray, offset: int, frame: Frame) -> NDArray[Any]:
-        """Give an array that is the caller's: not in memory that is used again."""
+    def _read(self, order: Order, frame: Frame, batch: RemoteBatch) -> RunReply:
+        """Take apart what a worker says of a run that it has not said so far; FrameError."""
+        done = decode(frame.header)
+        if isinstance(done, Failed):
+            raise BackendError(done.message)
+        if not isinstance(done, StageDone):
+            raise FrameError(f"it answered a run with {type(done).__name__}")
+        answers = (done.confidence,) if done.answer is None else (done.answer, done.confidence)
+        if any(array.place == GIVEN for array in answers):
+            raise FrameError("it passes an answer on")
+        arrays = (*answers, *(done.carried or ()))
+        order.check(arrays)
+        offsets = inline_offsets(arrays, len(frame.body))
+        *first, confidence = map(self._reply_array, answers, offsets)
+        carried, layout = None, None
+        if done.carried is not None:
+            carried = tuple(map(self._reply_array, done.carried, offsets[len(answers) :]))
+            layout = self._layout(done.carried, batch)
+        reply = RunReply(
+            answer=first[0] if first else None,
+            confidence=confidence,
+            carried=carried,
+            layout=layout,
+            passed=any(array.place == GIVEN for array in done.carried or ()),
+            row_bytes=sum([aligned(f.size_bytes) for f, p in arrays if p != GIVEN]) / batch.rows,
+            body_bytes=len(frame.body),
+        )
+        keep(order.replies, frame.header, reply)
+        return reply
+
+    def _reply_array(self, array: PlacedArray, offset: int) -> ReplyArray:
         form, place = array
-        if place != INLINE:
-            return self._tensors.array(form, place).copy()
-        found = array_in(frame.body, form, offset)
-        return found if len(frame.body) <= _KEPT_BYTES + form.size_bytes else found.copy()
+        view = self._tensors.array(form, place) if place >= 0 else None
+        return ReplyArray(form=form, offset=offset, view=view)
+
+    def _layout(self, carried: Sequence[PlacedArray], batch: RemoteBatch) -> TensorLayout | None:
+        """Give the layout of what is carried; ``None`` if not all of it is in shared memory."""
+        places = []
+        for form, place in carried:
+            if place == GIVEN:
+                given = batch.tensors.get(form.name)
+                if given is None or (given.dtype, given.shape) != form[1:]:
+                    raise FrameError(f"it passes {form.name!r:.60} on, which it was not given")
+            there = batch.layout.places if batch.layout is not None else {}
+            places.append(there.get(form.name, INLINE) if place == GIVEN else place)
+        if INLINE in places:
+            return None
+        return self._tensors.layout(form_set(tuple([form for form, _ in carried])), tuple(places))
 
 
-class _Said(NamedTuple):
-    """What a worker says of a run, taken apart."""
-
-    answers: tuple[tuple[PlacedArray, int], ...]
-    """Answer, if there is one, and confidence, each with its offset if it is inline."""
-    carried: tuple[tuple[PlacedArray, int], ...] | None
-    begins: float
-    ends: float
-    """Where it wrote in shared memory; infinity and 0 if nowhere."""
-    result_bytes: int
-    """What all that it gave would take there."""
+def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
+    """Give an array that is the caller's: not in memory that is used again."""
+    if array.view is not None:
+        return array.view.copy()
+    found = array_in(frame.body, array.form, array.offset)
+    return found if len(frame.body) <= _KEPT_BYTES + array.form.size_bytes else found.copy()
 
 
-@lru_cache(maxsize=1024)  # batches of the same sizes have the same results at the same places
-def _read(header: bytes, body_bytes: int) -> _Said | Failed:
-    """Take apart what a worker says of a run; FrameError if it is nothing that it may say."""
-    done = decode(header)
-    if isinstance(done, Failed):
-        return done
-    if not isinstance(done, StageDone):
-        raise FrameError(f"it answered a run with {type(done).__name__}")
-    answers = (done.confidence,) if done.answer is None else (done.answer, done.confidence)
-    if any(array.place == GIVEN for array in answers):
-        raise FrameError("it passes an answer on")
-    arrays = (*answers, *(done.carried or ()))
-    pairs = tuple(zip(arrays, inline_offsets(arrays, body_bytes), strict=True))
-    shared = [(place, place + form.size_bytes) for form, place in arrays if place >= 0]
-    return _Said(
-        answers=pairs[: len(answers)],
-        carried=None if done.carried is None else pairs[len(answers) :],
-        begins=min([begins for begins, _ in shared], default=math.inf),
-        ends=max([ends for _, ends in shared], default=0),
-        result_bytes=sum([aligned(form.size_bytes) for form, place in arrays if place != GIVEN]),
-    )
+def _found(array: ReplyArray, frame: Frame, batch: RemoteBatch) -> NDArray[Any]:
+    """Give a tensor that is carried on, wherever it is."""
+    if array.view is not None:
+        return array.view
+    if array.offset < 0:
+        return batch.tensors[array.form.name]
+    return array_in(frame.body, array.form, array.offset)

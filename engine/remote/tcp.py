@@ -19,6 +19,8 @@ _BETWEEN_S: Final = 5
 _LEAVE_S: Final = 1.0
 """Limit of a farewell."""
 _MOST_ASKED: Final = 3
+_MOST_WAITING: Final = 64
+"""Connections that wait for a worker to start."""
 _UNACKNOWLEDGED_MS: Final = 1000 * (_IDLE_S + _MOST_ASKED * _BETWEEN_S)
 """Time after which what was sent and not acknowledged ends a connection."""
 
@@ -131,6 +133,22 @@ def tls_reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+def listen_on(address: HostPort) -> socket.socket:
+    """Give a socket that listens there; OSError."""
+    (family, _, _, _, where), *_ = socket.getaddrinfo(
+        *address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(_MOST_WAITING)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
 def tune(connected: socket.socket) -> None:
     """Have a connection send at once, and end when the other host is gone without a word."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -168,10 +186,13 @@ def has_ended(connected: socket.socket) -> bool:
         ready.register(connected, select.POLLIN)
         if not ready.poll(0):
             return False
+        limit_s = connected.gettimeout()
         connected.settimeout(0.0)
-        connected.recv(1)
-    except (BlockingIOError, ssl.SSLWantReadError):
-        return False
+        try:
+            connected.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            connected.settimeout(limit_s)
+            return False
     except (OSError, ValueError):
         pass
     return True

@@ -12,7 +12,6 @@ import itertools
 import socket
 import ssl
 import threading
-import weakref
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,7 +22,7 @@ from offramp.engine.remote.process import ORDER_LIMIT_S, START_LIMIT_S
 from offramp.engine.remote.tcp import HostPort, TlsTrust, cut, has_ended, tls_reason, tune
 from offramp.engine.remote.tensors import InlineTensors, SlotLink
 from offramp.engine.remote.transport import Connection
-from offramp.engine.remote.wire import Hello, JoinSlot, Message, Ping, Refused
+from offramp.engine.remote.wire import Hello, JoinSlot, Message, Ping, Ready, Refused
 
 REACH_LIMIT_S: Final = 5.0
 """Limit of a connection's making."""
@@ -42,6 +41,8 @@ class WorkerAddress:
     token: bytes = field(repr=False)
     context: ssl.SSLContext | None
     """What connections are encrypted with; ``None`` sends all in the clear."""
+    remedy: str = ""
+    """What to do where nobody listens; empty is to start ``eeworker`` there."""
 
     def reach(self) -> tuple[socket.socket, str]:
         """Connect, and show each other the token: the connection, and the session's name.
@@ -52,9 +53,9 @@ class WorkerAddress:
         try:
             connected = socket.create_connection(self.address, REACH_LIMIT_S)
         except OSError as error:
+            start = f"start it there: eeworker BUNDLE --listen {self.address} --token-file FILE"
             raise WorkerLostError(
-                f"{who} cannot be reached: {tls_reason(error)}; start it there: eeworker BUNDLE "
-                f"--listen {self.address} --token-file FILE"
+                f"{who} cannot be reached: {tls_reason(error)}; {self.remedy or start}"
             ) from error
         try:
             tune(connected)
@@ -100,7 +101,10 @@ class TcpWorker:
         self._address = address
         self._slots = itertools.count(1)
         self._why = ""
-        self._slot_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._cpu_s = 0.0
+        self._lock = threading.Lock()
+        """Of the list of connections."""
+        self._slot_sockets: list[socket.socket] = []
         self.stages: set[int] = set()
         """Those that it has loaded."""
         self.lost = False
@@ -144,8 +148,11 @@ class TcpWorker:
         return not self.lost
 
     def cpu_s(self) -> float:
-        """Seconds of processor time on this host: none."""
-        return 0.0
+        """Seconds of processor time that it has had on its host, as far as is known."""
+        if not self.lost and not self._orders.lock.locked():
+            with contextlib.suppress(BackendError):
+                self._ping()
+        return self._cpu_s
 
     def order(self, message: Message, body: bytes = b"") -> None:
         """Have an order carried out; BackendError if it cannot be, WorkerLostError."""
@@ -153,11 +160,15 @@ class TcpWorker:
 
     def open_slot(self) -> SlotLink:
         """Open a slot, with a connection of its own; errors as of :meth:`order`."""
+        if self.lost:
+            raise self.lose("")
         try:
             connected, _ = self._address.reach()
         except BackendError as error:
             raise self.lose(str(error)) from error
-        self._slot_sockets.add(connected)
+        with self._lock:
+            self._slot_sockets = [s for s in self._slot_sockets if s.fileno() >= 0]
+            self._slot_sockets.append(connected)
         connection = Connection(connected)
         try:
             self._join(connection)
@@ -189,15 +200,21 @@ class TcpWorker:
     def _let_go(self) -> None:
         self.lost = True
         self._over.set()
-        for connected in (self._socket, *self._slot_sockets):
-            cut(connected)
+        with self._lock:
+            for connected in (self._socket, *self._slot_sockets):
+                cut(connected)
 
     def _ask_for_life(self, every_s: float) -> None:
         """Ask for a sign of life while there is nothing else to ask: networks fail in silence."""
         while not self._over.wait(every_s):
             if not self._orders.lock.locked():
                 with contextlib.suppress(BackendError):  # which has given it up
-                    self._orders.ask(Ping(), PING_LIMIT_S)
+                    self._ping()
+
+    def _ping(self) -> None:
+        answer = self._orders.ask(Ping(), PING_LIMIT_S)
+        if isinstance(answer, Ready):
+            self._cpu_s = answer.cpu_s
 
 
 class TcpLauncher:
@@ -231,3 +248,6 @@ class TcpLauncher:
     def start(self, hello: Hello) -> TcpWorker:
         """Reach it, and have it be what ``hello`` says; BackendError if it cannot be."""
         return TcpWorker(hello, self._address, ping_s=self._ping_s)
+
+    def close(self) -> None:
+        """Hold nothing."""

@@ -10,15 +10,16 @@ on: so the router has what a batch needs, should its worker be lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.errors import BackendError
+from offramp.engine.remote.layouts import FormSet, TensorLayout, keep
 from offramp.engine.remote.transport import Connection, MemoryBlock, Regions, SharedMemory
-from offramp.engine.remote.wire import INLINE, FrameError, TensorForm, aligned
+from offramp.engine.remote.wire import INLINE, FrameError, TensorForm
 
 FIRST_MEMORY: Final = 1 << 20
 """Bytes of shared memory that a slot begins with."""
@@ -26,15 +27,15 @@ FIRST_MEMORY: Final = 1 << 20
 
 @dataclass(slots=True)
 class RemoteBatch:
-    """Rows of named arrays; those of ``places`` are in ``memory``, in parts that are held."""
+    """Rows of named arrays; those of a ``layout`` are in memory, in parts that are held."""
 
     tensors: Mapping[str, NDArray[Any]]
     rows: int
-    memory: SharedMemory | None = None
-    places: Mapping[str, int] = field(default_factory=dict)
-    """Offsets, by name."""
+    forms: FormSet
+    layout: TensorLayout | None = None
+    """``None`` if a worker cannot read all of them where they are."""
     blocks: tuple[MemoryBlock, ...] = ()
-    """Those parts, not taken by others as long as this lasts."""
+    """Parts of memory with some of them, not taken by others as long as this lasts."""
 
     def __len__(self) -> int:
         return self.rows
@@ -43,21 +44,22 @@ class RemoteBatch:
 class TensorPath(Protocol):
     """The way of a slot's tensors to its worker and back; used by one thread."""
 
-    @property
-    def memory(self) -> SharedMemory | None:
-        """The memory that both have, if they have any."""
-
-    def placed(self, batch: RemoteBatch, room: int, /) -> tuple[RemoteBatch, MemoryBlock | None]:
-        """Give a batch whose places a worker can read, and so many bytes for its results."""
+    def placed(
+        self, batch: RemoteBatch, room: int, /
+    ) -> tuple[RemoteBatch, TensorLayout, MemoryBlock | None]:
+        """Give a batch that a worker can read, its layout, and so many bytes for its results."""
 
     def travelling(self, batch: RemoteBatch, /) -> Sequence[NDArray[Any]]:
         """List what of such a batch travels with the order to run a stage on it."""
 
-    def room(self, forms: Mapping[str, TensorForm]) -> RemoteBatch:
+    def room(self, forms: FormSet, rows: int) -> RemoteBatch:
         """Give a batch of these forms where the worker reads it best, still to be filled."""
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
         """View what a worker wrote; FrameError if it cannot have."""
+
+    def layout(self, forms: FormSet, places: tuple[int, ...]) -> TensorLayout:
+        """Give the layout of such tensors at such places; FrameError if they cannot be there."""
 
     def close(self) -> None:
         """Give up what it holds."""
@@ -75,9 +77,12 @@ class SharedTensors:
     """Tensors in memory that both have; ``give`` has the worker use other memory from then on."""
 
     def __init__(self, memory: SharedMemory, give: Callable[[SharedMemory], None]) -> None:
-        self.memory = memory
+        self._memory = memory
         self._give = give
         self._regions = Regions(memory.size_bytes)
+        self._layouts: dict[tuple[FormSet, tuple[int, ...]], TensorLayout] = {}
+        self._in_blocks: dict[tuple[FormSet, int], TensorLayout] = {}
+        """Of those, the ones of tensors one after the other, by where they begin."""
         self._given = True
         """Whether the worker has that memory."""
 
@@ -87,102 +92,126 @@ class SharedTensors:
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
         """View an array in it; FrameError if it is not all within."""
-        return self.memory.array(form, place)
+        return self._memory.array(form, place)
+
+    def layout(self, forms: FormSet, places: tuple[int, ...]) -> TensorLayout:
+        """Give the layout of such tensors in memory; FrameError if they are not all within."""
+        found = self._layouts.get((forms, places))
+        if found is None:
+            by_name = {f.name: place for f, place in zip(forms.forms, places, strict=True)}
+            views = {f.name: self._memory.array(f, by_name[f.name]) for f in forms.forms}
+            found = TensorLayout(forms=forms, places=by_name, memory=self._memory, tensors=views)
+            keep(self._layouts, (forms, places), found)
+        return found
 
     def close(self) -> None:
         """Close the descriptor of memory that was never given away."""
-        self.memory.close_fd()
+        self._forget()
+        self._memory.close_fd()
 
-    def room(self, forms: Mapping[str, TensorForm]) -> RemoteBatch:
+    def room(self, forms: FormSet, rows: int) -> RemoteBatch:
         """Give a batch of these forms in shared memory, still to be filled."""
-        size = sum([aligned(form.size_bytes) for form in forms.values()])
-        block = self._regions.take(size)
+        block = self._regions.take(forms.part_bytes)
         if block is None:
-            self._grow(size)
-            block = self._regions.take(size)
+            self._grow(forms.part_bytes)
+            block = self._regions.take(forms.part_bytes)
         assert block is not None
-        return self._in_block(forms, block)
+        layout = self._in_block(forms, block.start)
+        return RemoteBatch(layout.tensors, rows, forms, layout, (block,))
 
-    def _in_block(self, forms: Mapping[str, TensorForm], block: MemoryBlock) -> RemoteBatch:
-        tensors, places, start = {}, {}, block.start
-        for name, form in forms.items():
-            view = tensors[name] = self.memory.array(form, start)
-            places[name] = start
-            start += aligned(view.nbytes)
-        rows = next(iter(forms.values())).shape[0]
-        return RemoteBatch(tensors, rows, self.memory, places, (block,))
+    def _in_block(self, forms: FormSet, start: int) -> TensorLayout:
+        found = self._in_blocks.get((forms, start))
+        if found is None:
+            found = self.layout(forms, tuple([start + offset for offset in forms.offsets]))
+            keep(self._in_blocks, (forms, start), found)
+        return found
 
-    def placed(self, batch: RemoteBatch, room: int) -> tuple[RemoteBatch, MemoryBlock | None]:
+    def placed(
+        self, batch: RemoteBatch, room: int
+    ) -> tuple[RemoteBatch, TensorLayout, MemoryBlock | None]:
         """Bring all of a batch into shared memory, and find room for what it leads to.
 
         BackendError if there is no memory, WorkerLostError.
         """
-        tensors = batch.tensors
+        there, forms = batch.layout, batch.forms
         while True:
-            there = batch.places if batch.memory is self.memory else {}
-            lacking = {n: form_of(n, a) for n, a in tensors.items() if n not in there}
-            size = sum([aligned(tensors[name].nbytes) for name in lacking])
-            block = self._regions.take(size) if lacking else None
+            if there is not None and there.memory is not self._memory:
+                there = None
+            block = None if there else self._regions.take(forms.part_bytes)
             region = self._regions.take(room) if room else None
-            if bool(block) >= bool(lacking) and bool(region) >= bool(room):
+            if (there or block) and (region or not room):
                 break
             block = region = None
-            self._grow(room + sum([aligned(array.nbytes) for array in tensors.values()]))
+            self._grow(room + forms.part_bytes)
         if not self._given:
-            self._give(self.memory)
+            self._give(self._memory)
             self._given = True
         if block is None:
-            return batch, region
-        copied = self._in_block(lacking, block)
-        for name in lacking:
-            copied.tensors[name][...] = tensors[name]
-        if there:
-            copied.tensors = {**tensors, **copied.tensors}
-            copied.places = {**there, **copied.places}
-            copied.blocks += batch.blocks
-        return copied, region
+            assert there is not None
+            return batch, there, region
+        layout = self._in_block(forms, block.start)
+        for name, array in batch.tensors.items():
+            layout.tensors[name][...] = array
+        batch = RemoteBatch(layout.tensors, batch.rows, forms, layout, (block,))
+        return batch, layout, region
 
     def _grow(self, size_bytes: int) -> None:
         """Take other memory, with room for this and as much again; the next run gives it away.
 
         What lies in the memory so far is copied when it is needed, and lasts as long as its batch.
         """
-        size_bytes = 2 * max(size_bytes, self.memory.size_bytes)
+        size_bytes = 2 * max(size_bytes, self._memory.size_bytes)
         try:
             memory = SharedMemory.create(size_bytes)
         except OSError as error:
             raise BackendError(f"no {size_bytes} bytes to share with a worker: {error}") from error
-        self.memory.close_fd()
-        self.memory, self._regions, self._given = memory, Regions(size_bytes), False
+        self._memory.close_fd()
+        self._forget()
+        self._memory, self._regions, self._given = memory, Regions(size_bytes), False
+
+    def _forget(self) -> None:
+        """Take apart what was kept: its cycles would keep the memory, too."""
+        for layout in self._layouts.values():
+            layout.orders.clear()
+        self._layouts.clear()
+        self._in_blocks.clear()
 
 
 class InlineTensors:
     """Tensors in messages: nothing is shared."""
 
-    memory = None
+    def __init__(self) -> None:
+        self._layouts: dict[FormSet, TensorLayout] = {}
 
-    def placed(self, batch: RemoteBatch, _room: int) -> tuple[RemoteBatch, None]:
+    def placed(self, batch: RemoteBatch, _room: int) -> tuple[RemoteBatch, TensorLayout, None]:
         """Have all of a batch travel; results need no room."""
-        tensors = batch.tensors
-        return RemoteBatch(tensors, batch.rows, None, dict.fromkeys(tensors, INLINE)), None
+        forms = batch.forms
+        found = self._layouts.get(forms)
+        if found is None:
+            places = {form.name: INLINE for form in forms.forms}
+            found = TensorLayout(forms=forms, places=places, memory=None, tensors={})
+            keep(self._layouts, forms, found)
+        return batch, found, None
 
     def travelling(self, batch: RemoteBatch) -> Sequence[NDArray[Any]]:
         """List all of it."""
         return list(batch.tensors.values())
 
-    def room(self, forms: Mapping[str, TensorForm]) -> RemoteBatch:
+    def room(self, forms: FormSet, rows: int) -> RemoteBatch:
         """Give a batch of these forms, still to be filled."""
-        tensors = {name: np.empty(form.shape, form.dtype) for name, form in forms.items()}
-        return RemoteBatch(tensors, next(iter(forms.values())).shape[0])
+        tensors = {form.name: np.empty(form.shape, form.dtype) for form in forms.forms}
+        return RemoteBatch(tensors, rows, forms)
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
         """Refuse, by a FrameError: no memory is shared."""
         raise FrameError(f"it has array {form.name!r:.60} at {place}, where no memory is shared")
 
+    def layout(self, forms: FormSet, places: tuple[int, ...]) -> TensorLayout:
+        """Refuse, by a FrameError: no memory is shared."""
+        raise FrameError(f"it has {len(forms.forms)} arrays at {places}, where none is shared")
+
     def close(self) -> None:
-        """Do nothing: it holds nothing."""
-
-
-def form_of(name: str, array: NDArray[Any]) -> TensorForm:
-    """Give the form of an array."""
-    return TensorForm(name, array.dtype, array.shape)
+        """Forget what was kept."""
+        for layout in self._layouts.values():
+            layout.orders.clear()
+        self._layouts.clear()

@@ -9,14 +9,17 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.remote.wire import (
+    ALIGNMENT,
     HEAD,
     FrameError,
     TensorForm,
@@ -26,8 +29,9 @@ from offramp.engine.remote.wire import (
 )
 
 _CHUNK: Final = 1 << 16
+_AT_ONCE: Final = 1 << 24
+"""Bytes of a body that memory is taken for before they have come."""
 _MOST_FDS: Final = 4
-_MOST_VIEWS: Final = 1024
 
 
 class ConnectionLostError(Exception):
@@ -52,8 +56,10 @@ class Connection:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self._in_clear = type(connected) is socket.socket
+        self._limit_s: float | None = 0.0
+        """Of what is sent and received; 0 if it is not set yet."""
         self._left = b""
-        self._chunk = memoryview(bytearray(_CHUNK))
 
     @classmethod
     def pair(cls) -> tuple[Self, socket.socket]:
@@ -71,20 +77,15 @@ class Connection:
 
         ConnectionLostError; TooLateError if a body of the frame's is not taken within ``limit_s``.
         """
-        parts, end = [], 0
-        for part in body:
-            content = part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
-            parts += [bytes(aligned(end) - end), content]
-            end = aligned(end) + len(content)
-        whole = [pack_head(header, end), header, *parts]
+        pieces: Sequence[Any] = (_framed(header),) if not body else _pieces(header, body)
         try:
-            if body and self._socket.gettimeout() != limit_s:
-                self._socket.settimeout(limit_s)
-            for piece in [b"".join(whole)] if end <= _CHUNK else whole:
+            if body and limit_s != self._limit_s:
+                self._limit(limit_s)
+            for piece in pieces:
                 self._socket.sendall(piece)
-        except TimeoutError as error:
-            raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
         except OSError as error:
+            if _is_late(error):
+                raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error
 
     def send_fds(self, header: bytes, fds: Sequence[int]) -> None:
@@ -103,23 +104,24 @@ class Connection:
         """
         found: list[int] = []
         try:
-            if self._socket.gettimeout() != limit_s:
-                self._socket.settimeout(limit_s)
-            data = self._left
+            if limit_s != self._limit_s:
+                self._limit(limit_s)
+            data = self._left or self._some(found if fds else None)
             while len(data) < HEAD.size:
                 data += self._some(found if fds else None)
-            header_bytes, body_bytes = unpack_head(data)
+            header_bytes, body_bytes = unpack_head(data[: HEAD.size])
             start = HEAD.size + header_bytes
+            end = start + body_bytes
             while len(data) < start:
                 data += self._some(found if fds else None)
-            body = bytearray(data[start : start + body_bytes])
-            self._left = data[start + body_bytes :]
-            if len(body) < body_bytes:
+            body = bytearray(data[start:end])
+            self._left = data[end:]
+            if len(data) < end:
                 body = self._rest(body, body_bytes)
         except (OSError, FrameError) as error:
             for fd in found:
                 os.close(fd)
-            if isinstance(error, TimeoutError):
+            if _is_late(error):
                 raise TooLateError(f"no answer within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error
         return Frame(data[HEAD.size : start], body, tuple(found))
@@ -128,9 +130,23 @@ class Connection:
         """Close the socket."""
         self._socket.close()
 
+    def _limit(self, limit_s: float | None) -> None:
+        """Have sockets wait no longer; of those in the clear the system sees to it.
+
+        A limit of Python's makes a call of the system more of everything that is sent or received.
+        """
+        if not self._in_clear:
+            self._socket.settimeout(limit_s)
+        else:
+            self._socket.settimeout(None)
+            timeval = _timeval(limit_s)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._limit_s = limit_s
+
     def _some(self, fds: list[int] | None) -> bytes:
         if fds is None:
-            data = bytes(self._chunk[: self._socket.recv_into(self._chunk)])
+            data = self._socket.recv(_CHUNK)
         else:
             data, found, _, _ = socket.recv_fds(self._socket, _CHUNK, _MOST_FDS)
             fds += found
@@ -139,10 +155,13 @@ class Connection:
         return data
 
     def _rest(self, body: bytearray, size: int) -> bytearray:
-        """Receive the rest of a body; no more memory is taken than twice what has come."""
+        """Receive the rest of a body.
+
+        Beyond some MiB no more memory is taken than twice what has come.
+        """
         have = len(body)
         while have < size:
-            body += bytes(min(size, max(2 * have, _CHUNK)) - len(body))
+            body += bytes(min(size, max(2 * have, _AT_ONCE)) - len(body))
             with memoryview(body) as view:
                 while have < len(body):
                     count = self._socket.recv_into(view[have:])
@@ -150,6 +169,51 @@ class Connection:
                         raise ConnectionResetError("the other end closed the connection")
                     have += count
         return body
+
+
+def _is_late(error: Exception) -> bool:
+    """Say whether a limit is over; the system has a TimeoutError of its own for lost networks."""
+    return isinstance(error, BlockingIOError) or (
+        isinstance(error, TimeoutError) and error.errno is None
+    )
+
+
+def _timeval(limit_s: float | None) -> bytes:
+    """Give a limit as the system takes it, where 0 is none."""
+    micros = 0 if limit_s is None else max(round(1e6 * limit_s), 1)
+    return struct.pack("@ll", *divmod(micros, 1_000_000))
+
+
+@lru_cache(maxsize=1024)  # the same are sent again and again
+def _framed(header: bytes) -> bytes:
+    """Give a frame without a body."""
+    return pack_head(header, 0) + header
+
+
+def _pieces(header: bytes, body: Sequence[NDArray[Any] | bytes]) -> Sequence[Any]:
+    """Give a frame with a body, in one piece if it is small."""
+    parts: list[Any] = []
+    end = 0
+    for part in body:
+        content = part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
+        parts += [bytes(aligned(end) - end), content]
+        end = aligned(end) + len(content)
+    whole = [pack_head(header, end), header, *parts]
+    return [b"".join(whole)] if end <= _CHUNK else list(_joined(whole))
+
+
+def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Give parts in pieces to send; small ones together, as each may wake the other end."""
+    small = b""
+    for part in parts:
+        small += part[:_CHUNK]
+        if len(small) >= _CHUNK:
+            yield small
+            small = b""
+            if len(part) > _CHUNK:
+                yield memoryview(part)[_CHUNK:]
+    if small:
+        yield small
 
 
 class SharedMemory:
@@ -163,8 +227,6 @@ class SharedMemory:
         self.fd = fd
         self.size_bytes = size_bytes
         self._map = mmap.mmap(fd, size_bytes)
-        self._views: dict[tuple[TensorForm, int], NDArray[Any]] = {}
-        """Arrays that were asked for: stages of some sizes come again and again."""
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
@@ -183,18 +245,12 @@ class SharedMemory:
 
     def array(self, form: TensorForm, offset: int) -> NDArray[Any]:
         """View an array in it; FrameError if it is not all within."""
-        found = self._views.get((form, offset))
-        if found is not None:
-            return found
         if offset < 0 or offset + form.size_bytes > self.size_bytes:
             raise FrameError(
                 f"array {form.name!r:.60} has {form.size_bytes} bytes at {offset}, expected "
                 f"within {self.size_bytes}"
             )
-        if len(self._views) >= _MOST_VIEWS:
-            self._views.clear()
-        view = self._views[form, offset] = np.ndarray(form.shape, form.dtype, self._map, offset)
-        return view
+        return np.ndarray(form.shape, form.dtype, self._map, offset)
 
     def close_fd(self) -> None:
         """Close the descriptor; what is mapped stays."""
@@ -230,13 +286,14 @@ class Regions:
 
     def take(self, size_bytes: int) -> MemoryBlock | None:
         """Take a part of this size, aligned; ``None`` if there is no room."""
-        size_bytes = max(aligned(size_bytes), aligned(1))
-        start = 0
-        for begins, ends in sorted(self._taken.items()):
-            if begins - start >= size_bytes:
-                break
-            start = ends
+        size_bytes = -(-size_bytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+        start, taken = 0, self._taken
+        if taken:
+            for begins, ends in sorted(taken.items()):
+                if begins - start >= size_bytes:
+                    break
+                start = ends
         if start + size_bytes > self._size_bytes:
             return None
-        self._taken[start] = start + size_bytes
-        return MemoryBlock(self._taken, start, size_bytes)
+        taken[start] = start + size_bytes
+        return MemoryBlock(taken, start, size_bytes)

@@ -136,6 +136,8 @@ class Ready:
     """The answer of a worker that did what it was told."""
 
     pid: int
+    cpu_s: float = 0.0
+    """Seconds of processor time that it has had, if a ping asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,9 +250,10 @@ def pack_head(header: bytes, body_bytes: int) -> bytes:
     return HEAD.pack(MAGIC, len(header), body_bytes)
 
 
-def unpack_head(head: bytes | bytearray | memoryview) -> tuple[int, int]:
+@lru_cache(maxsize=1024)
+def unpack_head(head: bytes) -> tuple[int, int]:
     """Read a frame's head: bytes of its header and body. FrameError if it is none."""
-    magic, header_bytes, body_bytes = HEAD.unpack_from(head)
+    magic, header_bytes, body_bytes = HEAD.unpack(head)
     if magic != MAGIC:
         raise FrameError(f"a frame begins with {magic!r}, expected {MAGIC!r}")
     _check_sizes(header_bytes, body_bytes)

@@ -23,54 +23,38 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NoReturn, TypeAlias
 
 from offramp import __version__
-from offramp.engine.backends.base import Backend, Slot, Stage
+from offramp.engine.backends.base import Backend, Stage
 from offramp.engine.criteria import CriterionError, load_criterion
-from offramp.engine.errors import BackendError, EngineError
+from offramp.engine.errors import EngineError
+from offramp.engine.remote.served_slot import Reached, ServedSlot
 from offramp.engine.remote.stages import BundlesByPath, FindBundle, make_described
 from offramp.engine.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
 from offramp.engine.remote.wire import (
-    GIVEN,
-    INLINE,
     Failed,
     FrameError,
     Hello,
     Message,
     OpenSlot,
     Ping,
-    PlacedArray,
     Prepare,
     Ready,
     Refused,
     Release,
-    RunStage,
     Shutdown,
-    StageDone,
-    TensorForm,
-    aligned,
-    array_in,
     decode,
     encode,
-    inline_offsets,
 )
 
 _log = logging.getLogger(__name__)
 
-SMALL_BYTES: Final = 4096
-"""Answers and confidences up to this size come inline: they are the caller's to keep."""
-
 MakeBackend: TypeAlias = Callable[[Hello], Backend]
 """Makes the worker's backend; BackendError if it cannot run here."""
-Reached: TypeAlias = Callable[[str], None]
-"""Called at points of the protocol, for tests of what happens should the worker end there."""
 
 
 class Worker:
@@ -154,7 +138,8 @@ class Worker:
             return Failed(message=str(error))
         except Exception as error:  # runtimes raise what they like
             return Failed(message=f"a worker failed: {error!r}")
-        return Ready(pid=os.getpid())
+        cpu_s = time.process_time() if isinstance(message, Ping) else 0.0
+        return Ready(pid=os.getpid(), cpu_s=cpu_s)
 
     def _carry_out(self, message: Message, frame: Frame) -> None:
         if isinstance(message, Prepare):
@@ -181,7 +166,7 @@ class Worker:
         memory = SharedMemory(fds[0], order.size_bytes)
         memory.close_fd()
         if served is not None:
-            served.memory = memory
+            served.use(memory)
             return
         connection = Connection(socket.socket(fileno=fds[1]))
         self.open_slot(order.slot, connection, memory)
@@ -193,125 +178,6 @@ class Worker:
         if self._backend is None:
             raise FrameError("an order came before the hello")
         return self._backend
-
-
-class ServedSlot:
-    """A slot, and the connection that says what it runs."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        slot: Slot,
-        memory: SharedMemory | None,
-        stages: Mapping[int, Stage],
-        reached: Reached,
-    ) -> None:
-        self.memory = memory
-        """Changed between two runs only; ``None`` if all tensors are inline."""
-        self._connection = connection
-        self._slot = slot
-        self._stages = stages
-        self._reached = reached
-
-    def serve(self) -> None:
-        """Run what is ordered until the connection ends."""
-        try:
-            while True:
-                frame = self._connection.receive()
-                header, body = self._answer(frame)
-                self._reached("after-write")
-                self._connection.send(header, body)
-        except ConnectionLostError:
-            self._slot.close()
-        finally:
-            self._connection.close()
-
-    def _answer(self, frame: Frame) -> tuple[bytes, Sequence[NDArray[Any]]]:
-        try:
-            order, offsets = _read(frame.header, len(frame.body))
-            self._reached("before-run")
-            return self._run(order, offsets, frame.body)
-        except EngineError as error:
-            return encode(Failed(message=str(error))), ()
-        except Exception as error:
-            _log.exception("a stage could not be run")
-            return encode(Failed(message=f"a worker failed: {error!r}")), ()
-
-    def _run(
-        self, order: RunStage, offsets: Sequence[int], body: bytearray
-    ) -> tuple[bytes, Sequence[NDArray[Any]]]:
-        stage = self._stages.get(order.stage)
-        if stage is None:
-            raise FrameError(f"no stage has the number {order.stage}")
-        tensors = {
-            form.name: self._shared().array(form, place)
-            if place != INLINE
-            else array_in(body, form, offset)
-            for (form, place), offset in zip(order.arrays, offsets, strict=True)
-        }
-        result = self._slot.run(stage, self._slot.upload(tensors), order.threshold)
-        self._reached("after-run")
-        results = _Results(self.memory, *order.region)
-        answer: PlacedArray | None = None
-        if result.answer is not None:
-            answer = results.put("answer", result.answer, small=True)
-        confidence = results.put("confidence", result.confidence, small=True)
-        carried = None
-        if result.carry is not None:
-            found: Mapping[str, NDArray[Any]] | None = getattr(result.carry, "tensors", None)
-            if found is None:
-                raise BackendError("the worker's backend does not keep tensors on the host")
-            carried = tuple(
-                PlacedArray(_form(name, array), GIVEN)
-                if name in tensors and array is tensors[name]
-                else results.put(name, array)
-                for name, array in found.items()
-            )
-        return encode(StageDone(answer, confidence, carried)), results.inline
-
-    def _shared(self) -> SharedMemory:
-        if self.memory is None:
-            raise FrameError("an order names memory that is shared, and none is")
-        return self.memory
-
-
-@lru_cache(maxsize=1024)  # batches of the same sizes are run again and again
-def _read(header: bytes, body_bytes: int) -> tuple[RunStage, Sequence[int]]:
-    """Read an order to run a stage, and where in the body its inline tensors are."""
-    order = decode(header)
-    if not isinstance(order, RunStage):
-        raise FrameError(f"{type(order).__name__} came where stages are run")
-    for form, place in order.arrays:
-        if place == GIVEN or form.shape[:1] != (order.rows,):
-            raise FrameError(
-                f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} is none of "
-                f"{order.rows} rows"
-            )
-    return order, inline_offsets(order.arrays, body_bytes)
-
-
-class _Results:
-    """Puts arrays into a region of shared memory one after the other, or inline."""
-
-    def __init__(self, memory: SharedMemory | None, offset: int, size_bytes: int) -> None:
-        self._memory = memory
-        self._next, self._end = offset, offset + size_bytes
-        self.inline: list[NDArray[Any]] = []
-
-    def put(self, name: str, array: NDArray[Any], *, small: bool = False) -> PlacedArray:
-        form = _form(name, array)
-        start, memory = aligned(self._next), self._memory
-        little = small and array.nbytes <= SMALL_BYTES
-        if memory is None or little or start + array.nbytes > self._end:
-            self.inline.append(np.ascontiguousarray(array))
-            return PlacedArray(form, INLINE)
-        memory.array(form, start)[...] = array
-        self._next = start + array.nbytes
-        return PlacedArray(form, start)
-
-
-def _form(name: str, array: NDArray[Any]) -> TensorForm:
-    return TensorForm(name, array.dtype, array.shape)
 
 
 def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:

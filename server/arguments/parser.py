@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from offramp import __version__
-from offramp.engine.cluster_workers import read_cluster_workers
+from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
+from offramp.engine.errors import BackendError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster_plan import PlanError
 from offramp.server.arguments.settings import (
@@ -236,7 +237,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     given = parser.parse_args(argv)
     try:
         return _understand(given)
-    except (ConfigurationError, PlanError) as error:
+    except (BackendError, ConfigurationError, PlanError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")  # the usage says nothing about a file
     except ValueError as error:
         parser.error(str(error))
@@ -261,12 +262,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _read_cluster(engine: dict[str, Any], ray_address: str | None) -> None:
+    """Put the workers of a cluster in the place of what ``--cluster`` says."""
+    cluster = engine.get("cluster")
+    if ray_address is not None and cluster != RAY:
+        raise ValueError("--ray-address is for --cluster ray; a file says it as ray_address")
+    if cluster == RAY:
+        engine["cluster"] = ray_workers(ray_address, engine.pop("workers", None))
+    elif cluster is not None:
+        engine["cluster"] = read_cluster_workers(cluster)
+
+
 def _understand(given: argparse.Namespace) -> Arguments:
     file = Configuration() if given.config is None else read_configuration(given.config)
     configured = [(name, model.path) for name, model in file.models.items()]
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
-    if "cluster" in engine:
-        engine["cluster"] = read_cluster_workers(engine["cluster"])
+    _read_cluster(engine, given.ray_address)
     options = file.options(engine=engine, defaults=defaults)
     refuse_ignored({**engine, **defaults}, options.mode)
     _check_report(given)

@@ -218,11 +218,18 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cluster",
-        metavar="FILE",
+        metavar="FILE|ray",
         type=Path,
         default=argparse.SUPPRESS,
-        help="cluster.toml whose [[workers]] run the stages instead: processes on this host, and "
-        "eeworker on others, each a stream",
+        help="cluster.toml whose [[workers]] run the stages instead: processes on this host, "
+        "eeworker on others, actors of Ray, each a stream; ray alone: workers of one CPU each, "
+        "wherever Ray has room, as many as it has CPUs free, or --workers N",
+    )
+    group.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="head of the cluster for --cluster ray (default: RAY_ADDRESS, or the cluster that "
+        "this host is of)",
     )
     add(
         "--threads",

@@ -1,4 +1,4 @@
-"""``eeserve --workers 2``: its workers are killed under load, and every client has its answers."""
+"""Workers, here and on a network, are killed under load, and every client has its answers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import select
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.remote.listening import Worker
 
 from offramp.bundle import Bundle
 from offramp.client import AsyncClient, Client, OfframpError
@@ -26,6 +27,23 @@ from offramp.engine.plan import make_plan
 GOLDEN = Path(__file__).parents[1] / "golden" / "bundle"
 REQUESTS, AT_ONCE, KILLS = 2000, 32, 8
 WORKER = b"offramp.engine.remote.worker"
+EEWORKER = "offramp.engine.remote.eeworker"
+CLUSTER = """
+[devices.cpu]
+count = 2
+cost_per_hour = 0
+speed = 1
+
+[[workers]]
+device = "cpu"
+
+[[workers]]
+device = "cpu"
+address = "{address}"
+
+[router]
+token_file = "token"
+"""
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
@@ -40,8 +58,8 @@ def bundle(tmp_path: Path) -> Bundle:
     return Bundle.open(tmp_path / "recorded.ee")
 
 
-def children(pid: int) -> Iterator[int]:
-    """The workers of a server."""
+def children(pid: int, module: bytes = WORKER) -> Iterator[int]:
+    """The workers of a server, or the serving process of ``eeworker``."""
     for place in Path("/proc").iterdir():
         if not place.name.isdecimal():
             continue
@@ -50,7 +68,7 @@ def children(pid: int) -> Iterator[int]:
             command = (place / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if parent == pid and WORKER in command:
+        if parent == pid and module in command:
             yield int(place.name)
 
 
@@ -65,9 +83,11 @@ def truth(bundle: Bundle, samples: np.ndarray) -> dict[int, tuple[int, list[floa
     return found
 
 
-def test_killed_workers_cost_clients_nothing(launch: Any, bundle: Bundle) -> None:
-    server = launch(bundle.path, "--mode=leave", "--workers=2", "--backend=onnxruntime")
-    samples = np.random.default_rng(0).integers(0, 2400, REQUESTS)
+def ask_while_killing(
+    server: Any, bundle: Bundle, requests: int, kills: int, pids: Callable[[], list[int]]
+) -> None:
+    """Compare every answer, while processes of ``pids`` are killed now and then."""
+    samples = np.random.default_rng(0).integers(0, 2400, requests)
     expected, random = truth(bundle, np.unique(samples)), Random(0)
     answered, killed = 0, 0
 
@@ -79,8 +99,8 @@ def test_killed_workers_cost_clients_nothing(launch: Any, bundle: Bundle) -> Non
             assert result.exits.tolist() == [exit_index]
             assert result.outputs["logits"].tolist() == [answer]
             answered += 1
-            due = answered >= (killed + 1) * REQUESTS // (KILLS + 1)
-            if due and killed < KILLS and (workers := list(children(server.process.pid))):
+            due = answered >= (killed + 1) * requests // (kills + 1)
+            if due and killed < kills and (workers := pids()):
                 os.kill(random.choice(workers), signal.SIGKILL)
                 killed += 1
 
@@ -90,11 +110,38 @@ def test_killed_workers_cost_clients_nothing(launch: Any, bundle: Bundle) -> Non
             await asyncio.gather(*(ask(client, part) for part in parts))
 
     asyncio.run(run())
-    assert (answered, killed) == (REQUESTS, KILLS)
-    assert server.metric("offramp_answers_total") == REQUESTS
+    assert (answered, killed) == (requests, kills)
+    assert server.metric("offramp_answers_total") == requests
     assert server.metric("offramp_failures_total") == 0
+
+
+def test_killed_workers_cost_clients_nothing(launch: Any, bundle: Bundle) -> None:
+    server = launch(bundle.path, "--mode=leave", "--workers=2", "--backend=onnxruntime")
+    pid = server.process.pid
+    ask_while_killing(server, bundle, REQUESTS, KILLS, lambda: list(children(pid)))
     assert server.metric("offramp_worker_restarts_total") >= 1
     assert "workers in service" in server.get("/")
+
+
+def test_a_killed_worker_on_a_network_costs_clients_nothing(
+    launch: Any, bundle: Bundle, tmp_path: Path
+) -> None:
+    worker = Worker(tmp_path, "--threads=1", module=EEWORKER)
+    try:
+        cluster = tmp_path / "cluster.toml"
+        cluster.write_text(CLUSTER.format(address=worker.address))
+        server = launch(
+            bundle.path, "--mode=leave", f"--cluster={cluster}", "--backend=onnxruntime"
+        )
+        pids = list(children(worker.process.pid, EEWORKER.encode()))
+        assert len(pids) == 1
+        assert server.metric("offramp_workers") == 2
+        ask_while_killing(
+            server, bundle, 600, 3, lambda: list(children(worker.process.pid, EEWORKER.encode()))
+        )
+        assert server.metric("offramp_worker_restarts_total") >= 1
+    finally:
+        assert worker.stop() == 0
 
 
 def test_ctrl_c_reaches_the_server_alone_and_workers_end_with_it(

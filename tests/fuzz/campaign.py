@@ -40,6 +40,7 @@ CAMPAIGNS: Final[Mapping[str, str]] = {
     "cluster": "tests.fuzz.planning:ClusterFiles",
     "plan": "tests.fuzz.planning:PlanningJson",
     "frames": "tests.fuzz.frames:WorkerFrames",
+    "greetings": "tests.fuzz.greetings:Greetings",
     "messages": "tests.fuzz.messages:Messages",
 }
 """Those that a worker runs, by name; ``server`` and ``bundle`` are processes of their own."""

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from offramp.engine.remote.served_slot import ServedSlot
 from offramp.engine.remote.stages import describe_stage
 from offramp.engine.remote.transport import (
     Connection,
@@ -35,7 +36,7 @@ from offramp.engine.remote.wire import (
     encode,
     pack_head,
 )
-from offramp.engine.remote.worker import ServedSlot, Worker
+from offramp.engine.remote.worker import Worker
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
 from tests.fakes import fake_plan

@@ -50,6 +50,7 @@ COUNTS = {
     "cluster": 400,
     "plan": 2000,
     "frames": 3000,
+    "greetings": 1500,
     "messages": 1500,
     "server": 2000,
 }

@@ -19,9 +19,12 @@ from offramp.engine.core import Engine
 from offramp.engine.errors import OptionsError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
+from offramp.engine.plan_loop import PlanLoop
+from offramp.engine.plan_status import PlanStatus
 from offramp.engine.planning.cluster import Cluster, DeviceType
 from offramp.engine.planning.cluster_times import times_of
 from offramp.engine.planning.goal import PlanningGoal
+from offramp.engine.planning.replanning import ReplanGuard, ReplanRules
 from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.remote.launching import LocalLauncher
 from offramp.engine.results import EngineResult
@@ -34,7 +37,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Path]:
     return compile_small(tmp_path_factory.mktemp("small"))
 
 
-def cluster_for(bundle: Bundle, *, share: float) -> ServedCluster:
+def cluster_for(
+    bundle: Bundle, *, share: float, speeds: tuple[float, float] = (2.0, 1.0)
+) -> ServedCluster:
     """Two types of device, with room for so much of the weights each."""
     total = sum(s.weight_bytes or 0 for s in bundle.manifest.segments)
     types = [
@@ -45,7 +50,7 @@ def cluster_for(bundle: Bundle, *, share: float) -> ServedCluster:
             times=times_of(bundle.profile(), ROWS, speed=speed),
             memory_bytes=share * total,
         )
-        for name, speed in (("fast", 2.0), ("slow", 1.0))
+        for name, speed in zip(("fast", "slow"), speeds, strict=True)
     ]
     goal = PlanningGoal(batch_sizes=(1, 2, 4, ROWS))
     return ServedCluster(cluster=Cluster(types=tuple(types)), goal=goal)
@@ -121,3 +126,73 @@ def test_what_fits_nowhere_is_refused(small: tuple[Bundle, Path]) -> None:
     late = replace(cluster, goal=replace(cluster.goal, slo_s=1e-9))
     with pytest.raises(OptionsError, match="latency: no plan is faster than"):
         answers(bundle, requests, kinds=["slow"], cluster=late)
+
+
+def test_a_plan_follows_the_shares_while_requests_run(
+    small: tuple[Bundle, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows go on that were to leave: workers load, and the next plan answers as the last one."""
+    bundle, inputs = small
+    with np.load(inputs) as archive:
+        rows = archive["x"][:200]
+    (whole,), _ = answers(bundle, [rows])
+    late = np.flatnonzero(whole.exits != 0)
+    assert len(late) >= 10
+    monkeypatch.setattr(PlanLoop, "start", lambda _: None)  # the test looks by hand
+    kinds = ["slow", "fast", "slow", "fast"]
+    options = EngineOptions(
+        streams=len(kinds),
+        threads=1,
+        plan_on=cluster_for(bundle, share=0.8, speeds=(1.0, 1.0)),
+        keep_state=False,
+        defaults=ModelOptions(max_batch_size=ROWS),
+    )
+    launchers = [LocalLauncher(device_type=kind) for kind in kinds]
+    backend = RemoteBackend(OnnxRuntimeBackend(threads=1), launchers=launchers, threads=1)
+
+    async def serve() -> None:
+        async with await Engine.open({"small": bundle.path}, options, backend=backend) as engine:
+            loop = engine._plans
+            assert loop is not None
+            loop._guard = ReplanGuard(ReplanRules(least_rows=100))
+
+            def seen() -> PlanStatus:
+                found = engine.statistics()["small"].plan
+                assert found is not None
+                return found
+
+            async def ask(numbers: Sequence[int]) -> None:
+                asked = [engine.infer("small", {"x": rows[n : n + 1]}) for n in numbers]
+                for n, result in zip(numbers, await asyncio.gather(*asked), strict=True):
+                    np.testing.assert_array_equal(result.exits, whole.exits[n : n + 1])
+                    (name,) = result.outputs
+                    expected = whole.outputs[name][n : n + 1]
+                    np.testing.assert_allclose(result.outputs[name], expected, rtol=1e-5, atol=1e-6)
+
+            loop.look()
+            before = seen()
+            assert before.changes == 0
+            await ask([*late[:10]] * 20)
+            looking = asyncio.create_task(asyncio.to_thread(loop.look))
+            while not looking.done() or seen().changing:
+                if looking.done():
+                    looking = asyncio.create_task(asyncio.to_thread(loop.look))
+                await ask(range(0, 200, 5))
+            await looking
+            after = seen()
+            assert (after.changes, after.given_up) == (1, 0), after.reason
+            assert [s.last_segment for s in after.splits] != [s.last_segment for s in before.splits]
+            assert all(split.in_service == split.workers for split in after.splits)
+            await ask(range(200))
+            assert engine.statistics()["small"].failed == {}
+            stages = engine._executor.deployment("small").plan.stages
+            splits = loop._served.splits
+            for number, seat in enumerate(backend._seats):
+                held = [spec for spec in stages if splits.holds(number, spec)]
+                assert seat.worker is not None
+                assert len(seat.worker.stages) == len(held) > 0
+
+    try:
+        asyncio.run(serve())
+    finally:
+        backend.close()

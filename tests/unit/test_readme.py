@@ -15,6 +15,8 @@ from offramp.compiler.cli import COMMANDS as SUBCOMMANDS
 from offramp.compiler.cli import COMPILE
 from offramp.engine.options import ModelOptions
 from offramp.engine.planning.cluster_file import parse_cluster
+from offramp.engine.planning.ray_entry import RayEntry
+from offramp.engine.remote import eeworker
 from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server.arguments import make_parser
 from offramp.tools.bench.cli import _parser as bench_parser
@@ -23,7 +25,12 @@ ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")]
 README = (ROOT / "README.md").read_text()
 COMMANDS = "".join([README, *(p.read_text() for p in sorted((ROOT / "docs").glob("*.md")))])
-PARSERS = {"eecompile": COMPILE.parser, "eeserve": make_parser, "eebench": bench_parser}
+PARSERS = {
+    "eecompile": COMPILE.parser,
+    "eeserve": make_parser,
+    "eeworker": eeworker.make_parser,
+    "eebench": bench_parser,
+}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
@@ -34,7 +41,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", re.findall(r"^(?:eecompile|eeserve|eebench) .+$", COMMANDS, re.MULTILINE)
+    "line", re.findall(r"^(?:eecompile|eeserve|eeworker|eebench) .+$", COMMANDS, re.MULTILINE)
 )
 def test_commands_parse_and_their_files_exist(line: str) -> None:
     command, *arguments = shlex.split(line)
@@ -66,9 +73,21 @@ def test_python_blocks_compile() -> None:
 
 def test_the_configuration_that_is_shown_is_one() -> None:
     shown = re.findall(r"```toml\n(.*?)```", COMMANDS, re.DOTALL)
-    (cluster,) = [text for text in shown if "[devices." in text]
-    assert [device.name for device in parse_cluster(cluster.encode()).devices] == ["fast", "slow"]
-    (text,) = [text for text in shown if text != cluster]
+    clusters = [parse_cluster(text.encode()) for text in shown if "[devices." in text]
+    assert {tuple(device.name for device in file.devices) for file in clusters} == {
+        ("fast", "slow"),
+        ("cpu",),
+        ("large",),
+    }
+    (actors,) = [file for file in clusters if file.router.ray]
+    assert actors.devices[0].resources == {"CPU": 2.0, "rack7": 1.0}
+    assert actors.router.ray == RayEntry(address="node-a:6379", least=3)
+    (serving,) = [file for file in clusters if file.workers]
+    assert [(entry.address, entry.count) for entry in serving.workers] == [
+        ("10.0.0.2:7070", 1),
+        (None, 2),
+    ]
+    (text,) = [text for text in shown if "[devices." not in text]
     document = tomllib.loads(text)
     assert set(document) == {"engine", "defaults", "models"}
     known = {field.name for field in fields(ModelOptions)} | {"path", "policy"}
@@ -87,7 +106,7 @@ def test_every_option_is_explained() -> None:
         "eebench adapt", "eebench compare", "eebench load", "eebench simulate",
     }  # fmt: skip
     compiling = [command.parser() for command in SUBCOMMANDS.values()]
-    for parser in (COMPILE.parser(), *compiling, make_parser(), *commands):
+    for parser in (COMPILE.parser(), *compiling, make_parser(), eeworker.make_parser(), *commands):
         for action in parser._actions:
             assert action.help, f"{parser.prog} {action.dest}"
 

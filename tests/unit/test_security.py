@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from offramp.engine.options import ModelOptions
+from offramp.engine.remote import eeworker
+from offramp.engine.remote.listening import ADMIT_LIMIT_S, MOST_UNKNOWN
 from offramp.proto import tensors, wire
 from offramp.server.arguments.parser import make_parser
 from offramp.server.endpoints import MAX_CALLS
@@ -25,6 +27,8 @@ FIXED = {
     "dimensions of a tensor": tensors.MAX_DIMENSIONS,
     "calls of a connection": MAX_CALLS,
     "time for a call's message to arrive": ARRIVAL_S,
+    "connections to a worker that have not shown the token": MOST_UNKNOWN,
+    "time for a connection to a worker to show it": ADMIT_LIMIT_S,
 }
 
 
@@ -43,7 +47,7 @@ def test_every_limit_is_read() -> None:
     assert {what for what, _, flag in ROWS if not flag} == FIXED.keys()
 
 
-def test_flags_are_those_of_the_command_line() -> None:
-    known = make_parser().format_help()
+def test_flags_are_those_of_the_command_lines() -> None:
+    known = make_parser().format_help() + eeworker.make_parser().format_help()
     for flag in set(re.findall(r"`(--[\w-]+)", TEXT)):
         assert f"{flag} " in known, flag

@@ -46,6 +46,7 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
             bundle, exits=[*shares], going_on=[*shares.values()], sizes=part_sizes(bundle)
         ),
         cluster=devices,
+        goal=file.goal.goal([planned.batch_size], wrapper=False),
         roles=roles_for(planned, _types_of(devices)),
     )
 

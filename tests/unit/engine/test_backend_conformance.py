@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tests.cuda_fakes import fake_cuda
+from tests.unit.remote.listening import ThreadLauncher
 
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends import Backend, make_backend
@@ -99,6 +100,9 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "onnxruntime": OnnxRuntimeBackend,
     "openvino": lambda: make_backend("openvino"),
     "workers": lambda: RemoteBackend(OnnxRuntimeBackend(), launchers=[LocalLauncher()]),
+    "network": lambda: RemoteBackend(
+        OnnxRuntimeBackend(), launchers=[ThreadLauncher(lambda _hello: OnnxRuntimeBackend())]
+    ),
     "cuda": lambda: fake_cuda()[0],
     "cuda without graphs": lambda: fake_cuda(graphs=False)[0],
     "cuda with padding": lambda: fake_cuda(pads=True)[0],

@@ -9,6 +9,7 @@ import pytest
 from offramp.engine.cluster_workers import ClusterWorkers, WorkerPlace, read_cluster_workers
 from offramp.engine.options import EngineOptions
 from offramp.engine.planning.cluster_file import ClusterFileError
+from offramp.engine.planning.ray_entry import RayEntry
 from offramp.engine.remote.process import WorkerCommand
 from offramp.engine.remote.tcp import HostPort
 
@@ -60,8 +61,11 @@ def test_processes_on_this_host_need_no_token(folder: Path) -> None:
         ("", r"cluster.toml \[\[workers\]\]: there is none, expected one at least"),
         (REMOTE, r"\[router\] has no token_file, expected the file with the secret"),
         (REMOTE + '[router]\ntoken_file = "no"', r"token_file: .*/no cannot be read: No such file"),
-        (REMOTE + '[router]\ntoken_file = "short"', "holds a token of 5 bytes, expected 16 to"),
-        (REMOTE + '[router]\ntoken_file = "two"', "holds no one token, expected 16 to .* without"),
+        (
+            REMOTE + '[router]\ntoken_file = "short"',
+            "holds a token of 5 bytes, expected one of 16 to",
+        ),
+        (REMOTE + '[router]\ntoken_file = "two"', "holds several words, expected one of 16 to"),
         (REMOTE.replace(":7070", "") + ROUTER, r"1 address: '127.0.0.1' is no address, expected"),
         (FAR + ROUTER, "has no tls_ca, and 10.0.0.2:7070 would be reached in the clear; give the"),
         (REMOTE + ROUTER + 'tls_ca = "token"', "authorities .*/token cannot be used: .*expected a"),
@@ -78,6 +82,46 @@ def test_what_is_wrong_is_said_in_a_line(folder: Path, text: str, told: str) -> 
 
 def test_a_network_that_is_trusted_needs_no_tls(folder: Path) -> None:
     assert read(folder, FAR + ROUTER + "insecure = true").tls is None
+
+
+RAY = DEVICES + 'resources = { CPU = 2, gadget = 1 }\n[router]\nlaunch = "ray"\n'
+
+
+def test_ray_starts_what_has_no_address(folder: Path) -> None:
+    (folder / "cluster.toml").write_text(RAY + 'ray_address = "10.0.0.1:6379"\nleast = 3')
+    workers = read_cluster_workers(folder / "cluster.toml")
+    actor = WorkerPlace(device_type="gpu", address=None, resources={"CPU": 2.0, "gadget": 1.0})
+    assert workers.places == (actor,) * 4, "as many as there are devices"
+    assert workers.ray == RayEntry(address="10.0.0.1:6379", least=3)
+    assert (workers.local, EngineOptions(cluster=workers).streams) == (0, 4)
+
+
+def test_ray_starts_the_workers_that_are_named(folder: Path) -> None:
+    workers = read(folder, LOCAL + "count = 2\n" + REMOTE + ROUTER + 'launch = "ray"')
+    assert [place.resources for place in workers.places] == [{"CPU": 1.0}, {"CPU": 1.0}, None]
+    assert workers.ray == RayEntry(), "all have to be there"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (RAY + "least = 5", r"\[router\] least = 5, and there are 4 workers at most; lower it"),
+        (RAY + "least = 0", r"\[router\] least = 0, expected a whole number from 1"),
+        (RAY + "ray_address = 1", r"\[router\] ray_address = 1, expected for instance \"10.0"),
+        (RAY.replace('"ray"', '"slurm"'), r"launch = 'slurm', expected one of process, ray"),
+        (RAY.replace('launch = "ray"', ""), r'has no launch = "ray", and \[devices.gpu\] has res'),
+        (DEVICES + "[router]\nleast = 1", r'has least, which is for Ray; add launch = "ray"'),
+        (RAY.replace("CPU = 2", "CPU = 2.5"), r"\[devices.gpu\] resources: CPU = 2.5, expected a"),
+        (RAY.replace("CPU = 2", "CPU = 0"), r"resources: CPU = 0, expected a number above 0"),
+        (RAY.replace("{ CPU = 2, gadget = 1 }", "{}"), r"resources = \{\}, expected for instance"),
+        (RAY.replace("gadget =", '"" ='), r"resources has the name '', expected for instance"),
+    ],
+)
+def test_what_ray_cannot_be_told_is_said_in_a_line(folder: Path, text: str, told: str) -> None:
+    (folder / "cluster.toml").write_text(text)
+    with pytest.raises(ClusterFileError, match=told) as caught:
+        read_cluster_workers(folder / "cluster.toml")
+    assert "\n" not in str(caught.value)
 
 
 def test_each_worker_is_a_stream_and_only_those_here_take_cores(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.engines import engine_bundle
 from tests.unit.engine.serving import LIMIT_S
 
-from offramp.engine import core
+from offramp.engine import opening as opening_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError
@@ -38,7 +38,7 @@ def test_cancelling_waits_for_the_loading_thread_and_keeps_its_own_error(
             happened.append("closed")
             raise BackendError("1 slots are still open")
 
-    monkeypatch.setattr(core, "make_backend", lambda *_, **__: Slow())
+    monkeypatch.setattr(opening_of, "make_backend", lambda *_, **__: Slow())
 
     async def body() -> None:
         opening = asyncio.create_task(Engine.open({"m": path}, EngineOptions(mode=Mode.OFF)))

@@ -104,8 +104,9 @@ def test_without_stealing_devices_hold_their_split() -> None:
     cluster = cluster_of(device("one", 1.0))
     plan = two_splits(cluster)
     roles = [*roles_of(plan), StreamRole("one", None)]
+    held = [frozenset(range(r.segments[0], r.segments[1] + 1) if r.segments else ()) for r in roles]
     placement = place_plan(
-        plan, roles, SPANS, model=MODEL, cluster=cluster, max_batch_size=1, steals=False
+        plan, roles, SPANS, model=MODEL, cluster=cluster, max_batch_size=1, held=held
     )
     assert [s.holds for s in placement.streams] == [{0, 1}, {0, 1}, {2, 3}, {2, 3}, set()]
 

@@ -1,27 +1,101 @@
-"""What tests of workers over a network share: ``eeworker``, and a backend that reaches it."""
+"""What tests of workers over a network share: workers that listen, and backends that reach them."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import offramp
 from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.tcp import HostPort, TlsTrust, parse_address
-from offramp.engine.remote.tcp_launcher import PING_S, TcpLauncher
+from offramp.engine.remote.listening import Admission, Listener
+from offramp.engine.remote.stages import BundlesByHash
+from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut, parse_address
+from offramp.engine.remote.tcp_launcher import PING_S, TcpLauncher, TcpWorker
+from offramp.engine.remote.wire import Hello
+from offramp.engine.remote.worker import MakeBackend
 from offramp.testing.worker import ScriptedBackend
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bundle"
 TOKEN = b"0123456789abcdef-of-tests"
 
 
+HELLO = Hello(version=offramp.__version__, backend="scripted", threads=1)
+
+
+def admission(
+    *,
+    identity: TlsIdentity | None = None,
+    make: MakeBackend = lambda _hello: ScriptedBackend(),
+    find: BundlesByHash | None = None,
+    any_graph: bool = True,
+    admit_s: float = 30.0,
+    silence_s: float = 60.0,
+) -> Admission:
+    """What workers in this process serve, and to whom."""
+    return Admission(
+        token=TOKEN,
+        context=None if identity is None else identity.context(),
+        make=make,
+        find=find or BundlesByHash([]),
+        any_graph=any_graph,
+        admit_s=admit_s,
+        silence_s=silence_s,
+    )
+
+
+@contextmanager
+def listener(**wanted: Any) -> Iterator[HostPort]:
+    """A worker in a thread of this process; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = Listener(listening, admission(**wanted))
+        threading.Thread(target=serving.serve, daemon=True).start()
+        try:
+            yield HostPort(*listening.getsockname())
+        finally:
+            cut(listening)
+
+
+class ThreadLauncher:
+    """Starts workers in threads of this process, and reaches them over a network all the same."""
+
+    device_type = ""
+
+    def __init__(self, make: MakeBackend) -> None:
+        self._make = make
+
+    def describe(self) -> str:
+        return "a thread"
+
+    def start(self, hello: Hello) -> TcpWorker:
+        listening = socket.create_server(("127.0.0.1", 0))
+        serving = Listener(listening, admission(make=self._make))
+
+        def serve() -> None:
+            serving.serve()
+            cut(listening)
+            listening.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        return TcpLauncher(HostPort(*listening.getsockname()), TOKEN, None).start(hello)
+
+
 class Worker:
     """A process of ``eeworker``; its address, and what it says."""
 
-    def __init__(self, folder: Path, *words: str, module: str = "offramp.testing.worker") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        module: str = "offramp.testing.worker",
+        listen: str = "127.0.0.1:0",
+    ) -> None:
         token = folder / "token"
         token.write_bytes(TOKEN + b"\n")
         self.log = folder / "log"
@@ -29,7 +103,7 @@ class Worker:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", module, str(GOLDEN)),
-                    *("--listen", "127.0.0.1:0", f"--token-file={token}", *words),
+                    *("--listen", listen, f"--token-file={token}", *words),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,

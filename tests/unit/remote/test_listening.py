@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 from tests.fakes import fake_plan, script
-from tests.unit.remote.listening import GOLDEN, TOKEN
+from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, listener
 
 import offramp
 from offramp.bundle import Bundle
-from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import make_plan
 from offramp.engine.remote import handshake, tcp_launcher
 from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.listening import Admission, Listener
+from offramp.engine.remote.listening import MOST_UNKNOWN
 from offramp.engine.remote.stages import BundlesByHash
-from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut
+from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust
 from offramp.engine.remote.tcp_launcher import TcpLauncher
 from offramp.engine.remote.wire import Hello
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
 
-HELLO = Hello(version=offramp.__version__, backend="scripted", threads=1)
 LOG = "offramp.engine.remote.listening"
 
 
@@ -57,38 +55,6 @@ def lines() -> Iterator[Lines]:
     logging.getLogger(LOG).addHandler(handler)
     yield handler
     logging.getLogger(LOG).removeHandler(handler)
-
-
-def make_scripted(_hello: Hello) -> Backend:
-    return ScriptedBackend()
-
-
-@contextmanager
-def listener(
-    *,
-    identity: TlsIdentity | None = None,
-    find: BundlesByHash | None = None,
-    any_graph: bool = True,
-    admit_s: float = 30.0,
-    silence_s: float = 60.0,
-) -> Iterator[HostPort]:
-    """A worker in a thread of this process; gives its address."""
-    admission = Admission(
-        token=TOKEN,
-        context=None if identity is None else identity.context(),
-        make=make_scripted,
-        find=find or BundlesByHash([]),
-        any_graph=any_graph,
-        admit_s=admit_s,
-        silence_s=silence_s,
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        serving = threading.Thread(target=Listener(listening, admission).serve, daemon=True)
-        serving.start()
-        try:
-            yield HostPort(*listening.getsockname())
-        finally:
-            cut(listening)
 
 
 @pytest.fixture(scope="session")
@@ -270,3 +236,33 @@ def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
         address = HostPort(*listening.getsockname())
         with pytest.raises(WorkerLostError, match=r"did not answer within 0\.01 s"):
             TcpLauncher(address, TOKEN, None).start(HELLO)
+
+
+def test_who_is_slow_to_show_a_token_is_cut_off(lines: Lines) -> None:
+    with listener(admit_s=0.05) as address, socket.create_connection(address) as connected:
+        connected.sendall(handshake.greet(bytes(32))[:9])  # and no more
+        while connected.recv(100):
+            pass
+    assert "it did not show a token within 0.05 s" in lines.next()
+
+
+def test_connections_that_show_no_token_leave_room_for_a_router() -> None:
+    with listener() as address, contextlib.ExitStack() as opened:
+        idle = [
+            opened.enter_context(socket.create_connection(address)) for _ in range(MOST_UNKNOWN + 1)
+        ]
+        assert idle[0].recv(100) == b"", "the oldest made room"
+        assert answer_of(TcpLauncher(address, TOKEN, None)) == [0.5]
+
+
+def test_noise_is_refused_and_the_log_stays_short(lines: Lines) -> None:
+    with listener() as address:
+        for _ in range(100):
+            with socket.create_connection(address) as connected:
+                connected.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                while connected.recv(100):
+                    pass
+        assert answer_of(TcpLauncher(address, TOKEN, None)) == [0.5]
+    first = lines.next()
+    assert "is no part of Offramp: it begins with b'GET / HTTP/1.1\\r\\n', expected" in first
+    assert "\n" not in first

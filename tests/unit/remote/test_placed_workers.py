@@ -140,6 +140,11 @@ def test_who_holds_what_changes_while_workers_serve() -> None:
         slot = backend.open_slot()
         (departure,) = pipeline.run(slot, {SCRIPT: script([0.5, 0.6, 0.7])})
         np.testing.assert_array_equal(departure.answer, script([0.5, 0.6, 0.7])[:, 2])
-        slot.close()
+        backend.hold(lambda _, spec: spec.index > 0)
+        assert list(map(len, stages)) == [2, 2]
         with pytest.raises(BackendError, match="no worker holds segments 0 to 0"):
-            backend.hold(lambda _, spec: spec.index > 0)
+            backend.prepare(plan.stages[0])
+        (again,) = pipeline.run(slot, {SCRIPT: script([0.5, 0.6, 0.7])})
+        np.testing.assert_array_equal(again.answer, departure.answer)
+        assert sorted(map(len, stages)) == [2, 3], "who runs what nobody holds loads it for that"
+        slot.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -21,7 +22,9 @@ from offramp.engine.remote.wire import FrameError, TensorForm, pack_head
 BYTES = np.dtype(np.uint8)
 
 
-@pytest.mark.parametrize("sizes", [(), (5,), (0, 5), (70_000,), (64, 3, 5_000_000)])
+@pytest.mark.parametrize(
+    "sizes", [(), (5,), (0, 5), (70_000,), (64, 3, 5_000_000), (65_536, 131_072, 65_537, 64)]
+)
 def test_frames_arrive_whole_and_one_after_the_other(sizes: tuple[int, ...]) -> None:
     ours, theirs = Connection.pair()
     other = Connection(theirs)
@@ -75,6 +78,43 @@ def test_who_does_not_answer_in_time_is_late() -> None:
         ours.receive(0.001)
     theirs.close()
     ours.close()
+
+
+def test_who_does_not_take_a_message_in_time_is_late() -> None:
+    ours, theirs = Connection.pair()
+    with theirs, pytest.raises(TooLateError, match=r"did not take a message within 0\.001 s"):
+        ours.send(b"x", [np.zeros(1 << 24, np.uint8)], 0.001)
+    ours.close()
+
+
+def test_a_limit_holds_for_what_is_received_next_only() -> None:
+    ours, theirs = Connection.pair()
+    other = Connection(theirs)
+    for limit_s in (0.001, 0.002):
+        with pytest.raises(TooLateError, match=f"no answer within {limit_s:g} s"):
+            ours.receive(limit_s)
+    answer = threading.Timer(0.02, other.send, (b"late",))
+    answer.start()
+    assert ours.receive(None).header == b"late"
+    answer.join()
+    other.close()
+    ours.close()
+
+
+def test_a_network_that_the_system_gave_up_is_lost_and_not_late() -> None:
+    given_up = TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    class GivenUp(socket.socket):
+        def recv_into(self, *_: object) -> int:
+            raise given_up
+
+        def sendall(self, *_: object) -> None:
+            raise given_up
+
+    with GivenUp() as connected:
+        for call in (lambda c: c.receive(), lambda c: c.send(b"x", [b"y"], 5.0)):
+            with pytest.raises(ConnectionLostError, match="Connection timed out"):
+                call(Connection(connected))
 
 
 def test_descriptors_travel_and_memory_is_shared() -> None:

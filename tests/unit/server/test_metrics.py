@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.bundle import NEVER
 from offramp.engine.control.controller import Evidence
+from offramp.engine.plan_status import PlanStatus, SplitStatus
 from offramp.engine.planning.batch_profile import ProfileStatus
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
 from offramp.server.metrics import render_metrics
@@ -60,6 +61,38 @@ STATISTICS = ModelStatistics(
     queue_s=Histogram(bounds=(0.1, 0.5), counts=(12, 0, 0), total=0.25),
     latency_s=Histogram(bounds=(0.1, 0.5), counts=(1, 2, 9), total=20.0),
     uptime_s=61.5,
+)
+
+
+PLAN = PlanStatus(
+    splits=(
+        SplitStatus(
+            first_segment=0,
+            last_segment=1,
+            devices=(("fast", 2), ("slow", 1)),
+            in_service=2,
+            slow=1,
+            excluded=1,
+        ),
+        SplitStatus(
+            first_segment=2,
+            last_segment=5,
+            devices=(("fast", 1),),
+            in_service=1,
+            slow=0,
+            excluded=0,
+        ),
+    ),
+    spare=1,
+    batch_size=8,
+    rate_rps=1234.5,
+    latency_s=0.0125,
+    shares=((0, 0.5, 0.25), (2, 0.3, None)),
+    changes=4,
+    given_up=1,
+    changing=False,
+    reason="better by 12.0%",
+    changed_s=125.0,
 )
 
 
@@ -114,6 +147,23 @@ def test_gauges() -> None:
     assert values("offramp_uptime_seconds") == {(): 61.5}
     assert values("offramp_exit_threshold_ratio") == {("exit 2",): 0.875, ("final",): 0.0}
     assert values("offramp_model_info") == {("onnxruntime-cpu", "leave", "slackfit"): 1}
+
+
+def test_the_plan_of_a_split_model() -> None:
+    assert not any("plan" in name or "split" in name for name in families())
+    seen = families(now=dataclasses.replace(STATISTICS, plan=PLAN))
+    assert {
+        name: {s.labels.get("segments"): s.value for s in family.samples}
+        for name, family in seen.items()
+        if "plan" in name or "split" in name
+    } == {
+        "offramp_plan_changes": {None: 4.0},
+        "offramp_plan_changes_given_up": {None: 1.0},
+        "offramp_plan_predicted_rows_per_second": {None: 1234.5},
+        "offramp_split_workers": {"0-1": 3.0, "2-5": 1.0},
+        "offramp_split_workers_in_service": {"0-1": 2.0, "2-5": 1.0},
+        "offramp_split_workers_slow": {"0-1": 2.0, "2-5": 0.0},
+    }
 
 
 def test_the_last_window_of_the_batch_profile_beside_its_forecast() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 
 import pytest
+from tests.unit.server.test_metrics import PLAN
 
 from offramp.bundle import NEVER, TensorSpec
 from offramp.engine.control.controller import Evidence
@@ -107,6 +108,24 @@ def test_the_page_says_what_is_served() -> None:
         assert words in text
     for alarm in ("being forced", "out of service", "share forced"):
         assert alarm not in text
+
+
+def test_the_plan_of_a_split_model_is_shown() -> None:
+    assert "split by" not in text_of(Engine())
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, plan=PLAN)))
+    for words in (
+        "0 to 1 2 × fast and 1 × slow 2 of 3 1 get less work, 1 excluded",
+        "2 to 5 1 × fast 1 of 1 –",
+        "In batches of 8. Predicted under the forecast, without queues: 1,234.5 rows/s, 12.50 ms",
+        "at worst; 1 spare, which help where they can.",
+        "exit 0 25.0 % 50.0 % exit 2 – 30.0 %",
+        "4 changes of plans, the last 2 min 5 s ago; 1 given up. When last looked at: better by",
+    ):
+        assert words in text
+    plan = dataclasses.replace(PLAN, changing=True, changes=0, changed_s=None, spare=0, given_up=0)
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, plan=plan)))
+    assert "12.50 ms at worst." in text
+    assert "0 changes of plans. Workers change to another plan now: better by 12.0%." in text
 
 
 def test_the_last_window_of_the_batch_profile_is_shown_beside_its_forecast() -> None:

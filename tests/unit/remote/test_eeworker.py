@@ -1,0 +1,110 @@
+"""``eeworker`` refuses what is unsafe or cannot be, each in a line; and ends when it is told."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, Worker
+
+from offramp.engine.errors import BackendError
+from offramp.engine.remote.eeworker import main
+from offramp.engine.remote.tcp import NetworkError, parse_address
+from offramp.engine.remote.tcp_launcher import TcpLauncher
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_bytes(TOKEN)
+    return f"--token-file={path}"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--listen=0.0.0.0:0"],
+            "--listen 0.0.0.0:0 is open to other hosts, and connections",
+        ),
+        (["--listen=worker:7070"], "--listen worker:7070 is open to other hosts"),
+        (["--listen=7070"], "'7070' is no address, expected HOST:PORT with a port from 0 to 65535"),
+        (["--listen=[::1]:0", "--tls-cert=c"], "TLS needs a certificate and its key; give --tls-c"),
+        (["--listen=[::1]:0", "--tls-ca=c"], "TLS needs a certificate and its key"),
+        (
+            ["--listen=0.0.0.0:0", "--tls-cert=no", "--tls-key=no"],
+            "certificate no with key no cannot be used: No such file or directory; expected PEM",
+        ),
+        (["--listen=127.0.0.1:0", "--token-file=no"], "no: No such file or directory"),
+        (
+            ["--listen=127.0.0.1:0", "--token-file=/dev/null"],
+            "/dev/null holds no token, expected",
+        ),
+    ],
+)
+def test_what_is_unsafe_or_wrong_is_said_in_a_line(
+    words: list[str], told: str, token: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(GOLDEN), token, *words]) == 1
+    error = capfd.readouterr().err
+    assert error.startswith(f"eeworker: {told}")
+    assert error.count("\n") == 1
+
+
+def test_it_does_not_start_without_a_token(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(GOLDEN), "--listen=127.0.0.1:0"])
+    assert ended.value.code == 2
+    assert "required: --token-file" in capfd.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said(token: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([str(GOLDEN), token, f"--listen=127.0.0.1:{port}"]) == 1
+    told = f"eeworker: cannot listen on 127.0.0.1:{port}: Address already in use; give another"
+    assert capfd.readouterr().err.startswith(told)
+
+
+def test_a_bundle_that_is_none_is_said(token: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "offramp.engine.remote.eeworker"),
+            *(str(tmp_path), token, "--listen=127.0.0.1:0"),
+        ],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(rf"eeworker: {tmp_path} is not a bundle.*\n", done.stderr)
+
+
+def test_it_ends_when_it_is_told_and_refuses_another_backend(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, "--backend=onnxruntime")
+    try:
+        told = "was started with --backend onnxruntime, and the server asks for 'scripted'; give"
+        with pytest.raises(BackendError, match=told):
+            TcpLauncher(worker.address, TOKEN, None).start(HELLO)
+    finally:
+        assert worker.stop() == 0
+    assert "is refused: this worker was started with --backend onnxruntime" in worker.said()
+    with pytest.raises(BackendError, match="Connection refused"):
+        TcpLauncher(worker.address, TOKEN, None).start(HELLO)
+
+
+@pytest.mark.parametrize("text", ["", ":1", "a:", "a:x", "a:65536", "a:0", "::1:7", "[a]:7"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(NetworkError, match="is no address, expected HOST:PORT"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "loopback"),
+    [("127.0.0.1:7", True), ("[::1]:7", True), ("localhost:7", True), ("10.0.0.1:7", False)],
+)
+def test_addresses_are_read_and_shown(text: str, loopback: bool) -> None:
+    address = parse_address(text)
+    assert (str(address), address.is_loopback) == (text, loopback)

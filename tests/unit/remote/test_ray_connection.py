@@ -1,0 +1,259 @@
+"""What is said where there is no Ray, or no cluster, or no room; without any Ray."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.remote.listening import GOLDEN
+
+from offramp.engine.errors import BackendError, WorkerLostError
+from offramp.engine.ray import connection, launcher
+from offramp.engine.ray.actor import WorkerActor
+from offramp.engine.ray.connection import connect, describe_resources
+from offramp.engine.ray.launcher import ActorNeeds, RayLauncher, actor_needs, reserve
+from offramp.engine.remote.tcp import parse_address
+from offramp.engine.remote.tcp_launcher import WorkerAddress
+from offramp.engine.remote.wire import Hello
+from offramp.server.arguments import parse_arguments
+
+HELLO = Hello(version="0", backend="onnxruntime", threads=1)
+NEEDS = ActorNeeds(bundles=())
+TOKEN = "t" * 32
+
+
+class FakeRay(types.ModuleType):
+    """A cluster that has room for so many workers, and starts none."""
+
+    def __init__(self, room: int, cpus: float = 0.0) -> None:
+        super().__init__("ray")
+        self.room = room
+        self.groups: list[FakeRay] = []
+        self.util: Any = self
+        self.exceptions = types.SimpleNamespace(RayError=ZeroDivisionError)
+        self.available_resources = lambda: {"CPU": cpus}
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def placement_group(self, bundles: list[dict[str, float]]) -> FakeRay:
+        self.groups.append(FakeRay(0))
+        return self.groups[-1]
+
+    def remove_placement_group(self, group: FakeRay) -> None:
+        self.groups.remove(group)
+
+    def placement_group_table(self, group: FakeRay) -> dict[str, str]:
+        placed = group in self.groups[: self.room]
+        return {"state": "CREATED" if placed else "PENDING"}
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing is waited for."""
+    monkeypatch.setattr(launcher, "PLACE_LIMIT_S", 0.0)
+    monkeypatch.setattr(launcher, "RESERVE_LIMIT_S", 0.0)
+    yield monkeypatch
+
+
+def use(monkeypatch: pytest.MonkeyPatch, ray: types.ModuleType | None) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
+def test_without_ray_a_line_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, None)
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments([str(GOLDEN), "--cluster", "ray"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "eeserve: workers on Ray need the package ray; install it on every node: pip install "
+        "'offramp[ray]'\n"
+    )
+
+
+class UnconnectedRay(types.ModuleType):
+    """A package that is connected to nothing, and fails as it is told to connect."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("ray")
+        self.error = error
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        (None, "no Ray cluster can be reached on this host: no running Ray; start Ray on this"),
+        ("ray://head:10001", "'ray://head:10001' is an address of Ray's client, expected HOST:POR"),
+        ("head", "reached at 'head': 'head' is no address, expected HOST:PORT"),
+    ],
+)
+def test_where_no_cluster_is_a_line_says_how_to_start_one(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, told: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    use(monkeypatch, UnconnectedRay(ConnectionError("no running Ray\nat all")))
+    with pytest.raises(BackendError) as caught:
+        connect(address)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_port_where_nobody_listens_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, UnconnectedRay(AssertionError("not asked")))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        host, port = listening.getsockname()
+    monkeypatch.setenv("RAY_ADDRESS", f"{host}:{port}")
+    with pytest.raises(BackendError, match=f"at '{host}:{port}': Connection refused; start Ray"):
+        connect()
+
+
+def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 0.0)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    use(monkeypatch, UnconnectedRay(ConnectionError()))
+    monkeypatch.setattr(connection.threading.Thread, "start", lambda _thread: None)
+    with pytest.raises(BackendError, match="on this host: no answer within 0 s; start Ray"):
+        connect()
+
+
+def test_as_many_workers_as_there_are_free_cpus_unless_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, FakeRay(0, cpus=3.5))
+    options = parse_arguments([str(GOLDEN), "--cluster=ray"]).engine
+    assert (options.workers, options.worker_count, options.streams) == (0, 3, 3)
+    assert options.cluster is not None
+    assert (options.cluster.local, options.cluster.ray.least) == (0, 1)
+    assert {place.device_type for place in options.cluster.places} == {"cpu"}
+    options = parse_arguments([str(GOLDEN), "--cluster=ray", "--workers=5"]).engine
+    assert options.worker_count == 5
+    use(monkeypatch, FakeRay(0, cpus=0.5))
+    with pytest.raises(SystemExit):
+        parse_arguments([str(GOLDEN), "--cluster=ray"])
+    assert "the Ray cluster has no CPU free; end what holds" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_arguments([str(GOLDEN), "--ray-address=h:1"])
+    assert "--ray-address is for --cluster ray; a file says it as" in capsys.readouterr().err
+
+
+def test_the_configuration_file_may_say_ray(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(monkeypatch, FakeRay(0, cpus=2.0))
+    file = tmp_path / "serve.toml"
+    file.write_text('[engine]\ncluster = "ray"\nworkers = 4\n')
+    options = parse_arguments([str(GOLDEN), f"--config={file}"]).engine
+    assert (options.workers, options.worker_count) == (0, 4)
+
+
+def test_who_has_no_room_waits_and_keeps_its_place_in_the_queue(
+    hurried: pytest.MonkeyPatch,
+) -> None:
+    ray = FakeRay(1)
+    use(hurried, ray)
+    one, other = (RayLauncher({"CPU": 2.0, "gadget": 1.0}, NEEDS) for _ in range(2))
+    reserve([one, other], 1)
+    assert (one.placed(), other.placed()) == (True, False)
+    for _ in range(2):
+        with pytest.raises(WorkerLostError) as caught:
+            other.start(HELLO)
+        assert str(caught.value).startswith(
+            "Ray has no room for a worker with 2 CPU and 1 gadget now; it starts when there is"
+        )
+    assert len(ray.groups) == 2, "it asks once"
+    one.close()
+    assert other.placed(), "who waits comes when another leaves"
+    other.close()
+    assert ray.groups == []
+
+
+def test_a_server_without_the_least_workers_does_not_start(hurried: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(1)
+    use(hurried, ray)
+    launchers = [RayLauncher({"CPU": 1.0}, NEEDS) for _ in range(3)]
+    with pytest.raises(BackendError, match=r"Ray has placed 1 of 3 workers within 0 s, expected 2"):
+        reserve(launchers, 2)
+    assert ray.groups == [], "what was reserved is given back"
+
+
+def test_an_actor_says_what_is_not_on_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = types.ModuleType("ray")
+    ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")  # type: ignore[attr-defined]
+    use(monkeypatch, ray)
+    address, problem = WorkerActor(TOKEN, [str(tmp_path / "no.ee")], 1).listen()
+    assert address == ""
+    assert problem.startswith("on the node 127.0.0.1: ")
+    assert "no.ee" in problem
+    missing = WorkerActor(TOKEN, [str(GOLDEN)], 1, criterion_modules=["/no/file.py:mine"])
+    assert "/no/file.py:mine" in missing.listen()[1]
+
+
+def test_paths_are_absolute_as_nodes_have_folders_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "criterion_modules", lambda: ("sub/mine.py:certainty",))
+    needs = actor_needs([Path("model.ee")])
+    assert needs.bundles == (f"{tmp_path}/model.ee",)
+    assert needs.criterion_modules == (f"{tmp_path}/sub/mine.py:certainty",)
+
+
+def test_resources_are_said_in_words() -> None:
+    assert describe_resources({"GPU": 0.5, "CPU": 2.0}) == "2 CPU and 0.5 GPU"
+    assert describe_resources({}) == "nothing"
+
+
+def protocol_of(actor: WorkerActor) -> str | None:
+    """Reach an actor that listens in this process, and give what encrypts the connection."""
+    address, problem = actor.listen()
+    assert not problem, problem
+    where = WorkerAddress(
+        address=parse_address(address), token=TOKEN.encode(), context=launcher.tls_context()
+    )
+    connected, _session = where.reach()
+    with connected:
+        return connected.version() if isinstance(connected, ssl.SSLSocket) else None
+
+
+def test_connections_are_encrypted_where_those_of_ray_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ray = FakeRay(1)
+    monkeypatch.setattr(ray, "get_node_ip_address", lambda: "127.0.0.1", raising=False)
+    use(monkeypatch, ray)
+    certificate, key = tmp_path / "pem", tmp_path / "key"
+    line = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    line += f" -keyout {key} -out {certificate} -subj /CN=node -addext subjectAltName=IP:127.0.0.1"
+    try:
+        subprocess.run(line.split(), check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make certificates with")
+    assert protocol_of(WorkerActor(TOKEN, [], 1)) is None
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    assert WorkerActor(TOKEN, [], 1).listen() == (
+        "",
+        "on the node 127.0.0.1: RAY_USE_TLS is set, and RAY_TLS_SERVER_CERT is not; set it as well",
+    )
+    with pytest.raises(BackendError, match="RAY_USE_TLS is set, and RAY_TLS_SERVER_CERT is not"):
+        launcher.tls_context()
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", str(certificate))
+    monkeypatch.setenv("RAY_TLS_SERVER_KEY", str(key))
+    monkeypatch.setenv("RAY_TLS_CA_CERT", str(certificate))
+    assert protocol_of(WorkerActor(TOKEN, [], 1)) == "TLSv1.3"

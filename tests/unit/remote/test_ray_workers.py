@@ -1,0 +1,165 @@
+"""Workers that Ray starts answer as one process does, and whatever ends them costs no answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.engine.serving import until
+from tests.unit.remote.listening import GOLDEN
+from tests.unit.remote.local_ray import LocalRay, local_ray
+from tests.unit.remote.workers import answers_of, in_process, random_scripts, serve
+
+from offramp.bundle import Bundle
+from offramp.engine import streams
+from offramp.engine.backends.base import Backend
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.core import Engine
+from offramp.engine.errors import BackendError, WorkerLostError
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.plan import make_plan
+from offramp.engine.ray.launcher import ActorNeeds, RayLauncher, RayWorker
+from offramp.engine.remote.backend import RemoteBackend
+from offramp.testing.ray_actor import ScriptedActor
+from offramp.testing.worker import ScriptedBackend
+
+# Not imported here: where Ray listens is decided when it is imported.
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("the extra `ray` is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow  # a cluster takes twenty seconds to start
+
+SCRIPTS = random_scripts(300)
+ROWS = sum(map(len, SCRIPTS))
+FRESH = GOLDEN.parent / "fresh.npz"
+CPU, GADGET = {"CPU": 1.0}, {"gadget": 1.0}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalRay]:
+    with local_ray() as started:
+        yield started
+
+
+@contextlib.contextmanager
+def actors(cluster: LocalRay, *resources: dict[str, float]) -> Iterator[RemoteBackend]:
+    """A backend of one actor of each of these resources."""
+    needs = ActorNeeds(bundles=(), actor=ScriptedActor)
+    launchers = [RayLauncher(each, needs, address=cluster.address) for each in resources]
+    with contextlib.closing(
+        RemoteBackend(ScriptedBackend(), launchers=launchers, least_s=30.0)
+    ) as backend:
+        yield backend
+
+
+def test_two_actors_answer_as_one_process_does_while_they_are_killed(cluster: LocalRay) -> None:
+    expected = in_process(SCRIPTS)
+    with actors(cluster, CPU, CPU) as backend:
+
+        async def body(engine: Engine) -> None:
+            for done, how in enumerate(("ray.kill", "SIGKILL")):
+                await until(lambda: backend.in_service == 2)
+                before = set(backend.pids)
+                assert len(before - {os.getpid()}) == 2
+                asked = asyncio.create_task(answers_of(engine, SCRIPTS))
+                await until(lambda n=done: answered(engine) > n * ROWS)
+                kill(backend, how)
+                assert await asked == expected
+                assert answered(engine) == (done + 1) * ROWS, "none twice"
+                await until(lambda b=before: not set(backend.pids) >= b)
+            statistics = engine.statistics()["fake"]
+            assert (statistics.failed, statistics.retried) == ({}, 0)
+
+        serve(backend, body, streams=2, max_batch_size=1)
+        assert backend.restarts >= 1
+
+
+def test_a_worker_comes_when_there_is_room_and_goes_with_its_node(
+    cluster: LocalRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "LONGEST_PAUSE_S", 0.1)
+    expected = in_process(SCRIPTS)
+    with actors(cluster, CPU, GADGET) as backend:
+
+        async def body(engine: Engine) -> None:
+            await until(lambda: backend.in_service == 1)
+            assert await answers_of(engine, SCRIPTS[:20]) == expected[:20]
+            with pytest.raises(WorkerLostError, match="has no room for a worker with 1 gadget now"):
+                backend.open_slot_of(1)
+            with cluster.node(gadget=1) as node:
+                await until(lambda: backend.in_service == 2)
+                begun = answered(engine)
+                asked = asyncio.create_task(answers_of(engine, SCRIPTS))
+                await until(lambda: answered(engine) > begun)
+                node.kill()
+                assert await asked == expected
+                while backend.in_service == 2:  # its worker looks for it once a second
+                    assert await answers_of(engine, SCRIPTS[:20]) == expected[:20]
+                assert await answers_of(engine, SCRIPTS[:20]) == expected[:20]
+                statistics = engine.statistics()["fake"]
+                assert (statistics.failed, statistics.retried) == ({}, 0)
+
+        serve(backend, body, streams=2, max_batch_size=1)
+
+
+def test_a_bundle_is_served_by_its_path_and_no_other(cluster: LocalRay, tmp_path: Path) -> None:
+    found = []
+    for path in (GOLDEN, tmp_path / "other"):
+        needs = ActorNeeds(bundles=(str(path),))
+        launcher = RayLauncher(CPU, needs, device_type="cpu", address=cluster.address)
+        assert launcher.device_type == "cpu"
+        assert launcher.describe() == "an actor of Ray with 1 CPU"
+        found.append(RemoteBackend(OnnxRuntimeBackend(threads=1), launchers=[launcher]))
+    right, wrong = found
+    with contextlib.closing(right), contextlib.closing(wrong):
+        assert golden_answers(right) == golden_answers(OnnxRuntimeBackend(threads=1))
+        bundle = Bundle.open(GOLDEN)
+        other = replace(bundle, manifest=replace(bundle.manifest, name="other"))
+        with pytest.raises(BackendError, match=r"this worker has no bundle 'bundle' '[0-9a-f]{12}"):
+            right.prepare(make_plan(other).stages[0])
+        with pytest.raises(BackendError) as refused:
+            wrong.open_slot()
+        assert str(refused.value).startswith("a worker cannot serve on the node 127.0.0.1: ")
+        assert str(refused.value).endswith("bundles and files of this server, at the same paths")
+
+
+def golden_answers(backend: Backend) -> list[tuple[list[int], list[Any]]]:
+    """What an engine on a backend says of fresh samples, each asked for alone."""
+    options = EngineOptions(keep_state=False, defaults=ModelOptions(max_batch_size=1))
+
+    async def serve() -> list[tuple[list[int], list[Any]]]:
+        async with await Engine.open({"golden": GOLDEN}, options, backend=backend) as engine:
+            (name,) = (tensor.name for tensor in engine.model("golden").inputs)
+            with np.load(FRESH) as archive:
+                rows = archive[name][:40]
+            asked = [engine.infer("golden", {name: rows[n : n + 1]}) for n in range(len(rows))]
+            results = await asyncio.gather(*asked)
+        return [(r.exits.tolist(), [a.tolist() for a in r.outputs.values()]) for r in results]
+
+    return asyncio.run(serve())
+
+
+def answered(engine: Engine) -> int:
+    """Samples that have their answers."""
+    return engine.statistics()["fake"].answered
+
+
+def kill(backend: RemoteBackend, how: str) -> None:
+    """End one of the actors that are there, in one way or the other."""
+    worker = backend._seats[0].worker
+    assert isinstance(worker, RayWorker)
+    if how == "SIGKILL":
+        os.kill(worker.pid, signal.SIGKILL)
+    else:
+        import ray
+
+        ray.kill(worker._actor)

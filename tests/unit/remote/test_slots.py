@@ -1,0 +1,260 @@
+"""Slots of a router and of a worker, in one process: what is kept changes no answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.fakes import fake_plan, script
+
+from offramp.engine.backends.base import StageResult
+from offramp.engine.backends.host import HostSlot, HostStage
+from offramp.engine.errors import BackendError, WorkerLostError
+from offramp.engine.remote.layouts import forms_of
+from offramp.engine.remote.served_slot import ServedSlot
+from offramp.engine.remote.slot import RemoteSlot, RemoteStage
+from offramp.engine.remote.tensors import InlineTensors, RemoteBatch, SharedTensors, SlotLink
+from offramp.engine.remote.transport import Connection, SharedMemory
+from offramp.engine.remote.wire import (
+    GIVEN,
+    INLINE,
+    PlacedArray,
+    RunStage,
+    StageDone,
+    TensorForm,
+    decode,
+    encode,
+)
+from offramp.testing.backend import SCRIPT
+
+SPEC = fake_plan([0.9]).stages[0]
+FLOATS = np.dtype(np.float32)
+FIRST_BYTES = 4096
+"""Of the memory that a slot begins with."""
+ANSWER = TensorForm("answer", FLOATS, (1, 2))
+CONFIDENCE = TensorForm("confidence", FLOATS, (1,))
+
+
+@dataclass
+class FakeWorker:
+    """A worker whose slot is served by a thread of this process."""
+
+    link: SlotLink
+    name: str = "worker 1"
+    pid: int = 1
+    lost: bool = False
+    alive: bool = True
+    stages: set[int] = field(default_factory=lambda: {1})
+
+    def open_slot(self) -> SlotLink:
+        return self.link
+
+    def cpu_s(self) -> float:
+        return 0.0
+
+    def order(self, *_: object) -> None:
+        raise AssertionError("nothing is ordered")
+
+    def lose(self, reason: str) -> WorkerLostError:
+        self.lost = True
+        return WorkerLostError(reason)
+
+    def end(self) -> None:
+        self.lost = True
+
+
+def squares(
+    fetched: Sequence[str], tensors: Mapping[str, NDArray[Any]], _: None
+) -> list[NDArray[Any]]:
+    """Answers by script, and carries its squares on, and the script itself."""
+    given = {"answer": np.array(tensors[SCRIPT][:, 0]), "squares": tensors[SCRIPT] ** 2}
+    return [given[name] for name in fetched]
+
+
+STAGE = HostStage(
+    spec=SPEC,
+    execute=squares,
+    added=False,
+    inputs=(SCRIPT,),
+    fetched=("answer", "squares"),
+    computed=("squares",),
+    passed=(SCRIPT,),
+)
+
+
+@contextmanager
+def served(*, shared: bool) -> Iterator[tuple[RemoteSlot, ServedSlot]]:
+    """A slot, and who serves it."""
+    ours, theirs = Connection.pair()
+    memory = SharedMemory.create(FIRST_BYTES) if shared else None
+    serving = ServedSlot(Connection(theirs), HostSlot(), memory, {1: STAGE}, lambda _point: None)
+    tensors = SharedTensors(memory, serving.use) if memory else InlineTensors()
+    slot = RemoteSlot(FakeWorker(SlotLink(ours, tensors)), load=lambda *_: None)
+    thread = threading.Thread(target=serving.serve)
+    thread.start()
+    try:
+        yield slot, serving
+    finally:
+        slot.close()
+        thread.join()
+
+
+def remote_stage() -> RemoteStage:
+    return RemoteStage(1, SPEC, "", b"")
+
+
+def same(found: StageResult, expected: StageResult) -> None:
+    """Results are equal bit by bit."""
+    assert found.answer is not None
+    assert expected.answer is not None
+    assert found.answer.tobytes() == expected.answer.tobytes()
+    assert found.confidence.tobytes() == expected.confidence.tobytes()
+    ours, theirs = found.carry, expected.carry
+    assert isinstance(ours, RemoteBatch)
+    tensors: Mapping[str, NDArray[Any]] = theirs.tensors  # type: ignore[union-attr]
+    assert list(ours.tensors) == list(tensors)
+    for name, array in ours.tensors.items():
+        assert array.tobytes() == tensors[name].tobytes()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_runs_that_are_alike_and_others_answer_as_in_process(shared: bool) -> None:
+    rng = np.random.default_rng(0)
+    stage, here = remote_stage(), HostSlot()
+    with served(shared=shared) as (slot, _):
+        kept = []
+        for rows in [1, 3, 1, 3, 200, 3, 1, 200, 2]:  # 200 need more memory than there is
+            given = {SCRIPT: rng.random((rows, 2, 4), np.float32)}
+            batch, host = slot.upload(given), here.upload(given)
+            for _ in range(3):  # each on what the one before carried on
+                found, expected = slot.run(stage, batch), here.run(STAGE, host)
+                same(found, expected)
+                assert isinstance(found.carry, RemoteBatch)
+                assert expected.carry is not None
+                batch, host = found.carry, expected.carry  # type: ignore[assignment]
+            some = np.arange(rows)[::2]
+            same(
+                slot.run(stage, slot.select(batch, some)),
+                here.run(STAGE, here.select(host, some)),
+            )
+            kept.append((found, expected))
+        for found, expected in kept:  # what is held is not written over
+            same(found, expected)
+
+
+def test_orders_and_replies_are_made_once() -> None:
+    stage = remote_stage()
+    with served(shared=True) as (slot, serving):
+        given = {SCRIPT: script([0.5, 0.7])}
+        for _ in range(2):  # until it is known how much room results take
+            slot.run(stage, slot.upload(given))
+        carries = [slot.run(stage, slot.upload(given)).carry for _ in range(20)]
+        assert len({id(carry.layout) for carry in carries if isinstance(carry, RemoteBatch)}) > 1
+        del carries
+        known = dict(serving._orders)
+        for _ in range(20):
+            slot.run(stage, slot.upload(given))
+        assert serving._orders == known
+        assert all(len(order.replies) == 1 for order in known.values())
+
+
+@contextmanager
+def answered(reply: Callable[[RunStage], tuple[StageDone, bytes]]) -> Iterator[RemoteSlot]:
+    """A slot on shared memory whose worker says what a test will have it say."""
+    ours, theirs = Connection.pair()
+    other, memory = Connection(theirs), SharedMemory.create(FIRST_BYTES)
+    link = SlotLink(ours, SharedTensors(memory, lambda _: None))
+    slot = RemoteSlot(FakeWorker(link), load=lambda *_: None)
+
+    def say() -> None:
+        for _ in range(2):
+            order = decode(other.receive().header)
+            assert isinstance(order, RunStage)
+            done, body = reply(order)
+            other.send(encode(done), (body,) if body else ())
+
+    thread = threading.Thread(target=say)
+    thread.start()
+    try:
+        yield slot
+    finally:
+        slot.close()
+        thread.join()
+        other.close()
+
+
+def inline(*carried: PlacedArray) -> StageDone:
+    answers = [PlacedArray(form, INLINE) for form in (ANSWER, CONFIDENCE)]
+    return StageDone(answers[0], answers[1], carried)
+
+
+BODY = np.arange(2, dtype=np.float32).tobytes() + bytes(56) + np.ones(1, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("carried", "told"),
+    [
+        ((TensorForm("x", FLOATS, (1, 2)), 3968), r"it wrote 'x' from 3968 to 3976, expected with"),
+        ((TensorForm("x", FLOATS, (1, 2)), 64), r"it wrote 'x' from 64 to 72, expected within"),
+        ((TensorForm("x", FLOATS, (1, 2)), GIVEN), "it passes 'x' on, which it was not given"),
+        ((TensorForm(SCRIPT, FLOATS, (1, 1, 2)), GIVEN), "it passes 'script' on, which it was not"),
+        ((TensorForm(SCRIPT, np.dtype(np.int32), (1, 2, 2)), GIVEN), "it passes 'script' on"),
+    ],
+)
+def test_replies_of_what_cannot_be_lose_the_worker(
+    carried: tuple[TensorForm, int], told: str
+) -> None:
+    given = {SCRIPT: np.zeros((1, 2, 2), np.float32)}
+    right = inline(PlacedArray(forms_of(given).forms[0], GIVEN))
+    replies = iter([right, inline(PlacedArray(*carried))])
+    stage = remote_stage()
+    with answered(lambda _: (next(replies), BODY)) as slot:
+        result = slot.run(stage, slot.upload(given))
+        assert (result.answer.tolist(), result.confidence.tolist()) == ([[0, 1]], [1])  # type: ignore[union-attr]
+        assert isinstance(result.carry, RemoteBatch)
+        assert result.carry.tensors[SCRIPT].tobytes() == given[SCRIPT].tobytes()
+        with pytest.raises(WorkerLostError, match=told):
+            slot.run(stage, slot.upload(given))
+
+
+def test_a_reply_that_is_known_comes_with_its_body() -> None:
+    bodies = iter([BODY, BODY[:-1]])
+    stage, given = remote_stage(), {SCRIPT: np.zeros((1, 2, 2), np.float32)}
+    with answered(lambda _: (inline(), next(bodies))) as slot:
+        slot.run(stage, slot.upload(given))
+        stage.row_bytes = 0.0  # so that the order is the same
+        with pytest.raises(WorkerLostError, match="a body has 67 bytes, its arrays have 68"):
+            slot.run(stage, slot.upload(given))
+
+
+def test_an_order_that_is_known_comes_with_its_body() -> None:
+    ours, theirs = Connection.pair()
+    serving = ServedSlot(Connection(theirs), HostSlot(), None, {1: STAGE}, lambda _point: None)
+    thread = threading.Thread(target=serving.serve)
+    thread.start()
+    given = np.ones((1, 2, 2), np.float32)
+    header = encode(
+        RunStage(
+            1, 1, None, (0, 0), (PlacedArray(TensorForm(SCRIPT, FLOATS, given.shape), INLINE),)
+        )
+    )
+    said = []
+    for body in (given, given[:, :1], given):
+        ours.send(header, [body])
+        said.append(decode(ours.receive().header))
+    ours.close()
+    thread.join()
+    assert isinstance(said[0], StageDone)
+    assert said[0] == said[2]
+    assert "a body has 8 bytes, its arrays have 16" in said[1].message  # type: ignore[union-attr]
+
+
+def test_dtypes_that_do_not_travel_are_refused() -> None:
+    with pytest.raises(BackendError, match=r"tensor 'x' of dtype <U1 cannot be sent to a worker"):
+        forms_of({"x": np.array(["a"])})
