@@ -104,14 +104,19 @@ def planned(plan: ClusterPlan, model: ModelFacts, cluster: Cluster, *, steals: b
     """A plan's splits on its devices; with stealing, those that it leaves idle help too."""
     borders = [split.last_segment for split in plan.splits]
     spans = spans_of(model, exits_of(plan), borders)
+    roles = roles_for(plan, devices_of(cluster))
+    own = [
+        frozenset(range(role.segments[0], role.segments[1] + 1) if role.segments else ())
+        for role in roles
+    ]
     placement = place_plan(
         plan,
-        roles_for(plan, devices_of(cluster)),
+        roles,
         spans,
         model=model,
         cluster=cluster,
         max_batch_size=plan.batch_size,
-        steals=steals,
+        held=None if steals else own,
     )
     return _system(model, spans, placement, "refill", plan.batch_size)
 
