@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from offramp.bundle import Bundle
 from offramp.engine.errors import OptionsError
-from offramp.engine.planning.cluster import Cluster
+from offramp.engine.plan import Mode
+from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError
 from offramp.engine.planning.facts import WITHOUT_SIZES, PartSizes, facts_of, recorded_shares
 from offramp.engine.planning.goal import PlanningGoal
@@ -41,7 +42,11 @@ class ServedCluster:
 
 
 def plan_splits(
-    name: str, bundle: Bundle, served: ServedCluster, device_types: Sequence[str]
+    name: str,
+    bundle: Bundle,
+    served: ServedCluster,
+    device_types: Sequence[str],
+    mode: Mode = Mode.LEAVE,
 ) -> ServedSplits:
     """Plan a bundle on workers, by the shares of exits that its records say.
 
@@ -50,12 +55,12 @@ def plan_splits(
         bundle: Its policy is planned for, with all its exits on: the promise is about those.
         served: Devices and goal.
         device_types: [workers] The type of each.
+        mode: What becomes of rows that are sure at an exit.
 
     Raises:
         OptionsError: No plan meets the goal.
     """
-    shares: Mapping[int, float] = recorded_shares(bundle)
-    model = facts_of(bundle, exits=tuple(shares), going_on=tuple(shares.values()))
+    model = served_facts(bundle, recorded_shares(bundle), mode)
     if PartSizes.kept_by(bundle.manifest.segments) is None:
         _log.warning("%s: %s", name, WITHOUT_SIZES)
     cluster = served.with_workers(device_types)
@@ -67,6 +72,16 @@ def plan_splits(
     _log.info("%s: %s", name, describe_plan(plan))
     roles = roles_for(plan, device_types)
     return ServedSplits(plan=plan, model=model, cluster=cluster, goal=goal, roles=roles)
+
+
+def served_facts(bundle: Bundle, shares: Mapping[int, float], mode: Mode) -> ModelFacts:
+    """Give what plans know of a bundle as it is served: by exit, the ``shares`` that go on.
+
+    In release mode all rows run to the end. All exits are on, so of a cascade both models run: the
+    unmodified one alone is no candidate.
+    """
+    going_on = [1.0 if mode is Mode.RELEASE else share for share in shares.values()]
+    return replace(facts_of(bundle, exits=tuple(shares), going_on=going_on), begins=0)
 
 
 def describe_plan(plan: ClusterPlan) -> str:

@@ -122,7 +122,8 @@ class DeploymentMaker:
         thresholds and those who change splits must each build on what the other did."""
         self.bundle = bundle
         self._backend = backend
-        self._mode = mode
+        self.mode = mode
+        """What becomes of samples that are sure at an exit."""
         self._options = options
         self._records = bundle.records()
         compiled = bundle.profile()
@@ -210,7 +211,7 @@ class DeploymentMaker:
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         points = points_of(self._profile, self._records, plan, self._options)
         smaller = tuple(
-            Pipeline(self._backend, make_plan(shown, shown.policy, self._mode), prepare=self._stage)
+            Pipeline(self._backend, make_plan(shown, shown.policy, self.mode), prepare=self._stage)
             for shown, _, _ in self._smaller
         )
         points = with_variants(
@@ -256,14 +257,14 @@ class DeploymentMaker:
     def _plan(self, policy: ExitPolicy, splits: ServedSplits | None = None) -> Plan:
         splits = splits or self.splits
         borders = splits.borders if splits else ()
-        return make_plan(self.bundle, policy, self._mode, borders=borders)
+        return make_plan(self.bundle, policy, self.mode, borders=borders)
 
     def _of_exits(self, exits: Sequence[int], splits: ServedSplits | None = None) -> Plan:
         """Give the plan of some exits that are run, and answer nothing where answers are observed.
 
         Elsewhere exits that answer nothing would not run: there, they answer everything.
         """
-        threshold = NEVER if self._mode.observed else 0.0
+        threshold = NEVER if self.mode.observed else 0.0
         active = tuple(ActiveExit(exit=index, threshold=threshold) for index in exits)
         return self._plan(ExitPolicy(version=0, active=active), splits)
 

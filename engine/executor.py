@@ -192,6 +192,12 @@ class Executor:
         """Give the placed plan in force, where streams differ."""
         return self._models[model].scheduler.placed
 
+    def open_old_plans(self, model: str) -> None:
+        """Let any stream run what still waits under older plans: theirs may never be back."""
+        with self._lock:
+            self._models[model].open_old_plans()
+            self._changed.notify_all()
+
     def plans(self, model: str) -> frozenset[int]:
         """Give the numbers of the deployments that something still runs or waits under."""
         with self._lock:
@@ -400,7 +406,11 @@ class Executor:
         with self._lock:
             now_s = self._clock()
             transition = self._scheduler.done(stream, step.exited, now_s, runs_on)
-            kept = model.conclude(run, step, transition, now_s - started_s)
+            try:
+                kept = model.conclude(run, step, transition, now_s - started_s)
+            except Exception as error:  # its rows have left the scheduler: tell those who wait
+                model.abandon(run, BackendError(repr(error)))
+                raise
             self.health.succeeded(stream)
             self._announce()
         if not len(transition.survivors):

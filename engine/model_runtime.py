@@ -24,6 +24,7 @@ from offramp.engine.scheduling import (
     DropCause,
     Dropped,
     ModelScheduler,
+    PlacedPlan,
     PlanPolicy,
     Run,
     Transition,
@@ -80,6 +81,8 @@ class ModelRuntime:
         """By number: those that batches run or wait under."""
         self._departures: dict[int, DepartureCounters] = {}
         """The counters of each of them; deployments of the same exits share theirs."""
+        self._placed: dict[int, PlacedPlan | None] = {model.deployment.number: scheduler.placed}
+        """Where the stages of each run, if streams differ."""
         self.current = model.deployment
         """What batches start under from now on."""
         self._put_in_force(model.deployment)
@@ -87,9 +90,16 @@ class ModelRuntime:
     def hot_swap(self, deployment: Deployment, chosen: PlanPolicy) -> None:
         """Put a deployment in force for batches that start from now on."""
         self.scheduler.hot_swap(deployment.number, *chosen)
+        self._placed[deployment.number] = chosen.placed
         self._put_in_force(deployment)
         for plan in self._deployments.keys() - self.scheduler.plans:
-            del self._deployments[plan], self._departures[plan]
+            del self._deployments[plan], self._departures[plan], self._placed[plan]
+
+    def open_old_plans(self) -> None:
+        """Let any stream run what still waits under older plans."""
+        for number, placed in self._placed.items():
+            if placed is not None and number != self.current.number:
+                placed.open_to_all()
 
     def under(self, run: Run) -> Deployment:
         """The deployment that a run was started under."""
@@ -267,6 +277,16 @@ class ModelRuntime:
             if item.cause is DropCause.FAILED:  # the rest of its request need not run
                 self.scheduler.cancel(item.request, DropCause.FAILED)
         self.table.counters.retried = self.scheduler.retried
+        self.settle()
+
+    def abandon(self, run: Run, failure: EngineError) -> None:
+        """Fail the requests of a run whose end could not be concluded."""
+        for number in np.unique(run.requests).tolist():
+            request = self.table.get(number)
+            if request is not None:
+                left = [Dropped(number, request.remaining, DropCause.FAILED)]
+                self.table.drop(left, failure)
+            self.scheduler.cancel(number, DropCause.FAILED)
         self.settle()
 
     def interrupt(self, number: int | None, failure: EngineError) -> Future[TensorBatch] | None:

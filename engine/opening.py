@@ -14,9 +14,10 @@ from offramp.bundle import Bundle
 from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.cluster_serving import plan_splits
-from offramp.engine.errors import BackendError
+from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
 from offramp.engine.plan import Mode
+from offramp.engine.planning.cluster_plan import PlanError
 from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.remote.launching import LocalLauncher, WorkerLauncher, worker_command
 from offramp.engine.scheduling import ParallelLimit
@@ -108,11 +109,16 @@ def _split(
 ) -> ServedSplits | None:
     """Split a model among the workers of a cluster, if there is one, and say who holds what."""
     served, cluster = options.plan_on, options.cluster
-    if served is None and cluster is not None:
-        served = cluster.planned_for(bundle, options.of(name).max_batch_size)
-    if served is None or options.mode is Mode.OFF or not isinstance(backend, RemoteBackend):
+    if options.mode is Mode.OFF or not isinstance(backend, RemoteBackend):
         return None
-    splits = plan_splits(name, bundle, served, backend.device_types)
+    if served is None and cluster is not None:
+        try:
+            served = cluster.planned_for(bundle, options.of(name).max_batch_size)
+        except PlanError as error:
+            raise OptionsError(f"{name}: {error}") from error
+    if served is None:
+        return None
+    splits = plan_splits(name, bundle, served, backend.device_types, options.mode)
     backend.hold(splits.holds)
     return splits
 

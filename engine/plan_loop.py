@@ -17,12 +17,11 @@ from typing import Final
 
 import numpy as np
 
-from offramp.engine.cluster_serving import ServedCluster, describe_plan
+from offramp.engine.cluster_serving import ServedCluster, describe_plan, served_facts
 from offramp.engine.plan_status import PlanStatus, SplitStatus
 from offramp.engine.planning.batch_profile import BatchProfile, ProfileWindow
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError
-from offramp.engine.planning.facts import facts_of
 from offramp.engine.planning.forecasting import forecast_next
 from offramp.engine.planning.replanning import Due, ReplanGuard, ReplanRules
 from offramp.engine.planning.transition import splits_of
@@ -223,6 +222,7 @@ class PlanLoop:
                 served, decision.plan, model, gone=gone, excluded=excluded, clock=self._clock
             )
         except PlanError as error:
+            self._guard.given_up()
             self._fail(f"{reason}, but {error}")
             return
         _log.info("%s: plans change: %s: %s", served.name, reason, describe_plan(decision.plan))
@@ -231,6 +231,7 @@ class PlanLoop:
         """Say what came of a change that is over."""
         self._change = None
         if change.failure is not None:
+            self._guard.given_up()
             self._fail(f"the change was given up: {change.failure}")
             return
         known = self._known
@@ -255,8 +256,8 @@ class PlanLoop:
             return splits.model  # nothing was observed: what was planned on holds
         forecast = forecast_next(replace(recorded[0], windows=windows))
         exits = served.executor.deployment(served.name).plan.exits
-        shares = [forecast.going_on[exit_] for exit_ in exits]
-        return facts_of(served.deployments.bundle, exits=exits, going_on=shares)
+        shares = {exit_: forecast.going_on[exit_] for exit_ in exits}
+        return served_facts(served.deployments.bundle, shares, served.deployments.mode)
 
     def _excluded(self) -> frozenset[int]:
         """Give the stragglers that the next plan does without (E3 3.3)."""

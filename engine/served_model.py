@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
@@ -29,7 +29,9 @@ from offramp.engine.precision import warn_of_other_kernels, warn_of_saturation
 from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.profile_file import ProfileFile
 from offramp.engine.recorder import Recorder
+from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.scheduling import (
+    Latencies,
     ModelScheduler,
     OperatingPoints,
     ParallelLimit,
@@ -126,8 +128,7 @@ class ServedModel:
         """
         mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]
         if splits and not may_buffer(of_model.scheduling):
-            _log.info("%s: policy %s, as %s never merges", name, MERGING, of_model.scheduling)
-            of_model = replace(of_model, scheduling=MERGING)
+            of_model = _merging(name, of_model)
         bundle = backend.as_computed(bundle)
         warn_of_saturation(name, bundle.manifest, cpu_features(), mode)
         warn_of_other_kernels(name, bundle.manifest, backend.name, mode)
@@ -150,8 +151,8 @@ class ServedModel:
             control.recorder.audit_probability = controller.audit_probability
         elif mode is Mode.OFF:
             policy = replace(policy, active=(), promise=None)
-        deployment = deployments.make(policy)
         try:
+            deployment = deployments.make(policy)
             scheduler = scheduler_of(
                 deployment.points,
                 of_model,
@@ -163,10 +164,7 @@ class ServedModel:
             )
         except ValueError as error:
             raise OptionsError(f"{name}: {error}") from error
-        speed = _speed(deployment, bundle, of_model.max_batch_size)
-        placed = scheduler.placed
-        for latencies in placed.latencies.values() if placed else (scheduler.latencies,):
-            latencies.calibrate(speed)
+        _calibrate(scheduler, deployment, bundle)
         exits = 0 if mode is Mode.OFF else len(bundle.manifest.exits)
         keeps_profile = exits > 0 and options.keep_state
         return cls(
@@ -201,6 +199,19 @@ class ServedModel:
             rows = {name: array.repeat(size, axis=0) for name, array in self.good_inputs.items()}
             for _ in range(2):
                 pipeline.warm_up(slot, rows)
+
+
+def _merging(name: str, options: ModelOptions) -> ModelOptions:
+    """Give the options of a split model with a policy that merges at splits; OptionsError."""
+    chosen = options.scheduling
+    if chosen.name in ("fixed", "cheapest"):
+        raise OptionsError(
+            f"{name}: policy {chosen} says which exit answers, and never merges batches, which a "
+            f"split model needs; leave it out ({MERGING}), or serve without a cluster"
+        )
+    level = logging.INFO if chosen == ModelOptions().scheduling else logging.WARNING
+    _log.log(level, "%s: policy %s, as %s never merges", name, MERGING, chosen)
+    return replace(options, scheduling=MERGING)
 
 
 def _guard(name: str, bundle: Bundle) -> InputGuard | None:
@@ -295,19 +306,43 @@ def scheduler_of(
     )
 
 
-def _speed(deployment: Deployment, bundle: Bundle, max_batch_size: int) -> float:
+def _calibrate(scheduler: ModelScheduler, deployment: Deployment, bundle: Bundle) -> None:
+    """Warm up, and tell predictions how fast the stages are here; BackendError.
+
+    Where streams differ, each kind has times of its own, and its first stream that is there tells.
+    """
+    most, backend = scheduler.latencies.max_batch_size, deployment.pipeline.backend
+    if scheduler.placed is None:
+        latencies = scheduler.latencies
+        latencies.calibrate(_speed(deployment, latencies, bundle, backend.open_slot(), {1, most}))
+        return
+    assert isinstance(backend, RemoteBackend), "stages are placed on workers"
+    for kind, latencies in scheduler.placed.latencies.items():
+        streams = enumerate(scheduler.placed.placement.streams)
+        there = [n for n, stream in streams if stream.kind == kind and backend.there[n]]
+        if there:
+            slot = backend.open_slot_of(there[0])
+            latencies.calibrate(_speed(deployment, latencies, bundle, slot, {most}))
+
+
+def _speed(
+    deployment: Deployment,
+    latencies: Latencies,
+    bundle: Bundle,
+    slot: Slot,
+    sizes: Collection[int],
+) -> float:
     """Warm up (the first run at a size allocates); observed over predicted time on the way.
 
     Where slots share nothing, only what is timed is run: :func:`warm_slots` warms those that serve.
     """
-    pipeline, latencies = deployment.pipeline, deployment.points.latencies
-    slot = pipeline.backend.open_slot()
+    pipeline = deployment.pipeline
     try:
-        for size in range(max_batch_size, 0, -1) if pipeline.backend.on_cpu else ():
+        for size in range(max(sizes), 0, -1) if pipeline.backend.on_cpu else ():
             for each in deployment.pipelines:
                 each.warm_up(slot, zeros(bundle.manifest, size))
         ratios = []
-        for size in {1, max_batch_size}:
+        for size in sizes:
             batch = zeros(bundle.manifest, size)
             seconds = []
             for _ in range(_TIMED_RUNS):

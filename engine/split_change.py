@@ -7,6 +7,7 @@ worker of bounded memory gives up what it may only steal for as long as that tak
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Container, Generator
@@ -184,7 +185,9 @@ class SplitChange:
         self.switched = True
         until_s = self._clock() + DRAIN_LIMIT_S
         while not served.drained(number) and self._clock() < until_s:
-            yield  # what is not drained by then is run all the same, by who loads it for that
+            yield
+        if not served.drained(number):  # it is run by whoever is free, and loads it for that
+            served.executor.open_old_plans(served.name)
         served.forget_unused()
         try:
             served.hold(joining.holds)  # what is left is unloaded before more is loaded
@@ -192,7 +195,8 @@ class SplitChange:
             served.serve_by(self._after)
         except (EngineError, ValueError) as error:
             _log.error("%s: what workers may steal is not loaded: %s", served.name, error)
-            served.hold(joining.holds)
+            with contextlib.suppress(EngineError):  # told already
+                served.hold(joining.holds)
 
     def _make_room(self, narrowed: ServedSplits) -> _Waits:
         """Have workers stop that have no room for another split, and all stop stealing."""

@@ -71,7 +71,7 @@ class ReplanGuard:
     def __init__(self, rules: ReplanRules | None = None) -> None:
         self.rules = rules or ReplanRules()
         self._planned_s = -math.inf
-        self._changed_s = -math.inf
+        self._changed_s = self._changed_before_s = -math.inf
         self._told = False
         """Whether planning was due in this window as shares parted: once is enough."""
 
@@ -146,8 +146,12 @@ class ReplanGuard:
         words = "the plan in force does not meet the goal any more"
         return self._change(now_s, found, words if math.isinf(gain) else f"better by {gain:.1%}")
 
+    def given_up(self) -> None:
+        """Say that the change that was decided last was not made: there is no pause after it."""
+        self._changed_s = self._changed_before_s
+
     def _change(self, now_s: float, plan: ClusterPlan, reason: str) -> ReplanDecision:
-        self._changed_s = now_s
+        self._changed_before_s, self._changed_s = self._changed_s, now_s
         return ReplanDecision(plan=plan, changed=True, reason=reason)
 
 

@@ -26,7 +26,7 @@ from offramp.engine.plan import StageSpec
 from offramp.engine.remote.launching import WorkerHandle, WorkerLauncher
 from offramp.engine.remote.routing import RoutedSlot
 from offramp.engine.remote.slot import LEAST_LIMIT_S, RemoteSlot, RemoteStage
-from offramp.engine.remote.stages import describe_stage
+from offramp.engine.remote.stages import describe_stage, manifest_hash
 from offramp.engine.remote.wire import Hello, Prepare, Release
 
 _log = logging.getLogger(__name__)
@@ -174,12 +174,15 @@ class RemoteBackend:
         return stage
 
     def open_slot(self) -> RoutedSlot:
-        """Open a slot of the worker that has fewest, started anew if it is lost.
+        """Open a slot of the worker that has fewest, of those that are there if any is.
 
-        BackendError if it cannot be started, or cannot load the stages.
+        BackendError if it has to be started and cannot be, or cannot load the stages.
         """
+        there = self.there
         with self._lock:
-            number = min(range(len(self._seats)), key=lambda n: self._seats[n].open_slots)
+            number = min(
+                range(len(self._seats)), key=lambda n: (not there[n], self._seats[n].open_slots)
+            )
         return self.open_slot_of(number)
 
     def open_slot_of(self, number: int) -> RoutedSlot:
@@ -301,8 +304,7 @@ class RemoteBackend:
 
     def _load(self, worker: WorkerHandle, stage: RemoteStage) -> None:
         """Have a worker load a stage that it does not have, and forget what nobody has."""
-        while self._released:
-            gone = self._released.popleft()
+        while (gone := self._next_released()) is not None:
             for seat in self._seats:
                 if seat.worker is not None and gone in seat.worker.stages and seat.worker.alive:
                     seat.worker.stages.discard(gone)
@@ -312,10 +314,17 @@ class RemoteBackend:
             worker.order(Prepare(stage=stage.number, document=stage.document), stage.graph)
             worker.stages.add(stage.number)
 
+    def _next_released(self) -> int | None:
+        try:
+            return self._released.popleft()
+        except IndexError:
+            return None
+
 
 def _made_of(spec: StageSpec) -> tuple[object, ...]:
     """Say what the graph of a stage of a bundle is made of, and what it reads and gives."""
-    where = (spec.bundle.path, spec.bundle.number) if spec.bundle else ()
+    bundle = spec.bundle
+    where = (bundle.path, bundle.number, manifest_hash(bundle)) if bundle else ()
     return where, spec.unit, spec.inputs, spec.carried, spec.weight_form
 
 

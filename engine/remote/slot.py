@@ -64,9 +64,11 @@ class KnownRun:
     def is_of(self, batch: RemoteBatch) -> bool:
         """Whether a batch is that sample, bit by bit."""
         found = batch.tensors
-        if found.keys() != self.given.keys():
-            return False
-        return all(np.array_equal(found[name], array) for name, array in self.given.items())
+        return found.keys() == self.given.keys() and all(
+            (array.dtype, array.shape) == (found[name].dtype, found[name].shape)
+            and array.tobytes() == found[name].tobytes()
+            for name, array in self.given.items()
+        )
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -211,7 +213,7 @@ class RemoteSlot:
         """Give what the worker says; FrameError if it is nothing that the run may lead to."""
         reply = order.replies.get(frame.header)
         if reply is None or reply.body_bytes != len(frame.body):
-            reply = self._read(order, frame, batch)
+            reply = self._read(stage, order, frame, batch)
         stage.row_bytes = max(stage.row_bytes, reply.row_bytes)
         answer = None if reply.answer is None else _own(reply.answer, frame)
         confidence = _own(reply.confidence, frame)
@@ -228,7 +230,7 @@ class RemoteSlot:
             carry = RemoteBatch(found, batch.rows, forms_of(found), None, blocks)
         return StageResult(answer, confidence, carry)
 
-    def _read(self, order: Order, frame: Frame, batch: RemoteBatch) -> RunReply:
+    def _read(self, stage: RemoteStage, order: Order, frame: Frame, batch: RemoteBatch) -> RunReply:
         """Take apart what a worker says of a run that it has not said so far; FrameError."""
         done = decode(frame.header)
         if isinstance(done, Failed):
@@ -246,6 +248,7 @@ class RemoteSlot:
         if done.carried is not None:
             carried = tuple(map(self._reply_array, done.carried, offsets[len(answers) :]))
             layout = self._layout(done.carried, batch)
+        _check(stage.spec, done, batch.rows)
         reply = RunReply(
             answer=first[0] if first else None,
             confidence=confidence,
@@ -276,6 +279,24 @@ class RemoteSlot:
         if INLINE in places:
             return None
         return self._tensors.layout(form_set(tuple([form for form, _ in carried])), tuple(places))
+
+
+def _check(spec: StageSpec, done: StageDone, rows: int) -> None:
+    """Refuse, by a FrameError, what a stage cannot have given for so many rows."""
+    answer, confidence = done.answer, done.confidence.form
+    expected = rows if spec.answer is not None else 0
+    if (answer is not None) != (spec.answer is not None):
+        raise FrameError(f"it gave {'no' if answer is None else 'an'} answer at stage {spec.index}")
+    if confidence.dtype != np.float32 or confidence.shape not in ((rows,), (expected,)):
+        raise FrameError(
+            f"it gave confidences {confidence.dtype} {list(confidence.shape)} for {rows} rows"
+        )
+    names = {form.name for form, _ in done.carried or ()}
+    if (done.carried is None) != spec.final or not names.issuperset(spec.carried):
+        raise FrameError(f"it carries {sorted(names)!s:.100} on, expected {list(spec.carried)}")
+    for form, _ in (*(() if answer is None else (answer,)), *(done.carried or ())):
+        if form.shape[:1] != (rows,):
+            raise FrameError(f"{form.name!r:.60} is {list(form.shape)}, expected of {rows} rows")
 
 
 def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:

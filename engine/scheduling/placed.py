@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from offramp.engine.scheduling.buffered import BufferedQueue
@@ -82,6 +83,12 @@ class PlacedPlan:
     def of(self, stream: int) -> KindPolicy:
         """Give what a stream is asked with."""
         return self._kinds[stream]
+
+    def open_to_all(self) -> None:
+        """Let every stream take any stage, which is loaded then: its holders may never be back."""
+        every = frozenset(range(self.placement.stages))
+        streams = tuple(replace(stream, holds=every) for stream in self.placement.streams)
+        self.placement = replace(self.placement, streams=streams)
 
     def holders(self) -> list[list[int]]:
         """[stages]: the streams that have the weights of each."""

@@ -28,6 +28,7 @@ from offramp.engine.remote.wire import (
     RunStage,
     StageDone,
     TensorForm,
+    aligned,
     decode,
     encode,
 )
@@ -223,10 +224,49 @@ def test_replies_of_what_cannot_be_lose_the_worker(
             slot.run(stage, slot.upload(given))
 
 
+def placed(name: str, *shape: int, dtype: Any = FLOATS) -> PlacedArray:
+    return PlacedArray(TensorForm(name, np.dtype(dtype), shape), INLINE)
+
+
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [
+        ((None, placed("confidence", 0), ()), "it gave no answer at stage 0"),
+        ((placed("answer", 1, 2), placed("confidence", 6), ()), r"confidences float32 \[6\] for 1"),
+        ((placed("answer", 1, 2), placed("confidence", 1, dtype=float), ()), "confidences float64"),
+        ((placed("answer", 1, 2), placed("confidence", 1), None), r"it carries \[\] on"),
+        ((placed("answer", 1, 2), placed("confidence", 1), ()), r"it carries \[\] on"),
+        (
+            (placed("answer", 2, 2), placed("confidence", 1), (placed(SCRIPT, 1, 2, 2),)),
+            r"'answer' is \[2, 2\], expected of 1 rows",
+        ),
+        (
+            (placed("answer", 1, 2), placed("confidence", 1), (placed(SCRIPT, 3, 2, 2),)),
+            r"'script' is \[3, 2, 2\], expected of 1 rows",
+        ),
+    ],
+)
+def test_replies_that_the_stage_cannot_have_given_lose_the_worker(
+    done: tuple[Any, PlacedArray, Any], told: str
+) -> None:
+    said, given = StageDone(*done), {SCRIPT: np.zeros((1, 2, 2), np.float32)}
+    arrays = [array for array in (said.answer, said.confidence, *(said.carried or ())) if array]
+    end = 0
+    for array in arrays:
+        end = aligned(end) + array.form.size_bytes
+    stage = remote_stage()
+    with answered(lambda _: (said, bytes(end))) as slot:
+        for _ in range(2):  # nothing of it is kept
+            with pytest.raises(WorkerLostError, match=told):
+                slot.run(stage, slot.upload(given))
+            slot._worker.lost = False
+
+
 def test_a_reply_that_is_known_comes_with_its_body() -> None:
     bodies = iter([BODY, BODY[:-1]])
     stage, given = remote_stage(), {SCRIPT: np.zeros((1, 2, 2), np.float32)}
-    with answered(lambda _: (inline(), next(bodies))) as slot:
+    done = inline(PlacedArray(forms_of(given).forms[0], GIVEN))
+    with answered(lambda _: (done, next(bodies))) as slot:
         slot.run(stage, slot.upload(given))
         stage.row_bytes = 0.0  # so that the order is the same
         with pytest.raises(WorkerLostError, match="a body has 67 bytes, its arrays have 68"):
