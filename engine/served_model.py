@@ -128,7 +128,7 @@ class ServedModel:
         """
         mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]
         if splits and not may_buffer(of_model.scheduling):
-            of_model = _merging(name, of_model)
+            of_model = merging_options(name, of_model)
         bundle = backend.as_computed(bundle)
         warn_of_saturation(name, bundle.manifest, cpu_features(), mode)
         warn_of_other_kernels(name, bundle.manifest, backend.name, mode)
@@ -201,7 +201,7 @@ class ServedModel:
                 pipeline.warm_up(slot, rows)
 
 
-def _merging(name: str, options: ModelOptions) -> ModelOptions:
+def merging_options(name: str, options: ModelOptions) -> ModelOptions:
     """Give the options of a split model with a policy that merges at splits; OptionsError."""
     chosen = options.scheduling
     if chosen.name in ("fixed", "cheapest"):

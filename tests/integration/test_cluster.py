@@ -17,7 +17,7 @@ from tests.split_serving import BACK, FRONT
 
 from offramp.bundle import Bundle
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.cluster_serving import ServedCluster
+from offramp.engine.cluster_serving import ServedCluster, served_facts
 from offramp.engine.core import Engine
 from offramp.engine.errors import OptionsError
 from offramp.engine.options import EngineOptions, ModelOptions
@@ -26,11 +26,14 @@ from offramp.engine.plan_loop import PlanLoop
 from offramp.engine.plan_status import PlanStatus
 from offramp.engine.planning.cluster import Cluster, DeviceType
 from offramp.engine.planning.cluster_times import times_of
+from offramp.engine.planning.facts import recorded_shares
 from offramp.engine.planning.goal import PlanningGoal
 from offramp.engine.planning.replanning import ReplanGuard, ReplanRules
 from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.remote.launching import LocalLauncher
 from offramp.engine.results import EngineResult
+from offramp.engine.scheduling import PolicyName
+from offramp.engine.served_model import merging_options
 from offramp.engine.split_change import SplitChange
 
 ROWS = 8
@@ -116,6 +119,22 @@ def test_a_split_model_answers_as_in_one_process(
     assert "segments 0 to" in caplog.text, "the plan is told"
     assert "policy refill, as run-through never merges" in caplog.text
     assert 0 < min(held) < max(len(bundle.policy.active) + 1, *held)
+
+
+def test_plans_are_of_what_is_served(small: tuple[Bundle, Path]) -> None:
+    bundle, _ = small
+    shares = recorded_shares(bundle)
+    assert min(shares.values()) < 1
+    assert served_facts(bundle, shares, Mode.AUDIT).going_on == tuple(shares.values())
+    assert set(served_facts(bundle, shares, Mode.RELEASE).going_on) == {1.0}
+
+
+@pytest.mark.parametrize("policy", ["fixed:final", "cheapest"])
+def test_a_policy_that_says_who_answers_is_not_replaced(policy: str) -> None:
+    options = ModelOptions(scheduling=PolicyName.parse(policy))
+    with pytest.raises(OptionsError, match=f"m: policy {policy} says which exit answers"):
+        merging_options("m", options)
+    assert merging_options("m", ModelOptions()).scheduling == PolicyName("refill")
 
 
 def test_what_fits_nowhere_is_refused(small: tuple[Bundle, Path]) -> None:

@@ -127,6 +127,21 @@ def test_a_slot_runs_elsewhere_what_its_worker_does_not_hold() -> None:
             slot.close()
 
 
+def test_a_slot_of_no_stream_is_of_a_worker_that_is_there() -> None:
+    plan = fake_plan([0.9, 0.8])
+    with scripted_workers(3) as backend:
+        pipeline = Pipeline(backend, plan)
+        kept = [backend.open_slot_of(number) for number in (1, 2)]
+        launch_as(backend, MISSING)
+        (worker,) = [seat.worker for seat in backend._seats[:1] if seat.worker]
+        os.kill(worker.pid, signal.SIGKILL)
+        assert worker.lose("")
+        slot = backend.open_slot()
+        pipeline.warm_up(slot, {SCRIPT: script([0.5, 0.6, 0.7])})
+        for each in (slot, *kept):
+            each.close()
+
+
 def test_a_worker_is_probed_while_those_of_other_stages_are_gone() -> None:
     plan = fake_plan([0.9, 0.8])
     good, other = ({SCRIPT: script([0.5, last, 0.7])} for last in (0.6, 0.7))

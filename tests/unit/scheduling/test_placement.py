@@ -23,6 +23,7 @@ from offramp.engine.scheduling import (
     Wait,
     make_policy,
     place,
+    policy_for,
 )
 from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
 
@@ -155,6 +156,24 @@ def test_what_waits_for_a_stream_out_of_service_is_taken_by_who_holds_it() -> No
     assert s.next(2, 0.5) == Idle(), "stream 1 is idle"
     s.suspend(1)
     assert started(s.next(2, 0.5)).stage == 2
+
+
+def test_rows_of_an_old_plan_are_run_by_whoever_is_free_once_it_is_open_to_all() -> None:
+    s = placed(on([0]), on([1, 2]))
+    submit(s, 0)
+    assert finish(s, 0, started(s.next(0, 0.0)), 0.25) is not None
+    old = s.placed
+    assert old is not None
+    s.suspend(1)
+    points = points_of(table(first_s=0.25, more_s=0.0))
+    s.hot_swap(2, *policy_for(
+        PolicyName("refill"), points, max_batch_size=4, streams=2,
+        placement=placement(on([0, 1, 2]), on([])), before=old,
+    ))  # fmt: skip
+    assert s.next(0, 1.0) == Idle()
+    old.open_to_all()
+    run = started(s.next(0, 2.0))
+    assert (run.plan, run.stage, pairs(run)) == (0, 1, [(0, 0)])
 
 
 def test_a_second_try_stays_alone_across_splits() -> None:
