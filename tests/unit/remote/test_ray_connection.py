@@ -7,7 +7,8 @@ import ssl
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tests.unit.remote.listening import GOLDEN
 
 from offramp.engine.errors import BackendError, WorkerLostError
-from offramp.engine.ray import connection, launcher
+from offramp.engine.ray import actor, connection, launcher
 from offramp.engine.ray.actor import WorkerActor
 from offramp.engine.ray.connection import connect, describe_resources
 from offramp.engine.ray.launcher import ActorNeeds, RayLauncher, actor_needs, reserve
@@ -203,6 +204,31 @@ def test_an_actor_says_what_is_not_on_its_node(
     assert "no.ee" in problem
     missing = WorkerActor(TOKEN, [str(GOLDEN)], 1, criterion_modules=["/no/file.py:mine"])
     assert "/no/file.py:mine" in missing.listen()[1]
+    missing = WorkerActor(TOKEN, [str(GOLDEN)], 1, custom_ops=["/no/ops.so"])
+    assert missing.listen() == (
+        "",
+        "on the node 127.0.0.1: --custom-ops /no/ops.so: cannot be read: No such file or directory",
+    )
+
+
+def test_an_actor_that_cannot_listen_leaves_its_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def libraries(paths: Sequence[Path]) -> Iterator[None]:
+        said.append(f"enters {paths[0]}")
+        yield
+        said.append(f"leaves {paths[0]}")
+
+    ray = types.ModuleType("ray")
+    ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")  # type: ignore[attr-defined]
+    use(monkeypatch, ray)
+    monkeypatch.setattr(actor, "libraries", libraries)
+    _, problem = WorkerActor(TOKEN, [str(tmp_path / "no.ee")], 1, custom_ops=["/a.so"]).listen()
+    assert "no.ee" in problem
+    assert said == ["enters /a.so", "leaves /a.so"]
 
 
 def test_paths_are_absolute_as_nodes_have_folders_of_their_own(
@@ -220,9 +246,9 @@ def test_resources_are_said_in_words() -> None:
     assert describe_resources({}) == "nothing"
 
 
-def protocol_of(actor: WorkerActor) -> str | None:
+def protocol_of(worker: WorkerActor) -> str | None:
     """Reach an actor that listens in this process, and give what encrypts the connection."""
-    address, problem = actor.listen()
+    address, problem = worker.listen()
     assert not problem, problem
     where = WorkerAddress(
         address=parse_address(address), token=TOKEN.encode(), context=launcher.tls_context()
