@@ -62,20 +62,35 @@ class Configuration:
 
     source: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of :class:`EngineOptions`."""
+    """Fields of :class:`EngineOptions`; of ``cluster`` the path as the file has it, or ``ray``."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`ModelOptions`, for all models."""
     models: Mapping[str, ConfiguredModel] = field(default_factory=dict)
 
-    def options(self, *, engine: Mapping[str, Any], defaults: Mapping[str, Any]) -> EngineOptions:
+    def options(
+        self,
+        *,
+        engine: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        ray_address: str | None = None,
+    ) -> EngineOptions:
         """The engine's options, with what the command line says of engine and defaults.
 
+        A cluster is read, or Ray asked for workers, once it is settled which of the two says so.
+
+        Args:
+            engine: Fields of :class:`EngineOptions`; ``cluster`` is a path, or ``ray``.
+            defaults: Fields of :class:`ModelOptions`.
+            ray_address: HOST:PORT of the head of Ray's cluster, where that is the cluster.
+
         Raises:
-            ConfigurationError: The file's settings do not go together.
-            ValueError: Those of the command line do not.
+            ConfigurationError: The file's settings do not go together, or its cluster is wrong.
+            BackendError: There is no Ray, or no worker of it, and the command line asks for them.
+            PlanError: The cluster file that the command line names is wrong.
+            ValueError: What the command line says does not go together.
         """
         common = {**self.defaults, **defaults}
-        overruled = _ALTERNATIVES if _ALTERNATIVES & engine.keys() else ()
+        overruled = self._overruled(engine)
         ours = {name: value for name, value in self.engine.items() if name not in overruled}
         joined: dict[str, Any] = {"mode": DEFAULT_MODE, **ours, **engine}
         joined["defaults"] = ModelOptions(**common)
@@ -84,6 +99,7 @@ class Configuration:
             for name, model in self.models.items()
             if model.settings
         }
+        self._find_workers(joined, engine, ray_address)
         try:
             return EngineOptions(**joined)
         except ValueError as error:
@@ -91,6 +107,36 @@ class Configuration:
                 raise
             besides = " with the command line" if engine else ""
             raise ConfigurationError(f"{self.source}: [engine]{besides}: {error}") from error
+
+    def _overruled(self, engine: Mapping[str, Any]) -> frozenset[str]:
+        """What the file says of the engine, and the command line says in another way."""
+        overruled = _ALTERNATIVES if _ALTERNATIVES & engine.keys() else frozenset()
+        if self.engine.get("cluster") == RAY and engine.get("cluster", RAY) != RAY:
+            overruled |= {"workers"}  # those that Ray would have started
+        return overruled
+
+    def _find_workers(
+        self, joined: dict[str, Any], engine: Mapping[str, Any], ray_address: str | None
+    ) -> None:
+        """Put the workers of a cluster in the place of its name, and of how many there are."""
+        cluster = joined.get("cluster")
+        if ray_address is not None and cluster != RAY:
+            raise ValueError(
+                "--ray-address is for --cluster ray; a cluster file says it as ray_address"
+            )
+        if cluster is None:
+            return
+        try:
+            if cluster == RAY:
+                joined["cluster"] = ray_workers(ray_address, joined.pop("workers", None))
+            elif "cluster" in engine or self.source is None:
+                joined["cluster"] = read_cluster_workers(cluster)
+            else:
+                joined["cluster"] = read_cluster_workers(self.source.parent / cluster)
+        except (BackendError, PlanError) as error:
+            if "cluster" in engine:
+                raise
+            raise ConfigurationError(f"{self.source}: [engine] cluster: {error}") from error
 
 
 def read_configuration(path: Path) -> Configuration:
@@ -100,24 +146,10 @@ def read_configuration(path: Path) -> Configuration:
     models = _table(document, "models", f"{path}: [models]")
     return Configuration(
         source=path,
-        engine=_engine_settings(_table(document, "engine", f"{path}: [engine]"), path.parent),
+        engine=_settings(EngineOptions, _table(document, "engine", f"{path}: [engine]")),
         defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
         models={name: _model(path.parent, models, name) for name in models.content},
     )
-
-
-def _engine_settings(table: _Table, folder: Path) -> dict[str, Any]:
-    """Read ``[engine]``, and the cluster file that it may name, relative to this one."""
-    settings = _settings(EngineOptions, table)
-    if "cluster" in settings:
-        try:
-            if settings["cluster"] == RAY:
-                settings["cluster"] = ray_workers(count=settings.pop("workers", None))
-            else:
-                settings["cluster"] = read_cluster_workers(folder / settings["cluster"])
-        except (BackendError, PlanError) as error:
-            raise ConfigurationError(f"{table.where} cluster: {error}") from error
-    return settings
 
 
 @dataclass(frozen=True, slots=True)

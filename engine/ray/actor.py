@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -48,6 +49,8 @@ class WorkerActor:
         self._threads = threads
         self._custom_ops = [Path(path) for path in custom_ops]
         self._criterion_modules = criterion_modules
+        self._entered = contextlib.ExitStack()
+        """The libraries of operators, from when it listens."""
 
     def listen(self) -> tuple[str, str]:
         """Begin to listen: gives HOST:PORT, or else a line that says what is in the way."""
@@ -58,6 +61,7 @@ class WorkerActor:
         try:
             for text in self._criterion_modules:
                 load_criterion(text)
+            self._entered.enter_context(libraries(self._custom_ops))
             identity = tls_files()
             admission = Admission(
                 token=self._token,
@@ -68,6 +72,7 @@ class WorkerActor:
             )
             listening = listen_on(HostPort(host, 0))
         except (BundleError, CriterionError, EngineError, OSError) as error:
+            self._entered.close()
             return "", f"on the node {host}: {_said(error)}"
         threading.Thread(
             target=self._serve, args=(listening, admission), name="listener", daemon=True
@@ -86,7 +91,7 @@ class WorkerActor:
 
     def _serve(self, listening: socket.socket, admission: Admission) -> NoReturn:
         try:
-            with libraries(self._custom_ops):
+            with self._entered:
                 Listener(listening, admission).serve()
         finally:
             threading.Event().wait(LEAVE_S)

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from offramp import __version__
-from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
 from offramp.engine.errors import BackendError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster_plan import PlanError
@@ -262,23 +261,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_cluster(engine: dict[str, Any], ray_address: str | None) -> None:
-    """Put the workers of a cluster in the place of what ``--cluster`` says."""
-    cluster = engine.get("cluster")
-    if ray_address is not None and cluster != RAY:
-        raise ValueError("--ray-address is for --cluster ray; a file says it as ray_address")
-    if cluster == RAY:
-        engine["cluster"] = ray_workers(ray_address, engine.pop("workers", None))
-    elif cluster is not None:
-        engine["cluster"] = read_cluster_workers(cluster)
-
-
 def _understand(given: argparse.Namespace) -> Arguments:
     file = Configuration() if given.config is None else read_configuration(given.config)
     configured = [(name, model.path) for name, model in file.models.items()]
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
-    _read_cluster(engine, given.ray_address)
-    options = file.options(engine=engine, defaults=defaults)
+    options = file.options(engine=engine, defaults=defaults, ray_address=given.ray_address)
     refuse_ignored({**engine, **defaults}, options.mode)
     _check_report(given)
     return Arguments(

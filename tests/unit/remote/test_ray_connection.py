@@ -7,7 +7,8 @@ import ssl
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tests.unit.remote.listening import GOLDEN
 
 from offramp.engine.errors import BackendError, WorkerLostError
-from offramp.engine.ray import connection, launcher
+from offramp.engine.ray import actor, connection, launcher
 from offramp.engine.ray.actor import WorkerActor
 from offramp.engine.ray.connection import connect, describe_resources
 from offramp.engine.ray.launcher import ActorNeeds, RayLauncher, actor_needs, reserve
@@ -148,7 +149,9 @@ def test_as_many_workers_as_there_are_free_cpus_unless_told(
     assert "the Ray cluster has no CPU free; end what holds" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), "--ray-address=h:1"])
-    assert "--ray-address is for --cluster ray; a file says it as" in capsys.readouterr().err
+    assert (
+        "--ray-address is for --cluster ray; a cluster file says it as" in capsys.readouterr().err
+    )
 
 
 def test_the_configuration_file_may_say_ray(
@@ -159,6 +162,60 @@ def test_the_configuration_file_may_say_ray(
     file.write_text('[engine]\ncluster = "ray"\nworkers = 4\n')
     options = parse_arguments([str(GOLDEN), f"--config={file}"]).engine
     assert (options.workers, options.worker_count) == (0, 4)
+
+
+FILE_SAYS_RAY = '[engine]\ncluster = "ray"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "workers", "address"),
+    [
+        (FILE_SAYS_RAY, [], 2, None),
+        (FILE_SAYS_RAY, ["--workers=5"], 5, None),
+        (FILE_SAYS_RAY + "workers = 4", ["--workers=5"], 5, None),
+        (FILE_SAYS_RAY + "workers = 4", ["--ray-address=h:1"], 4, "h:1"),
+        (FILE_SAYS_RAY + "workers = 4", ["--cluster=ray"], 4, None),
+        ("[engine]\nworkers = 4", ["--cluster=ray"], 4, None),
+        ('[engine]\ncluster = "no.toml"', ["--cluster=ray", "--ray-address=h:1"], 2, "h:1"),
+    ],
+)
+def test_what_the_file_and_the_command_line_say_of_ray_goes_together(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    text: str,
+    words: list[str],
+    workers: int,
+    address: str | None,
+) -> None:
+    use(monkeypatch, FakeRay(0, cpus=2.0))
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    options = parse_arguments([str(GOLDEN), f"--config={file}", *words]).engine
+    assert (options.workers, options.worker_count) == (0, workers)
+    assert options.cluster is not None
+    assert options.cluster.ray.address == address
+
+
+def test_ray_is_asked_for_only_by_what_is_not_overruled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, None)
+    file, cluster = tmp_path / "serve.toml", tmp_path / "cluster.toml"
+    file.write_text(FILE_SAYS_RAY + "workers = 4")
+    cluster.write_text(
+        "[devices.cpu]\ncount = 1\ncost_per_hour = 0\nspeed = 1\n[[workers]]\ndevice = 'cpu'\n"
+    )
+    words = [str(GOLDEN), f"--config={file}", f"--cluster={cluster}"]
+    assert parse_arguments(words).engine.worker_count == 1
+    with pytest.raises(SystemExit):
+        parse_arguments([*words, "--ray-address=h:1"])
+    assert "--ray-address is for --cluster ray; a cluster file" in capsys.readouterr().err
+    file.write_text(FILE_SAYS_RAY)
+    with pytest.raises(SystemExit):
+        parse_arguments([str(GOLDEN), f"--config={file}"])
+    assert capsys.readouterr().err.startswith(
+        f"eeserve: {file}: [engine] cluster: workers on Ray need the package ray; install it"
+    )
 
 
 def test_who_has_no_room_waits_and_keeps_its_place_in_the_queue(
@@ -203,6 +260,31 @@ def test_an_actor_says_what_is_not_on_its_node(
     assert "no.ee" in problem
     missing = WorkerActor(TOKEN, [str(GOLDEN)], 1, criterion_modules=["/no/file.py:mine"])
     assert "/no/file.py:mine" in missing.listen()[1]
+    missing = WorkerActor(TOKEN, [str(GOLDEN)], 1, custom_ops=["/no/ops.so"])
+    assert missing.listen() == (
+        "",
+        "on the node 127.0.0.1: --custom-ops /no/ops.so: cannot be read: No such file or directory",
+    )
+
+
+def test_an_actor_that_cannot_listen_leaves_its_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def libraries(paths: Sequence[Path]) -> Iterator[None]:
+        said.append(f"enters {paths[0]}")
+        yield
+        said.append(f"leaves {paths[0]}")
+
+    ray = types.ModuleType("ray")
+    ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")  # type: ignore[attr-defined]
+    use(monkeypatch, ray)
+    monkeypatch.setattr(actor, "libraries", libraries)
+    _, problem = WorkerActor(TOKEN, [str(tmp_path / "no.ee")], 1, custom_ops=["/a.so"]).listen()
+    assert "no.ee" in problem
+    assert said == ["enters /a.so", "leaves /a.so"]
 
 
 def test_paths_are_absolute_as_nodes_have_folders_of_their_own(
@@ -220,9 +302,9 @@ def test_resources_are_said_in_words() -> None:
     assert describe_resources({}) == "nothing"
 
 
-def protocol_of(actor: WorkerActor) -> str | None:
+def protocol_of(worker: WorkerActor) -> str | None:
     """Reach an actor that listens in this process, and give what encrypts the connection."""
-    address, problem = actor.listen()
+    address, problem = worker.listen()
     assert not problem, problem
     where = WorkerAddress(
         address=parse_address(address), token=TOKEN.encode(), context=launcher.tls_context()
