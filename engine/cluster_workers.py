@@ -29,6 +29,7 @@ from offramp.engine.remote.process import WorkerCommand
 from offramp.engine.remote.tcp import HostPort, NetworkError, TlsTrust, parse_address, tls_reason
 from offramp.engine.remote.tcp_launcher import TcpLauncher
 
+MOST_WORKERS: Final = 4096
 RAY: Final = Path("ray")
 """What stands for a cluster file where Ray alone says what there is."""
 
@@ -161,8 +162,10 @@ def ray_workers(address: str | None = None, count: int | None = None) -> Cluster
         count: How many at most, one at least; ``None`` is one for each CPU that is free now.
 
     Raises:
-        BackendError: No cluster is there, or it has no CPU free.
+        BackendError: No cluster is there, it has no CPU free, or there are too many workers.
     """
+    if count is not None and not 0 <= count <= MOST_WORKERS:
+        raise BackendError(f"workers is {count}, expected at most {MOST_WORKERS}, at least 0")
     if not count:
         count = free_cpus(connect(address))
     if not count:
