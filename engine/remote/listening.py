@@ -204,28 +204,19 @@ class Listener:
             self._tell("hello", f"{peer} is refused: {refusal}")
             connection.send(encode(Refused(reason=refusal)))
             return
-        self._reached("before-hello")
-        wanted = self._admission
-        worker = Worker(
-            connection,
-            wanted.make,
-            self._reached,
-            find=wanted.find,
-            any_graph=wanted.any_graph,
-        )
-        answer = worker.begin(hello)
+        worker, answer = self._begin(hello, connection, peer)
         if isinstance(answer, Refused):
             with self._lock:
                 self._served = None
             self._tell("hello", f"{peer} is refused: {answer.reason}")
             connection.send(encode(answer))
             return
-        self._session = session
-        self._worker = worker
-        _log.info("serving %s", peer)
         try:
+            self._session = session
+            self._worker = worker
+            _log.info("serving %s", peer)
             connection.send(encode(answer))
-            worker.serve(wanted.silence_s)
+            worker.serve(self._admission.silence_s)
             _log.info("%s is gone; what it had here is dropped", peer)
         except ConnectionLostError as error:
             _log.info("%s is gone: %s", peer, error)
@@ -233,10 +224,33 @@ class Listener:
             _log.warning(
                 "%s gave no sign of life for %g s; what it had here is dropped",
                 peer,
-                wanted.silence_s,
+                self._admission.silence_s,
             )
         finally:
             self._over.set()
+
+    def _begin(self, hello: Hello, connection: Connection, peer: str) -> tuple[Worker, Message]:
+        """Be what a router asks for, or say why not.
+
+        Whatever else a runtime raises leaves it in who knows what state: the cure is a new process.
+        """
+        wanted = self._admission
+        try:
+            self._reached("before-hello")
+            worker = Worker(
+                connection,
+                wanted.make,
+                self._reached,
+                find=wanted.find,
+                any_graph=wanted.any_graph,
+            )
+            return worker, worker.begin(hello)
+        except BaseException as error:
+            try:
+                _log.exception("a backend for %s cannot be made; this process ends", peer)
+            finally:
+                self._over.set()
+            raise ConnectionLostError(f"no backend can be made: {error!r}") from error
 
     def _serve_slot(self, message: JoinSlot, connection: Connection) -> None:
         worker = self._worker

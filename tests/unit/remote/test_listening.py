@@ -9,10 +9,11 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import pytest
 from tests.fakes import fake_plan, script
-from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, listener
+from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, admission, listener
 
 import offramp
 from offramp.bundle import Bundle
@@ -20,9 +21,9 @@ from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import make_plan
 from offramp.engine.remote import handshake, tcp_launcher
 from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.listening import MOST_UNKNOWN
+from offramp.engine.remote.listening import MOST_UNKNOWN, Listener
 from offramp.engine.remote.stages import BundlesByHash
-from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust
+from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut
 from offramp.engine.remote.tcp_launcher import TcpLauncher
 from offramp.engine.remote.wire import Hello
 from offramp.testing.backend import SCRIPT
@@ -175,6 +176,26 @@ def test_one_router_is_served_and_another_is_told_so(lines: Lines) -> None:
         assert worker.alive
         worker.end()
     assert "is refused: it serves another router" in lines.next()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, OSError, SystemExit])
+def test_a_backend_that_raises_anything_ends_the_process_and_not_the_service(
+    error: type[BaseException], lines: Lines
+) -> None:
+    def make(_hello: Hello) -> NoReturn:
+        raise error("the driver broke")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = Listener(listening, admission(make=make))
+        served = threading.Thread(target=serving.serve, daemon=True)
+        served.start()
+        address = HostPort(*listening.getsockname())
+        with pytest.raises(WorkerLostError, match="was lost: its connection ended"):
+            TcpLauncher(address, TOKEN, None).start(HELLO)
+        served.join(30)
+        assert not served.is_alive(), "a new process takes the next router"
+        cut(listening)
+    assert lines.next().startswith("a backend for 127.0.0.1:")
 
 
 def test_bundles_are_named_by_hash_and_graphs_do_not_travel() -> None:
