@@ -107,12 +107,18 @@ class Listener:
                 continue
             peer, number = str(HostPort(*address[:2])), next(self._numbers)
             self._await_token(number, connected)
-            threading.Thread(
-                target=self._welcome,
-                args=(connected, peer, number),
-                name=f"peer {peer}",
-                daemon=True,
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._welcome,
+                    args=(connected, peer, number),
+                    name=f"peer {peer}",
+                    daemon=True,
+                ).start()
+            except (RuntimeError, MemoryError) as error:  # the system has no thread left
+                self._forget(number)
+                connected.close()
+                self._tell("accept", f"{peer} cannot be served: {error}")
+                self._over.wait(_PAUSE_S)
 
     def _await_token(self, number: int, connected: socket.socket) -> None:
         """Keep a connection among the unknown; where there are too many the oldest ends."""

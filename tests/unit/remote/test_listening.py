@@ -198,6 +198,25 @@ def test_a_backend_that_raises_anything_ends_the_process_and_not_the_service(
     assert lines.next().startswith("a backend for 127.0.0.1:")
 
 
+def test_connections_are_taken_again_after_one_for_which_there_was_no_thread(
+    monkeypatch: pytest.MonkeyPatch, lines: Lines
+) -> None:
+    start, failed = threading.Thread.start, list[str]()
+
+    def fail_once(thread: threading.Thread) -> None:
+        if thread.name.startswith("peer ") and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    with listener() as address:
+        with socket.create_connection(address, 10) as connected:
+            assert connected.recv(100) == b""
+        assert answer_of(TcpLauncher(address, TOKEN, None)) == [0.5]
+    assert lines.next() == f"{failed[0][5:]} cannot be served: can't start new thread"
+
+
 def test_bundles_are_named_by_hash_and_graphs_do_not_travel() -> None:
     bundle = Bundle.open(GOLDEN)
     (stage, *_) = make_plan(bundle).stages
