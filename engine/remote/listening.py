@@ -210,53 +210,61 @@ class Listener:
             self._tell("hello", f"{peer} is refused: {refusal}")
             connection.send(encode(Refused(reason=refusal)))
             return
-        worker, answer = self._begin(hello, connection, peer)
-        if isinstance(answer, Refused):
+        refused: Refused | None = None
+        try:
+            with connection.watched(lambda: self._leave(peer)):
+                refused = self._serve_until_gone(hello, connection, session, peer)
+        except BaseException:  # runtimes raise what they like, and are broken then
+            _log.exception("%s cannot be served; this process ends, for a new one", peer)
+        finally:
+            if refused is None:
+                self._over.set()
+        if refused is not None:
             with self._lock:
                 self._served = None
-            self._tell("hello", f"{peer} is refused: {answer.reason}")
-            connection.send(encode(answer))
-            return
+            self._tell("hello", f"{peer} is refused: {refused.reason}")
+            connection.send(encode(refused))
+
+    def _serve_until_gone(
+        self, hello: Hello, connection: Connection, session: str, peer: str
+    ) -> Refused | None:
+        """Be what a router asks for until it is gone; or say why not."""
+        self._reached("before-hello")
+        wanted = self._admission
+        worker = Worker(
+            connection,
+            wanted.make,
+            self._reached,
+            find=wanted.find,
+            any_graph=wanted.any_graph,
+        )
+        answer = worker.begin(hello)
+        if isinstance(answer, Refused):
+            return answer
+        self._session = session
+        self._worker = worker
+        _log.info("serving %s", peer)
         try:
-            self._session = session
-            self._worker = worker
-            _log.info("serving %s", peer)
             connection.send(encode(answer))
-            worker.serve(self._admission.silence_s)
-            _log.info("%s is gone; what it had here is dropped", peer)
+            worker.serve(wanted.silence_s)
         except ConnectionLostError as error:
             _log.info("%s is gone: %s", peer, error)
         except TooLateError:
             _log.warning(
                 "%s gave no sign of life for %g s; what it had here is dropped",
                 peer,
-                self._admission.silence_s,
+                wanted.silence_s,
             )
-        finally:
+        else:
+            self._leave(peer)
+        return None
+
+    def _leave(self, peer: str) -> None:
+        """Have this process end, as its router is gone; said once."""
+        with self._lock:
+            if not self._over.is_set():
+                _log.info("%s is gone; what it had here is dropped", peer)
             self._over.set()
-
-    def _begin(self, hello: Hello, connection: Connection, peer: str) -> tuple[Worker, Message]:
-        """Be what a router asks for, or say why not.
-
-        Whatever else a runtime raises leaves it in who knows what state: the cure is a new process.
-        """
-        wanted = self._admission
-        try:
-            self._reached("before-hello")
-            worker = Worker(
-                connection,
-                wanted.make,
-                self._reached,
-                find=wanted.find,
-                any_graph=wanted.any_graph,
-            )
-            return worker, worker.begin(hello)
-        except BaseException as error:
-            try:
-                _log.exception("a backend for %s cannot be made; this process ends", peer)
-            finally:
-                self._over.set()
-            raise ConnectionLostError(f"no backend can be made: {error!r}") from error
 
     def _serve_slot(self, message: JoinSlot, connection: Connection) -> None:
         worker = self._worker

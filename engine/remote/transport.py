@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Self
 
@@ -32,6 +35,8 @@ _CHUNK: Final = 1 << 16
 _AT_ONCE: Final = 1 << 24
 """Bytes of a body that memory is taken for before they have come."""
 _MOST_FDS: Final = 4
+_GONE: Final = getattr(select, "POLLRDHUP", 0)
+"""Event of an end that says no more; that it is gone altogether is told unasked."""
 
 
 class ConnectionLostError(Exception):
@@ -129,6 +134,28 @@ class Connection:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+    @contextmanager
+    def watched(self, gone: Callable[[], None]) -> Iterator[None]:
+        """Have a thread call ``gone`` should the other end leave meanwhile, whatever ours do."""
+        ending, ended = socket.socketpair()
+        watched = self._socket.fileno()
+        events = select.poll()
+        events.register(watched, _GONE)
+        events.register(ended, select.POLLIN)
+
+        def watch() -> None:
+            if any(fd == watched for fd, _ in events.poll()):
+                gone()
+
+        with ending, ended:
+            thread = threading.Thread(target=watch, name="watch", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                ending.send(b".")
+                thread.join()  # before the number of the descriptor is another's
 
     def _limit(self, limit_s: float | None) -> None:
         """Have sockets wait no longer; of those in the clear the system sees to it.

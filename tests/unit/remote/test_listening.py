@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 from tests.fakes import fake_plan, script
+from tests.unit.engine.serving import LIMIT_S
 from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, admission, listener
 
 import offramp
@@ -24,8 +25,9 @@ from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.remote.listening import MOST_UNKNOWN, Listener
 from offramp.engine.remote.stages import BundlesByHash
 from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut
-from offramp.engine.remote.tcp_launcher import TcpLauncher
-from offramp.engine.remote.wire import Hello
+from offramp.engine.remote.tcp_launcher import TcpLauncher, WorkerAddress
+from offramp.engine.remote.transport import Connection
+from offramp.engine.remote.wire import Hello, Prepare, encode
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
 
@@ -195,7 +197,36 @@ def test_a_backend_that_raises_anything_ends_the_process_and_not_the_service(
         served.join(30)
         assert not served.is_alive(), "a new process takes the next router"
         cut(listening)
-    assert lines.next().startswith("a backend for 127.0.0.1:")
+    assert lines.next().endswith(" cannot be served; this process ends, for a new one")
+
+
+@pytest.mark.parametrize("point", ["before-hello", "before-prepare"])
+def test_a_router_that_goes_while_its_order_hangs_is_noticed(point: str) -> None:
+    reached, never = threading.Event(), threading.Event()
+
+    def hang(at: str) -> None:
+        if at == point:
+            reached.set()
+            never.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as opened:
+        serving = Listener(listening, admission(), hang)
+        served = threading.Thread(target=serving.serve, daemon=True)
+        served.start()
+        where = WorkerAddress(address=HostPort(*listening.getsockname()), token=TOKEN, context=None)
+        router = opened.enter_context(where.reach()[0])
+        orders = Connection(router)
+        orders.send(encode(HELLO))
+        if point == "before-prepare":
+            orders.receive(30.0)
+            orders.send(encode(Prepare(stage=1, document="{}")))
+        assert reached.wait(30)
+        assert served.is_alive()
+        router.close()
+        served.join(LIMIT_S)
+        assert not served.is_alive(), "a new process takes the next router"
+        cut(listening)
+    never.set()
 
 
 def test_connections_are_taken_again_after_one_for_which_there_was_no_thread(

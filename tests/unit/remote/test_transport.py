@@ -105,7 +105,7 @@ def test_a_network_that_the_system_gave_up_is_lost_and_not_late() -> None:
     given_up = TimeoutError(errno.ETIMEDOUT, "Connection timed out")
 
     class GivenUp(socket.socket):
-        def recv_into(self, *_: object) -> int:
+        def recv(self, *_: object) -> bytes:
             raise given_up
 
         def sendall(self, *_: object) -> None:
@@ -115,6 +115,20 @@ def test_a_network_that_the_system_gave_up_is_lost_and_not_late() -> None:
         for call in (lambda c: c.receive(), lambda c: c.send(b"x", [b"y"], 5.0)):
             with pytest.raises(ConnectionLostError, match="Connection timed out"):
                 call(Connection(connected))
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_end_that_leaves_is_noticed_while_nobody_receives(leaves: bool) -> None:
+    ours, theirs = Connection.pair()
+    gone = threading.Event()
+    theirs.sendall(b"EEW1")  # what is there to be read is no sign of it
+    with ours.watched(gone.set):
+        if leaves:
+            theirs.close()
+            assert gone.wait(30)
+    assert gone.is_set() == leaves
+    theirs.close()
+    ours.close()
 
 
 def test_descriptors_travel_and_memory_is_shared() -> None:
