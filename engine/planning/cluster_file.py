@@ -30,6 +30,7 @@ _MOST: Final = 1e12
 """Of any number: what is beyond is a slip."""
 _MOST_COUNT: Final = 100_000
 _MOST_NAME: Final = 60
+_MOST_RESULT_MIB: Final = 4096
 _TOP: Final = ("devices", "link", "links", "workers", "router", "goal")
 _DEVICE: Final = ("count", "cost_per_hour", "speed", "profile", "memory_gib", "resources")
 _LINK: Final = ("gbit_per_s", "latency_ms")
@@ -87,6 +88,8 @@ class RouterEntry:
     """The router's own, for workers that ask for one."""
     insecure: bool = False
     """Whether workers on other hosts may be reached in the clear."""
+    most_result_mib: int | None = None
+    """Most that is received of what a run gave, over a network; ``None`` leaves it as it is."""
     ray: RayEntry | None = None
     """How Ray starts the workers that have no address, if it does."""
 
@@ -312,7 +315,7 @@ def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
 
 def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:
     content = _table(table, place)
-    _refuse_unknown(content, (*_ROUTER_FILES, "insecure", *LAUNCH_KEYS), place)
+    _refuse_unknown(content, (*_ROUTER_FILES, "insecure", "most_result_mib", *LAUNCH_KEYS), place)
     for key in _ROUTER_FILES:
         name = content.get(key)
         if name is not None and (type(name) is not str or not name or not name.isprintable()):
@@ -323,6 +326,12 @@ def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:
     if type(content.get("insecure", False)) is not bool:
         raise ClusterFileError(
             f"{place} insecure = {_shown(content['insecure'])}, expected true or false"
+        )
+    mib = content.get("most_result_mib", 1)
+    if type(mib) is not int or not 1 <= mib <= _MOST_RESULT_MIB:
+        raise ClusterFileError(
+            f"{place} most_result_mib = {_shown(mib)}, expected a whole number from 1 to "
+            f"{_MOST_RESULT_MIB}, the most that a message holds"
         )
     if ("tls_cert" in content) != ("tls_key" in content):
         raise ClusterFileError(

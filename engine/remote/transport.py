@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from offramp.engine.remote.wire import (
     ALIGNMENT,
     HEAD,
+    MOST_BODY,
     FrameError,
+    LargeBodyError,
     TensorForm,
     aligned,
     pack_head,
@@ -60,10 +62,14 @@ class Frame(NamedTuple):
 
 
 class Connection:
-    """A connected stream socket; one thread sends and receives at a time."""
+    """A connected stream socket; one thread sends and receives at a time.
 
-    def __init__(self, connected: socket.socket) -> None:
+    ``most_body`` is the most bytes of a body that it receives.
+    """
+
+    def __init__(self, connected: socket.socket, *, most_body: int = MOST_BODY) -> None:
         self._socket = connected
+        self._most_body = most_body
         self._in_clear = type(connected) is socket.socket
         self._limit_s: float | None = 0.0
         """Of what is sent and received; 0 if it is not set yet."""
@@ -109,10 +115,14 @@ class Connection:
         except OSError as error:
             raise ConnectionLostError(str(error)) from error
 
-    def receive(self, limit_s: float | None = None, *, fds: bool = False) -> Frame:
+    def receive(
+        self, limit_s: float | None = None, *, fds: bool = False, most_body: int | None = None
+    ) -> Frame:
         """Wait for a frame, for at most ``limit_s``, or a tenth longer, until all of it is there.
 
-        With ``fds`` it may bring file descriptors. ConnectionLostError, or TooLateError.
+        With ``fds`` it may bring file descriptors. ConnectionLostError, TooLateError, or
+        LargeBodyError for a body of more than ``most_body`` bytes, or what the connection receives
+        at most, before anything is allocated for it.
         """
         found: list[int] = []
         try:
@@ -124,6 +134,11 @@ class Connection:
                 self._shorten_limit(ends_s)
                 data += self._some(found if fds else None)
             header_bytes, body_bytes = unpack_head(data[: HEAD.size])
+            most = self._most_body if most_body is None else most_body
+            if body_bytes > most:
+                raise LargeBodyError(
+                    f"it sent a body of {body_bytes} bytes, expected at most {most}"
+                )
             start = HEAD.size + header_bytes
             end = start + body_bytes
             while len(data) < start:
@@ -136,6 +151,8 @@ class Connection:
         except (OSError, FrameError) as error:
             for fd in found:
                 os.close(fd)
+            if isinstance(error, LargeBodyError):
+                raise
             if _is_late(error):
                 raise TooLateError(f"no answer within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error

@@ -229,6 +229,18 @@ def test_a_router_that_goes_while_its_order_hangs_is_noticed(point: str) -> None
     never.set()
 
 
+def test_a_run_that_gives_more_than_is_taken_loses_its_worker() -> None:
+    with listener() as address:
+        launcher = TcpLauncher(address, TOKEN, None, most_result_bytes=8)
+        backend = RemoteBackend(ScriptedBackend(), launchers=[launcher])
+        stage = backend.prepare(fake_plan([0.9]).stages[0])
+        with contextlib.closing(backend), contextlib.closing(backend.open_slot()) as slot:
+            batch = slot.upload({SCRIPT: script([0.5, 0.7])})
+            told = r"stage 0: it sent a body of [0-9]+ bytes, expected at most 8$"
+            with pytest.raises(WorkerLostError, match=told):
+                slot.run(stage, batch)
+
+
 def test_connections_are_taken_again_after_one_for_which_there_was_no_thread(
     monkeypatch: pytest.MonkeyPatch, lines: Lines
 ) -> None:

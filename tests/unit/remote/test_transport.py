@@ -18,7 +18,7 @@ from offramp.engine.remote.transport import (
     SharedMemory,
     TooLateError,
 )
-from offramp.engine.remote.wire import FrameError, TensorForm, pack_head
+from offramp.engine.remote.wire import FrameError, LargeBodyError, TensorForm, pack_head
 
 BYTES = np.dtype(np.uint8)
 
@@ -86,6 +86,30 @@ def test_who_does_not_take_a_message_in_time_is_late() -> None:
     with theirs, pytest.raises(TooLateError, match=r"did not take a message within 0\.001 s"):
         ours.send(b"x", [np.zeros(1 << 24, np.uint8)], 0.001)
     ours.close()
+
+
+@pytest.mark.parametrize(("given", "asked", "most"), [(8, None, 8), (8, 0, 0), (0, None, 0)])
+def test_a_body_larger_than_is_taken_is_refused_by_its_head(
+    given: int, asked: int | None, most: int
+) -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, most_body=given)
+    theirs.sendall(pack_head(b"x", 1 << 32))  # and nothing else comes
+    with pytest.raises(
+        LargeBodyError, match=f"a body of 4294967296 bytes, expected at most {most}$"
+    ):
+        connection.receive(10.0, most_body=asked)
+    theirs.close()
+    connection.close()
+
+
+def test_a_body_as_large_as_is_taken_arrives() -> None:
+    ours, theirs = socket.socketpair()
+    connection, other = Connection(ours, most_body=8), Connection(theirs)
+    other.send(b"x", [bytes(8)])
+    assert connection.receive().body == bytes(8)
+    other.close()
+    connection.close()
 
 
 class SteppedTime:
