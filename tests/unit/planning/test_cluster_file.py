@@ -155,7 +155,7 @@ WORKERS = DEVICE.replace("count = 1", "count = 2") + '[[workers]]\ndevice = "gpu
         (DEVICE + "[router]\nmost_result_mib = 0", "most_result_mib = 0, expected a whole number"),
         (
             DEVICE + "[router]\nmost_result_mib = 4097",
-            "expected a whole number from 1 to 4096, the",
+            "expected a whole number from 1 to 4,096, which",
         ),
         (DEVICE + "[router]\nmost_result_mib = true", "most_result_mib = True, expected a whole"),
         (DEVICE + '[router]\ntls_key = "k"', "has one of tls_cert and tls_key, expected both"),
