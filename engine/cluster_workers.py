@@ -27,7 +27,7 @@ from offramp.engine.remote.handshake import HandshakeError, read_token
 from offramp.engine.remote.launching import LocalLauncher, WorkerLauncher
 from offramp.engine.remote.process import WorkerCommand
 from offramp.engine.remote.tcp import HostPort, NetworkError, TlsTrust, parse_address, tls_reason
-from offramp.engine.remote.tcp_launcher import TcpLauncher
+from offramp.engine.remote.tcp_launcher import MOST_RESULT_BYTES, TcpLauncher
 
 MOST_WORKERS: Final = 4096
 RAY: Final = Path("ray")
@@ -78,7 +78,11 @@ class ClusterWorkers:
         needs = actor_needs(bundles)
         actors = [
             RayLauncher(
-                place.resources, needs, device_type=place.device_type, address=self.ray.address
+                place.resources,
+                needs,
+                device_type=place.device_type,
+                address=self.ray.address,
+                most_result_bytes=self.most_result_bytes,
             )
             for place in self.places
             if place.resources is not None
@@ -93,9 +97,21 @@ class ClusterWorkers:
             if place.resources is not None
             else LocalLauncher(command, device_type=place.device_type)
             if place.address is None
-            else TcpLauncher(place.address, self.token, self.tls, place.device_type)
+            else TcpLauncher(
+                place.address,
+                self.token,
+                self.tls,
+                place.device_type,
+                most_result_bytes=self.most_result_bytes,
+            )
             for place in self.places
         ]
+
+    @property
+    def most_result_bytes(self) -> int:
+        """Most that is received of what a run gave, of workers that a network is between."""
+        mib = None if self.file is None else self.file.router.most_result_mib
+        return MOST_RESULT_BYTES if mib is None else mib << 20
 
     def planned_for(self, bundle: Bundle, max_batch_size: int) -> ServedCluster | None:
         """Give what a bundle's plans are made on; ClusterFileError if a profile is of another.

@@ -87,6 +87,8 @@ class RouterEntry:
     """The router's own, for workers that ask for one."""
     insecure: bool = False
     """Whether workers on other hosts may be reached in the clear."""
+    most_result_mib: int | None = None
+    """Most that is received of what a run gave, over a network; ``None`` leaves it as it is."""
     ray: RayEntry | None = None
     """How Ray starts the workers that have no address, if it does."""
 
@@ -202,16 +204,9 @@ def _device(name: str, table: object, where: str) -> DeviceEntry:
     for key in ("count", "cost_per_hour"):
         if key not in content:
             raise ClusterFileError(f"{place} has no {key}; expected for instance {key} = 4")
-    count = content["count"]
-    if type(count) is not int or not 1 <= count <= _MOST_COUNT:
-        raise ClusterFileError(
-            f"{place} count = {_shown(count)}, expected a whole number from 1 to {_MOST_COUNT:,}; "
-            "leave the type out if there is none"
-        )
     profile = content.get("profile")
-    if profile is not None and (
-        type(profile) is not str or not profile or not profile.isprintable()
-    ):
+    fine = type(profile) is str and profile and profile.isprintable()
+    if profile is not None and not fine:
         raise ClusterFileError(
             f"{place} profile = {_shown(profile)}, expected the file of a profile, for instance "
             '"gpu/profiles/cpu.json"'
@@ -222,14 +217,13 @@ def _device(name: str, table: object, where: str) -> DeviceEntry:
             f"{place} has {what}, expected one: profile = a file measured on that device, or "
             "speed = how many times as fast it is as the bundle's own profile"
         )
-    memory_gib = _number(content, "memory_gib", place, above=0.0, default=math.inf)
     return DeviceEntry(
         name=name,
-        count=count,
+        count=_whole(content, "count", place, hint="; leave the type out if there is none"),
         cost_per_hour=_number(content, "cost_per_hour", place, least=0.0),
         speed=None if profile is not None else _number(content, "speed", place, above=0.0),
         profile=profile,
-        memory_bytes=memory_gib * 2**30,
+        memory_bytes=2**30 * _number(content, "memory_gib", place, above=0.0, default=math.inf),
         resources=_of_ray(read_resources, content.get("resources"), place),
     )
 
@@ -259,9 +253,8 @@ def _all_workers(
 ) -> tuple[WorkersEntry, ...]:
     """Read ``[[workers]]``: no more of a type than there are devices, and none twice."""
     if not isinstance(tables, list):
-        raise ClusterFileError(
-            f"{where} [[workers]] is {_kind(tables)}, expected an array of tables"
-        )
+        told = f"{where} [[workers]] is {_kind(tables)}, expected an array of tables"
+        raise ClusterFileError(told)
     left = {device.name: device.count for device in devices}
     found: list[WorkersEntry] = []
     for number, table in enumerate(tables, 1):
@@ -297,11 +290,7 @@ def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
             f'{place} address = {_shown(address)}, expected for instance "10.0.0.2:7070"; leave it '
             "out for processes on this host"
         )
-    count = content.get("count", 1)
-    if type(count) is not int or not 1 <= count <= _MOST_COUNT:
-        raise ClusterFileError(
-            f"{place} count = {_shown(count)}, expected a whole number from 1 to {_MOST_COUNT:,}"
-        )
+    count = _whole(content, "count", place)
     if address is not None and count > 1:
         raise ClusterFileError(
             f"{place} has an address and count = {count}, expected one worker behind an address; "
@@ -312,7 +301,7 @@ def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
 
 def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:
     content = _table(table, place)
-    _refuse_unknown(content, (*_ROUTER_FILES, "insecure", *LAUNCH_KEYS), place)
+    _refuse_unknown(content, (*_ROUTER_FILES, "insecure", "most_result_mib", *LAUNCH_KEYS), place)
     for key in _ROUTER_FILES:
         name = content.get(key)
         if name is not None and (type(name) is not str or not name or not name.isprintable()):
@@ -324,6 +313,7 @@ def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:
         raise ClusterFileError(
             f"{place} insecure = {_shown(content['insecure'])}, expected true or false"
         )
+    _whole(content, "most_result_mib", place, most=4096, hint=", which messages hold")
     if ("tls_cert" in content) != ("tls_key" in content):
         raise ClusterFileError(
             f"{place} has one of tls_cert and tls_key, expected both: a certificate and its key"
@@ -364,6 +354,16 @@ def _number(
             f"{_MOST:g}; mind the unit"
         )
     return float(value)
+
+
+def _whole(
+    content: Mapping[str, Any], key: str, place: str, *, most: int = _MOST_COUNT, hint: str = ""
+) -> int:
+    value = content.get(key, 1)
+    if type(value) is not int or not 1 <= value <= most:
+        told = f"{place} {key} = {_shown(value)}, expected a whole number from 1 to {most:,}{hint}"
+        raise ClusterFileError(told)
+    return value
 
 
 def _table(value: object, place: str) -> dict[str, Any]:

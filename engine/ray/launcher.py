@@ -36,7 +36,7 @@ from offramp.engine.ray.connection import (
 )
 from offramp.engine.remote.process import START_LIMIT_S
 from offramp.engine.remote.tcp import NetworkError, TlsTrust, parse_address
-from offramp.engine.remote.tcp_launcher import PING_S, TcpWorker, WorkerAddress
+from offramp.engine.remote.tcp_launcher import MOST_RESULT_BYTES, PING_S, TcpWorker, WorkerAddress
 from offramp.engine.remote.wire import Hello
 
 _log = logging.getLogger(__name__)
@@ -138,7 +138,9 @@ class RayLauncher:
         device_type: str = "",
         address: str | None = None,
         ping_s: float = PING_S,
+        most_result_bytes: int = MOST_RESULT_BYTES,
     ) -> None:
+        self._most_result_bytes = most_result_bytes
         self._resources = dict(resources)
         self._needs = needs
         self._device_type = device_type
@@ -188,7 +190,11 @@ class RayLauncher:
             try:
                 address = parse_address(self._address_of(ray, actor))
                 where = WorkerAddress(
-                    address=address, token=token.encode(), context=tls_context(), remedy=_REMEDY
+                    address=address,
+                    token=token.encode(),
+                    context=tls_context(),
+                    remedy=_REMEDY,
+                    most_result_bytes=self._most_result_bytes,
                 )
                 return RayWorker(hello, where, actor, ping_s=self._ping_s)
             except BaseException:

@@ -144,16 +144,23 @@ def _stop(_number: int, _frame: object) -> NoReturn:
     raise _StoppedError
 
 
+def serving_words(words: Sequence[str], fds: tuple[int, int]) -> list[str]:
+    """Give the command line of the process that serves: the descriptors, then the user's words.
+
+    They come first, as behind a ``--`` of the user's they would be bundles.
+    """
+    return ["--serve-fds", *map(str, fds), *words]
+
+
 class _Serving:
     """The process that serves, and the socket with which it ends should we."""
 
     def __init__(self, listening: socket.socket, words: Sequence[str], module: str) -> None:
         self._leash, theirs = socket.socketpair()
         fds = listening.fileno(), theirs.fileno()
-        line = [sys.executable, "-P", "-m", module, *words, "--serve-fds", *map(str, fds)]
         with theirs:
             self.process = subprocess.Popen(  # noqa: S603 - our own module
-                line,
+                [sys.executable, "-P", "-m", module, *serving_words(words, fds)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 env=environment_of_child(),

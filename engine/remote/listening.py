@@ -107,12 +107,18 @@ class Listener:
                 continue
             peer, number = str(HostPort(*address[:2])), next(self._numbers)
             self._await_token(number, connected)
-            threading.Thread(
-                target=self._welcome,
-                args=(connected, peer, number),
-                name=f"peer {peer}",
-                daemon=True,
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._welcome,
+                    args=(connected, peer, number),
+                    name=f"peer {peer}",
+                    daemon=True,
+                ).start()
+            except (RuntimeError, MemoryError) as error:  # the system has no thread left
+                self._forget(number)
+                connected.close()
+                self._tell("accept", f"{peer} cannot be served: {error}")
+                self._over.wait(_PAUSE_S)
 
     def _await_token(self, number: int, connected: socket.socket) -> None:
         """Keep a connection among the unknown; where there are too many the oldest ends."""
@@ -204,6 +210,25 @@ class Listener:
             self._tell("hello", f"{peer} is refused: {refusal}")
             connection.send(encode(Refused(reason=refusal)))
             return
+        refused: Refused | None = None
+        try:
+            with connection.watched(lambda: self._leave(peer)):
+                refused = self._serve_until_gone(hello, connection, session, peer)
+        except BaseException:  # runtimes raise what they like, and are broken then
+            _log.exception("%s cannot be served; this process ends, for a new one", peer)
+        finally:
+            if refused is None:
+                self._over.set()
+        if refused is not None:
+            with self._lock:
+                self._served = None
+            self._tell("hello", f"{peer} is refused: {refused.reason}")
+            connection.send(encode(refused))
+
+    def _serve_until_gone(
+        self, hello: Hello, connection: Connection, session: str, peer: str
+    ) -> Refused | None:
+        """Be what a router asks for until it is gone; or say why not."""
         self._reached("before-hello")
         wanted = self._admission
         worker = Worker(
@@ -215,18 +240,13 @@ class Listener:
         )
         answer = worker.begin(hello)
         if isinstance(answer, Refused):
-            with self._lock:
-                self._served = None
-            self._tell("hello", f"{peer} is refused: {answer.reason}")
-            connection.send(encode(answer))
-            return
+            return answer
         self._session = session
         self._worker = worker
         _log.info("serving %s", peer)
         try:
             connection.send(encode(answer))
             worker.serve(wanted.silence_s)
-            _log.info("%s is gone; what it had here is dropped", peer)
         except ConnectionLostError as error:
             _log.info("%s is gone: %s", peer, error)
         except TooLateError:
@@ -235,7 +255,15 @@ class Listener:
                 peer,
                 wanted.silence_s,
             )
-        finally:
+        else:
+            self._leave(peer)
+        return None
+
+    def _leave(self, peer: str) -> None:
+        """Have this process end, as its router is gone; said once."""
+        with self._lock:
+            if not self._over.is_set():
+                _log.info("%s is gone; what it had here is dropped", peer)
             self._over.set()
 
     def _serve_slot(self, message: JoinSlot, connection: Connection) -> None:

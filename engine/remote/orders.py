@@ -45,7 +45,8 @@ class Orders:
                     self.connection.send_fds(header, fds)
                 else:
                     self.connection.send(header, (body,) if body else (), limit_s)
-                answer = decode(self.connection.receive(limit_s).header)
+                # An answer to an order has no body, whoever it is from.
+                answer = decode(self.connection.receive(limit_s, most_body=0).header)
             except (ConnectionLostError, FrameError, TooLateError) as error:
                 gone = isinstance(error, ConnectionLostError)
                 raise self._lose("" if gone else str(error)) from error

@@ -31,6 +31,9 @@ GREET_LIMIT_S: Final = 30.0
 PING_S: Final = 10.0
 """Seconds between signs of life that are asked of a worker that has no order."""
 PING_LIMIT_S: Final = 30.0
+MOST_RESULT_BYTES: Final = 1 << 30
+"""Of a run, with all that is carried on: a batch with more is better sent in smaller ones, and a
+worker that is broken, or another's, takes no more of the router's memory for each slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class WorkerAddress:
     """What connections are encrypted with; ``None`` sends all in the clear."""
     remedy: str = ""
     """What to do where nobody listens; empty is to start ``eeworker`` there."""
+    most_result_bytes: int = MOST_RESULT_BYTES
+    """Most that is received of what a run there gave."""
 
     def reach(self) -> tuple[socket.socket, str]:
         """Connect, and show each other the token: the connection, and the session's name.
@@ -169,7 +174,7 @@ class TcpWorker:
         with self._lock:
             self._slot_sockets = [s for s in self._slot_sockets if s.fileno() >= 0]
             self._slot_sockets.append(connected)
-        connection = Connection(connected)
+        connection = Connection(connected, most_body=self._address.most_result_bytes)
         try:
             self._join(connection)
         except BaseException:
@@ -228,10 +233,13 @@ class TcpLauncher:
         device_type: str = "",
         *,
         ping_s: float = PING_S,
+        most_result_bytes: int = MOST_RESULT_BYTES,
     ) -> None:
         """NetworkError if certificates cannot be used."""
         context = None if tls is None else tls.context()
-        self._address = WorkerAddress(address=address, token=token, context=context)
+        self._address = WorkerAddress(
+            address=address, token=token, context=context, most_result_bytes=most_result_bytes
+        )
         self._device_type = device_type
         self._ping_s = ping_s
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Self
 
@@ -21,7 +25,9 @@ from numpy.typing import NDArray
 from offramp.engine.remote.wire import (
     ALIGNMENT,
     HEAD,
+    MOST_BODY,
     FrameError,
+    LargeBodyError,
     TensorForm,
     aligned,
     pack_head,
@@ -32,6 +38,10 @@ _CHUNK: Final = 1 << 16
 _AT_ONCE: Final = 1 << 24
 """Bytes of a body that memory is taken for before they have come."""
 _MOST_FDS: Final = 4
+_NEARLY: Final = 0.9
+"""Part of a limit that is as good as all of it, and saves calls of the system to set it anew."""
+_GONE: Final = getattr(select, "POLLRDHUP", 0)
+"""Event of an end that says no more; that it is gone altogether is told unasked."""
 
 
 class ConnectionLostError(Exception):
@@ -52,10 +62,14 @@ class Frame(NamedTuple):
 
 
 class Connection:
-    """A connected stream socket; one thread sends and receives at a time."""
+    """A connected stream socket; one thread sends and receives at a time.
 
-    def __init__(self, connected: socket.socket) -> None:
+    ``most_body`` is the most bytes of a body that it receives.
+    """
+
+    def __init__(self, connected: socket.socket, *, most_body: int = MOST_BODY) -> None:
         self._socket = connected
+        self._most_body = most_body
         self._in_clear = type(connected) is socket.socket
         self._limit_s: float | None = 0.0
         """Of what is sent and received; 0 if it is not set yet."""
@@ -75,14 +89,18 @@ class Connection:
     ) -> None:
         """Send a frame whose body is those arrays, each aligned.
 
-        ConnectionLostError; TooLateError if a body of the frame's is not taken within ``limit_s``.
+        ConnectionLostError; TooLateError if not all of a frame with a body is taken within
+        ``limit_s``.
         """
         pieces: Sequence[Any] = (_framed(header),) if not body else _pieces(header, body)
         try:
             if body and limit_s != self._limit_s:
                 self._limit(limit_s)
-            for piece in pieces:
-                self._socket.sendall(piece)
+            if body and limit_s is not None:
+                self._send_until(time.monotonic() + limit_s, pieces)
+            else:
+                for piece in pieces:
+                    self._socket.sendall(piece)
         except OSError as error:
             if _is_late(error):
                 raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
@@ -97,30 +115,44 @@ class Connection:
         except OSError as error:
             raise ConnectionLostError(str(error)) from error
 
-    def receive(self, limit_s: float | None = None, *, fds: bool = False) -> Frame:
-        """Wait for a frame, for at most ``limit_s`` between two pieces of it.
+    def receive(
+        self, limit_s: float | None = None, *, fds: bool = False, most_body: int | None = None
+    ) -> Frame:
+        """Wait for a frame, for at most ``limit_s``, or a tenth longer, until all of it is there.
 
-        With ``fds`` it may bring file descriptors. ConnectionLostError, or TooLateError.
+        With ``fds`` it may bring file descriptors. ConnectionLostError, TooLateError, or
+        LargeBodyError for a body of more than ``most_body`` bytes, or what the connection receives
+        at most, before anything is allocated for it.
         """
         found: list[int] = []
         try:
             if limit_s != self._limit_s:
                 self._limit(limit_s)
+            ends_s = None if limit_s is None else time.monotonic() + limit_s
             data = self._left or self._some(found if fds else None)
             while len(data) < HEAD.size:
+                self._shorten_limit(ends_s)
                 data += self._some(found if fds else None)
             header_bytes, body_bytes = unpack_head(data[: HEAD.size])
+            most = self._most_body if most_body is None else most_body
+            if body_bytes > most:
+                raise LargeBodyError(
+                    f"it sent a body of {body_bytes} bytes, expected at most {most}"
+                )
             start = HEAD.size + header_bytes
             end = start + body_bytes
             while len(data) < start:
+                self._shorten_limit(ends_s)
                 data += self._some(found if fds else None)
             body = bytearray(data[start:end])
             self._left = data[end:]
             if len(data) < end:
-                body = self._rest(body, body_bytes)
+                body = self._rest(body, body_bytes, ends_s)
         except (OSError, FrameError) as error:
             for fd in found:
                 os.close(fd)
+            if isinstance(error, LargeBodyError):
+                raise
             if _is_late(error):
                 raise TooLateError(f"no answer within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error
@@ -129,6 +161,28 @@ class Connection:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+    @contextmanager
+    def watched(self, gone: Callable[[], None]) -> Iterator[None]:
+        """Have a thread call ``gone`` should the other end leave meanwhile, whatever ours do."""
+        ending, ended = socket.socketpair()
+        watched = self._socket.fileno()
+        events = select.poll()
+        events.register(watched, _GONE)
+        events.register(ended, select.POLLIN)
+
+        def watch() -> None:
+            if any(fd == watched for fd, _ in events.poll()):
+                gone()
+
+        with ending, ended:
+            thread = threading.Thread(target=watch, name="watch", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                ending.send(b".")
+                thread.join()  # before the number of the descriptor is another's
 
     def _limit(self, limit_s: float | None) -> None:
         """Have sockets wait no longer; of those in the clear the system sees to it.
@@ -144,6 +198,29 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         self._limit_s = limit_s
 
+    def _shorten_limit(self, ends_s: float | None) -> None:
+        """Have the socket wait until then, or a tenth longer, for what is left of a frame.
+
+        TimeoutError if it is then already: whoever drips is late, however soon each piece comes.
+        """
+        if ends_s is not None:
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            if left_s < _NEARLY * (self._limit_s or left_s):
+                self._limit(left_s)
+
+    def _send_until(self, ends_s: float, pieces: Sequence[Any]) -> None:
+        """Send all of some pieces; the socket has that limit already, for what it takes at once."""
+        waits = False
+        for piece in pieces:
+            sent = 0
+            while sent < len(piece):
+                if waits:
+                    self._shorten_limit(ends_s)
+                waits = True
+                sent += self._socket.send(memoryview(piece)[sent:] if sent else piece)
+
     def _some(self, fds: list[int] | None) -> bytes:
         if fds is None:
             data = self._socket.recv(_CHUNK)
@@ -154,16 +231,18 @@ class Connection:
             raise ConnectionResetError("the other end closed the connection")
         return data
 
-    def _rest(self, body: bytearray, size: int) -> bytearray:
+    def _rest(self, body: bytearray, size: int, ends_s: float | None) -> bytearray:
         """Receive the rest of a body.
 
-        Beyond some MiB no more memory is taken than twice what has come.
+        Beyond some MiB no more memory is taken than twice what has come. Rejected: ``MSG_WAITALL``,
+        which made bodies of 300 kB a tenth slower, and cannot be had with TLS.
         """
         have = len(body)
         while have < size:
             body += bytes(min(size, max(2 * have, _AT_ONCE)) - len(body))
             with memoryview(body) as view:
                 while have < len(body):
+                    self._shorten_limit(ends_s)
                     count = self._socket.recv_into(view[have:])
                     if not count:
                         raise ConnectionResetError("the other end closed the connection")

@@ -52,6 +52,10 @@ class FrameError(EngineError):
     """Bytes that are no message, or one that makes no sense where it came."""
 
 
+class LargeBodyError(FrameError):
+    """The head of a frame whose body is larger than the receiver takes; nothing of it is kept."""
+
+
 class TensorForm(NamedTuple):
     """The name, dtype and shape of an array."""
 

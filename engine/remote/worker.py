@@ -195,7 +195,8 @@ def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:
     except (CriterionError, OSError) as error:
         _log.error("cannot start: %s", error)
         sys.exit(1)
-    with libraries(given.custom_ops):
+    # A stage that loads, or hangs, does not keep a worker that nobody has.
+    with libraries(given.custom_ops), connection.watched(lambda: os._exit(0)):
         Worker(connection, make, reached).serve()
         os._exit(0)  # whatever still runs: nobody waits for it
 

@@ -12,6 +12,7 @@ from offramp.engine.planning.cluster_file import ClusterFileError
 from offramp.engine.planning.ray_entry import RayEntry
 from offramp.engine.remote.process import WorkerCommand
 from offramp.engine.remote.tcp import HostPort
+from offramp.engine.remote.tcp_launcher import TcpLauncher
 
 DEVICES = """
 [devices.gpu]
@@ -49,6 +50,15 @@ def test_each_worker_has_a_launcher(folder: Path) -> None:
         *["a process on this host"] * 2,
         "another process at 127.0.0.1:7070, in the clear",
     ]
+
+
+def test_what_runs_may_give_is_bound(folder: Path) -> None:
+    assert read(folder, REMOTE + ROUTER).most_result_bytes == 1 << 30
+    workers = read(folder, REMOTE + ROUTER + "most_result_mib = 3")
+    assert workers.most_result_bytes == 3 << 20
+    (launcher,) = workers.launchers(WorkerCommand())
+    assert isinstance(launcher, TcpLauncher)
+    assert launcher._address.most_result_bytes == 3 << 20
 
 
 def test_processes_on_this_host_need_no_token(folder: Path) -> None:

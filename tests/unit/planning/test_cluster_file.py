@@ -152,6 +152,12 @@ WORKERS = DEVICE.replace("count = 1", "count = 2") + '[[workers]]\ndevice = "gpu
         (DEVICE + '[router]\ntoken = "x"', r"unknown key 'token' \(did you mean token_file\?\)"),
         (DEVICE + "[router]\ntls_ca = 1", "tls_ca = 1, expected the name of a file, relative to"),
         (DEVICE + "[router]\ninsecure = 1", "insecure = 1, expected true or false"),
+        (DEVICE + "[router]\nmost_result_mib = 0", "most_result_mib = 0, expected a whole number"),
+        (
+            DEVICE + "[router]\nmost_result_mib = 4097",
+            "expected a whole number from 1 to 4,096, which",
+        ),
+        (DEVICE + "[router]\nmost_result_mib = true", "most_result_mib = True, expected a whole"),
         (DEVICE + '[router]\ntls_key = "k"', "has one of tls_cert and tls_key, expected both"),
         (
             DEVICE + '[router]\ntls_key = "k"\ntls_cert = "c"',

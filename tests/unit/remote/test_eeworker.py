@@ -12,7 +12,7 @@ import pytest
 from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, Worker
 
 from offramp.engine.errors import BackendError
-from offramp.engine.remote.eeworker import main
+from offramp.engine.remote.eeworker import main, make_parser, serving_words
 from offramp.engine.remote.tcp import NetworkError, parse_address
 from offramp.engine.remote.tcp_launcher import TcpLauncher
 
@@ -80,6 +80,17 @@ def test_a_bundle_that_is_none_is_said(token: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(rf"eeworker: {tmp_path} is not a bundle.*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    "words", [["--", "a.ee", "b.ee"], ["a.ee", "b.ee"], ["a.ee", "--", "b.ee"]]
+)
+def test_the_process_that_serves_is_told_so_whatever_the_words(words: list[str]) -> None:
+    given = make_parser().parse_args(
+        serving_words(["--listen=127.0.0.1:0", "--token-file", "t", *words], (5, 7))
+    )
+    assert given.serve_fds == [5, 7]
+    assert given.bundles == [Path("a.ee"), Path("b.ee")]
 
 
 def test_it_ends_when_it_is_told_and_refuses_another_backend(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import pytest
 from tests.fakes import fake_plan, script
-from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, listener
+from tests.unit.engine.serving import LIMIT_S
+from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, admission, listener
 
 import offramp
 from offramp.bundle import Bundle
@@ -20,11 +22,12 @@ from offramp.engine.errors import BackendError, WorkerLostError
 from offramp.engine.plan import make_plan
 from offramp.engine.remote import handshake, tcp_launcher
 from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.listening import MOST_UNKNOWN
+from offramp.engine.remote.listening import MOST_UNKNOWN, Listener
 from offramp.engine.remote.stages import BundlesByHash
-from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust
-from offramp.engine.remote.tcp_launcher import TcpLauncher
-from offramp.engine.remote.wire import Hello
+from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut
+from offramp.engine.remote.tcp_launcher import TcpLauncher, WorkerAddress
+from offramp.engine.remote.transport import Connection
+from offramp.engine.remote.wire import Hello, Prepare, encode
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
 
@@ -175,6 +178,86 @@ def test_one_router_is_served_and_another_is_told_so(lines: Lines) -> None:
         assert worker.alive
         worker.end()
     assert "is refused: it serves another router" in lines.next()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, OSError, SystemExit])
+def test_a_backend_that_raises_anything_ends_the_process_and_not_the_service(
+    error: type[BaseException], lines: Lines
+) -> None:
+    def make(_hello: Hello) -> NoReturn:
+        raise error("the driver broke")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = Listener(listening, admission(make=make))
+        served = threading.Thread(target=serving.serve, daemon=True)
+        served.start()
+        address = HostPort(*listening.getsockname())
+        with pytest.raises(WorkerLostError, match="was lost: its connection ended"):
+            TcpLauncher(address, TOKEN, None).start(HELLO)
+        served.join(30)
+        assert not served.is_alive(), "a new process takes the next router"
+        cut(listening)
+    assert lines.next().endswith(" cannot be served; this process ends, for a new one")
+
+
+@pytest.mark.parametrize("point", ["before-hello", "before-prepare"])
+def test_a_router_that_goes_while_its_order_hangs_is_noticed(point: str) -> None:
+    reached, never = threading.Event(), threading.Event()
+
+    def hang(at: str) -> None:
+        if at == point:
+            reached.set()
+            never.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as opened:
+        serving = Listener(listening, admission(), hang)
+        served = threading.Thread(target=serving.serve, daemon=True)
+        served.start()
+        where = WorkerAddress(address=HostPort(*listening.getsockname()), token=TOKEN, context=None)
+        router = opened.enter_context(where.reach()[0])
+        orders = Connection(router)
+        orders.send(encode(HELLO))
+        if point == "before-prepare":
+            orders.receive(30.0)
+            orders.send(encode(Prepare(stage=1, document="{}")))
+        assert reached.wait(30)
+        assert served.is_alive()
+        router.close()
+        served.join(LIMIT_S)
+        assert not served.is_alive(), "a new process takes the next router"
+        cut(listening)
+    never.set()
+
+
+def test_a_run_that_gives_more_than_is_taken_loses_its_worker() -> None:
+    with listener() as address:
+        launcher = TcpLauncher(address, TOKEN, None, most_result_bytes=8)
+        backend = RemoteBackend(ScriptedBackend(), launchers=[launcher])
+        stage = backend.prepare(fake_plan([0.9]).stages[0])
+        with contextlib.closing(backend), contextlib.closing(backend.open_slot()) as slot:
+            batch = slot.upload({SCRIPT: script([0.5, 0.7])})
+            told = r"stage 0: it sent a body of [0-9]+ bytes, expected at most 8$"
+            with pytest.raises(WorkerLostError, match=told):
+                slot.run(stage, batch)
+
+
+def test_connections_are_taken_again_after_one_for_which_there_was_no_thread(
+    monkeypatch: pytest.MonkeyPatch, lines: Lines
+) -> None:
+    start, failed = threading.Thread.start, list[str]()
+
+    def fail_once(thread: threading.Thread) -> None:
+        if thread.name.startswith("peer ") and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    with listener() as address:
+        with socket.create_connection(address, 10) as connected:
+            assert connected.recv(100) == b""
+        assert answer_of(TcpLauncher(address, TOKEN, None)) == [0.5]
+    assert lines.next() == f"{failed[0][5:]} cannot be served: can't start new thread"
 
 
 def test_bundles_are_named_by_hash_and_graphs_do_not_travel() -> None:

@@ -27,7 +27,10 @@ from offramp.engine import streams
 from offramp.engine.core import Engine
 from offramp.engine.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.plan import StageSpec
+from offramp.engine.remote.orders import Orders
 from offramp.engine.remote.slot import FIRST_LIMIT_S, RemoteStage
+from offramp.engine.remote.transport import Connection
+from offramp.engine.remote.wire import Ping, Ready, encode
 from offramp.engine.scheduling import PolicyName
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import FAULTS
@@ -95,6 +98,16 @@ def test_a_worker_that_hangs_is_killed_and_its_batch_resumed(faults: Path) -> No
 
         serve(backend, body, streams=1)
     assert left(faults) == []
+
+
+def test_an_answer_to_an_order_that_has_a_body_loses_the_worker() -> None:
+    ours, theirs = Connection.pair()
+    other = Connection(theirs)
+    other.send(encode(Ready(pid=1)), [bytes(8)])
+    with pytest.raises(WorkerLostError, match="it sent a body of 8 bytes, expected at most 0"):
+        Orders(ours, WorkerLostError).ask(Ping(), 30.0)
+    other.close()
+    ours.close()
 
 
 def test_what_is_slow_does_not_hang() -> None:

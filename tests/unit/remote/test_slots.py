@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.fakes import fake_plan, script
 from offramp.engine.backends.base import StageResult
 from offramp.engine.backends.host import HostSlot, HostStage
 from offramp.engine.errors import BackendError, WorkerLostError
+from offramp.engine.remote import slot as slot_module
 from offramp.engine.remote.layouts import forms_of
 from offramp.engine.remote.served_slot import ServedSlot
 from offramp.engine.remote.slot import RemoteSlot, RemoteStage
@@ -271,6 +273,22 @@ def test_a_reply_that_is_known_comes_with_its_body() -> None:
         stage.row_bytes = 0.0  # so that the order is the same
         with pytest.raises(WorkerLostError, match="a body has 67 bytes, its arrays have 68"):
             slot.run(stage, slot.upload(given))
+
+
+@pytest.mark.parametrize(("took_s", "known_s"), [(0.5, 0.5), (1.0, 1.0), (1.5, 0.01)])
+def test_runs_longer_than_their_limit_do_not_lengthen_it(
+    took_s: float, known_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, given = remote_stage(), {SCRIPT: np.zeros((1, 2, 2), np.float32)}
+    stage.observe(1000, 0.01)
+    assert stage.limit_s(16, 1.0) == 1.0
+    times = iter([0.0, took_s])
+    monkeypatch.setattr(slot_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    with answered(lambda _: (inline(), BODY)) as slot:
+        slot.run(stage, slot.upload(given))
+        assert (stage.longest_s, stage.largest_bytes) == (known_s, 1000)
+        times = iter([0.0, 0.0])
+        slot.run(stage, slot.upload(given))  # the other that the worker answers
 
 
 def test_an_order_that_is_known_comes_with_its_body() -> None:

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 
+from offramp.engine.remote import transport
 from offramp.engine.remote.transport import (
     Connection,
     ConnectionLostError,
@@ -17,7 +18,7 @@ from offramp.engine.remote.transport import (
     SharedMemory,
     TooLateError,
 )
-from offramp.engine.remote.wire import FrameError, TensorForm, pack_head
+from offramp.engine.remote.wire import FrameError, LargeBodyError, TensorForm, pack_head
 
 BYTES = np.dtype(np.uint8)
 
@@ -87,6 +88,83 @@ def test_who_does_not_take_a_message_in_time_is_late() -> None:
     ours.close()
 
 
+@pytest.mark.parametrize(("given", "asked", "most"), [(8, None, 8), (8, 0, 0), (0, None, 0)])
+def test_a_body_larger_than_is_taken_is_refused_by_its_head(
+    given: int, asked: int | None, most: int
+) -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, most_body=given)
+    theirs.sendall(pack_head(b"x", 1 << 32))  # and nothing else comes
+    with pytest.raises(
+        LargeBodyError, match=f"a body of 4294967296 bytes, expected at most {most}$"
+    ):
+        connection.receive(10.0, most_body=asked)
+    theirs.close()
+    connection.close()
+
+
+def test_a_body_as_large_as_is_taken_arrives() -> None:
+    ours, theirs = socket.socketpair()
+    connection, other = Connection(ours, most_body=8), Connection(theirs)
+    other.send(b"x", [bytes(8)])
+    assert connection.receive().body == bytes(8)
+    other.close()
+    connection.close()
+
+
+class SteppedTime:
+    """Monotonic time of which each look takes a tenth of a second."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def monotonic(self) -> float:
+        self._looks += 1
+        return self._looks / 10
+
+
+def test_who_drips_is_late_when_the_limit_of_the_frame_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    content = pack_head(b"header", 20) + b"header" + bytes(20)
+    for sizes in ([1] * len(content), [len(content) - 20] + [1] * 20):
+
+        class Dripping(socket.socket):
+            left = iter(sizes)
+
+            def recv(self, size: int, *_: object) -> bytes:
+                return super().recv(min(size, next(self.left)))
+
+            def recv_into(self, buffer: memoryview, *_: object) -> int:  # type: ignore[override]
+                return super().recv_into(buffer, next(self.left))
+
+        plain, theirs = socket.socketpair()
+        theirs.sendall(content)
+        with theirs, Dripping(fileno=plain.detach()) as dripping:
+            monkeypatch.setattr(transport, "time", SteppedTime())
+            with pytest.raises(TooLateError, match="no answer within 1 s"):
+                Connection(dripping).receive(1.0)
+            assert len(list(dripping.left)) == len(sizes) - 10
+
+
+def test_who_takes_a_message_in_drops_is_late_when_its_limit_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Dripping(socket.socket):
+        sent = 0
+
+        def send(self, data: bytes, *_: object) -> int:  # type: ignore[override]
+            self.sent += 1
+            return super().send(data[:1])
+
+    plain, theirs = socket.socketpair()
+    with theirs, Dripping(fileno=plain.detach()) as dripping:
+        monkeypatch.setattr(transport, "time", SteppedTime())
+        with pytest.raises(TooLateError, match="did not take a message within 1 s"):
+            Connection(dripping).send(b"x", [b"y" * 100], 1.0)
+        assert dripping.sent == 10
+
+
 def test_a_limit_holds_for_what_is_received_next_only() -> None:
     ours, theirs = Connection.pair()
     other = Connection(theirs)
@@ -105,16 +183,30 @@ def test_a_network_that_the_system_gave_up_is_lost_and_not_late() -> None:
     given_up = TimeoutError(errno.ETIMEDOUT, "Connection timed out")
 
     class GivenUp(socket.socket):
-        def recv_into(self, *_: object) -> int:
+        def recv(self, *_: object) -> bytes:
             raise given_up
 
-        def sendall(self, *_: object) -> None:
+        def send(self, *_: object) -> int:
             raise given_up
 
     with GivenUp() as connected:
         for call in (lambda c: c.receive(), lambda c: c.send(b"x", [b"y"], 5.0)):
             with pytest.raises(ConnectionLostError, match="Connection timed out"):
                 call(Connection(connected))
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_end_that_leaves_is_noticed_while_nobody_receives(leaves: bool) -> None:
+    ours, theirs = Connection.pair()
+    gone = threading.Event()
+    theirs.sendall(b"EEW1")  # what is there to be read is no sign of it
+    with ours.watched(gone.set):
+        if leaves:
+            theirs.close()
+            assert gone.wait(30)
+    assert gone.is_set() == leaves
+    theirs.close()
+    ours.close()
 
 
 def test_descriptors_travel_and_memory_is_shared() -> None:
