@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 LOOPBACK: Final = {
@@ -79,6 +80,8 @@ def local_ray() -> Iterator[LocalRay]:
     """A cluster of one node with two CPUs, to which this process is connected."""
     before = {name: os.environ.get(name) for name in LOOPBACK}
     os.environ.update(LOOPBACK)
+    # Clusters of tests keep their address here, and do not make the folder as others do.
+    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
     folder = tempfile.mkdtemp(prefix="ray")  # short: sockets in it have names of at most 107 bytes
     try:
         with warnings.catch_warnings():

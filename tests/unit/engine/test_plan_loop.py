@@ -117,7 +117,7 @@ def test_the_plan_follows_what_is_observed(
         assert exit_ == 0
         assert observed is not None
         assert observed > 0.8
-        assert forecast >= observed
+        assert forecast >= observed - 1e-6
         for _ in range(7):  # after a jump, forecasts are wary for some windows
             await planning.window(*most_leave)
         assert planning.splits == halves
