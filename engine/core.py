@@ -72,17 +72,14 @@ class Engine:
             {name: model.scheduler for name, model in models.items()},
             weights={name: model.options.weight for name, model in models.items()},
         )
-        open_slot = None
-        placed = any(model.deployment.placement for model in models.values())
-        if placed and isinstance(backend, RemoteBackend):  # each stream is a worker of its own
-            open_slot = backend.open_slot_of
         self._executor = Executor(
             backend,
             models,
             scheduler,
             streams=streams,
             slots=slots,
-            open_slot=open_slot,
+            # Each stream is a worker, which it starts again.
+            open_slot=backend.open_slot_of if isinstance(backend, RemoteBackend) else None,
         )
         self._control = ControlLoop(self._executor, models, upgrades=EngineUpgrades(build_budget))
         self._profiles = ProfileLoop(self._executor, models, window_s=profile_window_s)

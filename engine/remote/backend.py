@@ -185,8 +185,9 @@ class RemoteBackend:
             )
         return self.open_slot_of(number)
 
-    def open_slot_of(self, number: int) -> RoutedSlot:
-        """Open a slot of one of the workers; see :meth:`open_slot`."""
+    def open_slot_of(self, stream: int) -> RoutedSlot:
+        """Open a slot of the worker of a stream, started anew if it is lost: :meth:`open_slot`."""
+        number = stream % len(self._seats)
         own = self._open_own_slot(number)
         return RoutedSlot(number, own, route=self._route, open_other=self._open_own_slot)
 

@@ -64,6 +64,20 @@ def test_killed_workers_cost_no_answer(policy: str, faults: Path) -> None:
     assert left(faults) == []
 
 
+def test_a_lost_worker_is_started_again_by_its_own_stream() -> None:
+    expected = in_process(SCRIPTS[:8])
+    with scripted_workers(2) as backend:
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, SCRIPTS[:8]) == expected
+            os.kill(backend.pids[0], signal.SIGKILL)
+            while not backend.restarts:  # it is noticed at a request of its own
+                assert await answers_of(engine, SCRIPTS[:8]) == expected
+            await until(lambda: backend.in_service == 2)
+
+        serve(backend, body, streams=2)
+
+
 def test_a_worker_that_ends_while_it_loads_is_replaced(faults: Path) -> None:
     break_at(faults, "kill@before-prepare@4", "kill@before-run@2")
     expected = in_process(SCRIPTS[:6])
