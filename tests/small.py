@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,16 @@ from tests.bundles import compile_tiny
 from tests.models import mlp
 
 
+@contextmanager
+def equal_times() -> Iterator[None]:
+    """Have the compiler take all parts for equally fast: exits are in use on any machine."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
+        patched.setattr(profiling, "disturbances", lambda *_: ())
+        yield
+
+
 def compile_small(
     folder: Path, *, seed: int = 0, classes: int = 3, **options: Any
 ) -> tuple[Bundle, Path]:
@@ -22,10 +34,7 @@ def compile_small(
     The inputs are of the same distribution, in an archive beside the bundle.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with pytest.MonkeyPatch.context() as patched:  # exits are in use whatever the machine measures
-        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
-        patched.setattr(profiling, "disturbances", lambda *_: ())
+    with equal_times():
         bundle = compile_tiny(
             mlp(layers=4, classes=classes),
             {"x": _vectors(1400, seed)},

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests import models
 from tests.bundles import compile_tiny
+from tests.small import equal_times
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise
 from offramp.bundle.engines import Precision
@@ -35,7 +36,8 @@ PROMISE = Promise(
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, PrecisionData]:
     folder = tmp_path_factory.mktemp("compiled")
     x = np.random.default_rng(0).standard_normal((4000, 16)).astype(np.float32)
-    bundle = compile_tiny(models.mlp(), {"x": x}, folder, epochs=4, seed=7)
+    with equal_times():
+        bundle = compile_tiny(models.mlp(), {"x": x}, folder, epochs=4, seed=7)
     data = read_dataset(folder / "data.npz", bundle.manifest.inputs)
     active = tuple(ActiveExit(exit=e.index, threshold=0.9) for e in bundle.manifest.exits)
     policy = ExitPolicy(version=3, active=active, promise=PROMISE)
