@@ -26,9 +26,13 @@ class ServedSplits:
     """What is asked of the plan, and of those that follow it."""
     roles: tuple[StreamRole, ...]
     """[streams]."""
-    held: tuple[frozenset[int], ...] | None = None
-    """[streams] segments whose weights each has, while plans change; ``None`` is what it has room
-    for."""
+    held: tuple[frozenset[int], ...] = ()
+    """[streams] segments whose weights each has; empty is what it has room for, found once."""
+
+    def __post_init__(self) -> None:
+        if not self.held:
+            roomy = tuple(held_segments(role, self.model, self.cluster) for role in self.roles)
+            object.__setattr__(self, "held", roomy)  # frozen from here on
 
     @property
     def borders(self) -> frozenset[int]:
@@ -52,18 +56,12 @@ class ServedSplits:
             cluster=self.cluster,
             max_batch_size=max_batch_size,
             overhead_s=overhead_s,
-            held=[self.held_by(stream) for stream in range(len(self.roles))],
+            held=self.held,
         )
-
-    def held_by(self, stream: int) -> frozenset[int]:
-        """Give the segments whose weights a stream's device has."""
-        if self.held is not None:
-            return self.held[stream]
-        return held_segments(self.roles[stream], self.model, self.cluster)
 
     def holds(self, stream: int, spec: StageSpec) -> bool:
         """Whether a stream's device has, or may load, a stage: one that ends as the splits do."""
-        inside = self.held_by(stream) >= {*range(spec.first_segment, spec.last_segment + 1)}
+        inside = self.held[stream] >= {*range(spec.first_segment, spec.last_segment + 1)}
         return inside and ends_with(spec, self.borders)
 
 

@@ -156,7 +156,7 @@ class SplitChange:
             weight_bytes=model.weight_bytes,
         )
         self._after = replace(
-            before, plan=plan, model=model, roles=_roles(before.roles, self.steps), held=None
+            before, plan=plan, model=model, roles=_roles(before.roles, self.steps), held=()
         )
         self._late = _late(self.steps)
         self._clock = clock
@@ -202,7 +202,7 @@ class SplitChange:
         """Have workers stop that have no room for another split, and all stop stealing."""
         served = self._served
         served.forget_unused()
-        if narrowed.held != _held(self._before):
+        if narrowed.held != self._before.held:
             number, until_s = served.serve_by(narrowed), self._clock() + DRAIN_LIMIT_S
             while not served.drained(number):
                 if self._clock() >= until_s:
@@ -292,10 +292,6 @@ def _late(steps: PlanTransition) -> frozenset[int]:
 
 def _out(role: StreamRole) -> StreamRole:
     return StreamRole(role.device_type, None)
-
-
-def _held(splits: ServedSplits) -> tuple[frozenset[int], ...]:
-    return tuple(splits.held_by(stream) for stream in range(len(splits.roles)))
 
 
 def _narrow(splits: ServedSplits) -> ServedSplits:

@@ -56,7 +56,7 @@ def test_plans_follow_each_other_under_load(small: Small, share: float) -> None:
             number = serving.served.executor.deployment("small").number
             await until(lambda n=number: serving.served.executor.plans("small") == {n})  # type: ignore[misc]
             for worker in range(4):
-                held = serving.served.splits.held_by(worker)
+                held = serving.served.splits.held[worker]
                 fit = {unit for unit in stages if held >= {*range(unit[0], unit[1] + 1)}}
                 assert serving.backend.stages(worker) == fit
                 role = serving.segments()[worker]
