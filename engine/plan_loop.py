@@ -19,7 +19,6 @@ import numpy as np
 
 from offramp.engine.cluster_serving import ServedCluster, describe_plan, served_facts
 from offramp.engine.plan_status import PlanStatus, SplitStatus
-from offramp.engine.planning.batch_profile import BatchProfile, ProfileWindow
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError
 from offramp.engine.planning.forecasting import forecast_next
@@ -188,11 +187,10 @@ class PlanLoop:
 
     def _observed(self) -> tuple[dict[int, float], int]:
         """Give the shares by exit that went on in the window that runs, and of how many rows."""
-        recorded = self._profiles.recorded(self._served.name)
-        profile, window = recorded or (None, None)
-        if profile is None or window is None:
+        running = self._profiles.running(self._served.name)
+        if running is None or not running.windows:
             return {}, 0
-        (shares,) = replace(profile, windows=(window,)).going_on()
+        (window,), (shares,) = running.windows, running.going_on()
         found = {e: float(share) for e, share in enumerate(shares) if np.isfinite(share)}
         return found, max(window.decided)
 
@@ -250,11 +248,14 @@ class PlanLoop:
     def _facts(self, due: Due) -> ModelFacts:
         """Give the model with the shares that are expected, of the exits that run now."""
         served, splits = self._served, self._served.splits
-        recorded = self._profiles.recorded(served.name)
-        windows = _windows(*recorded, due) if recorded is not None else ()
-        if recorded is None or not windows:
+        profile, running = self._profiles.profile(served.name), self._profiles.running(served.name)
+        if profile is None or running is None:
+            return splits.model
+        if due == "parted":  # the window that runs is the last
+            profile = replace(profile, windows=(*profile.windows, *running.windows))
+        if not profile.windows:
             return splits.model  # nothing was observed: what was planned on holds
-        forecast = forecast_next(replace(recorded[0], windows=windows))
+        forecast = forecast_next(profile)
         exits = served.executor.deployment(served.name).plan.exits
         shares = {exit_: forecast.going_on[exit_] for exit_ in exits}
         return served_facts(served.deployments.bundle, shares, served.deployments.mode)
@@ -275,15 +276,6 @@ class PlanLoop:
         if not kinds:
             return None
         return ServedCluster(cluster=splits.cluster, goal=splits.goal).with_workers(kinds)
-
-
-def _windows(
-    profile: BatchProfile, running: ProfileWindow | None, due: Due
-) -> tuple[ProfileWindow, ...]:
-    """Give the windows to forecast from: where shares parted, the one that runs is the last."""
-    if due == "parted" and running is not None:
-        return (*profile.windows, running)
-    return profile.windows
 
 
 def _with_exits(plan: ClusterPlan, model: ModelFacts) -> ClusterPlan:

@@ -22,7 +22,6 @@ from offramp.engine.planning.batch_profile import (
     BatchProfileRecorder,
     Departures,
     ProfileStatus,
-    ProfileWindow,
 )
 from offramp.engine.planning.forecasting import ShareForecast, forecast_next
 from offramp.engine.profile_file import ProfileFile
@@ -78,7 +77,7 @@ class ProfileLoop:
             name: _make(name, model, window_s) for name, model in models.items() if model.exits
         }
         self._lock = threading.Lock()
-        """Held while a window ends, and while what was recorded is read."""
+        """Held while counts become a window, and while one is read; not while files are written."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="batch-profile", daemon=True)
 
@@ -105,17 +104,21 @@ class ProfileLoop:
         recorded = self._recorded.get(model)
         return None if recorded is None else recorded.status
 
-    def recorded(self, model: str) -> tuple[BatchProfile, ProfileWindow | None] | None:
-        """Give the windows that are over, and what was counted in the one that is not.
+    def profile(self, model: str) -> BatchProfile | None:
+        """Give the windows that are over; ``None`` of a model without exits to run."""
+        if (recorded := self._recorded.get(model)) is None:
+            return None
+        with self._lock:
+            return recorded.recorder.profile()
 
-        ``None`` of a model without exits to run, and of the window if nothing was decided in it.
-        """
+    def running(self, model: str) -> BatchProfile | None:
+        """Give the window that is not over, alone; without any if nothing was decided in it."""
         if (recorded := self._recorded.get(model)) is None:
             return None
         with self._lock:
             running = BatchProfileRecorder(recorded.exits, window_s=self._window_s)
             running.add(self._epoch_s + self._begin_s, self._counted(recorded)[0])
-            return recorded.recorder.profile(), next(iter(running.profile().windows), None)
+            return running.profile()
 
     def end_window(self) -> None:
         """End the window of every model; what the thread does when its time is over."""
@@ -124,8 +127,7 @@ class ProfileLoop:
         self._begin_s = due_s if now_s < due_s + self._window_s else now_s
         for recorded in self._recorded.values():
             try:
-                with self._lock:
-                    self._end(recorded, self._epoch_s + begun_s)
+                self._end(recorded, self._epoch_s + begun_s)
             except Exception:  # serving goes on, and so do the other models
                 _log.exception("%s: a window of the batch profile is lost", recorded.name)
 
@@ -143,8 +145,10 @@ class ProfileLoop:
 
     def _end(self, recorded: _Recorded, start_s: float) -> None:
         recorder = recorded.recorder
-        seen, recorded.seen = self._counted(recorded)
-        if not recorder.add(start_s, seen):
+        with self._lock:
+            seen, recorded.seen = self._counted(recorded)
+            added = recorder.add(start_s, seen)
+        if not added:
             return  # nothing was decided: the forecast stands for the next window
         made, profile = recorded.forecast, recorder.profile()
         (*_, last) = profile.going_on().tolist()
