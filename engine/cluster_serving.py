@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,17 +28,6 @@ class ServedCluster:
     """Times reach up to the largest batch that is served."""
     goal: PlanningGoal
 
-    def with_workers(self, device_types: Sequence[str]) -> Cluster:
-        """Give the cluster as it is with these workers; OptionsError if there is none of it."""
-        counts = Counter(device_types)
-        types = [replace(k, count=counts[k.name]) for k in self.cluster.types if counts[k.name]]
-        strangers = sorted(set(counts) - {kind.name for kind in self.cluster.types})
-        if strangers or not types:
-            raise OptionsError(f"workers are of types {strangers}, which the cluster does not have")
-        there = {kind.name for kind in types}
-        links = tuple(link for link in self.cluster.links if {*link[:2]} <= there)
-        return replace(self.cluster, types=tuple(types), links=links)
-
 
 def plan_splits(
     name: str,
@@ -63,9 +51,9 @@ def plan_splits(
     model = served_facts(bundle, recorded_shares(bundle), mode)
     if PartSizes.kept_by(bundle.manifest.segments) is None:
         _log.warning("%s: %s", name, WITHOUT_SIZES)
-    cluster = served.with_workers(device_types)
     goal = replace(served.goal, wrapper=False)
     try:
+        cluster = served.cluster.of_devices(device_types)
         plan = make_cluster_plan(model, cluster, goal).plan
     except PlanError as error:
         raise OptionsError(f"{name}: {error}") from error

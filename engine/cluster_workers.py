@@ -29,7 +29,8 @@ from offramp.engine.remote.process import WorkerCommand
 from offramp.engine.remote.tcp import HostPort, NetworkError, TlsTrust, parse_address, tls_reason
 from offramp.engine.remote.tcp_launcher import MOST_RESULT_BYTES, TcpLauncher
 
-MOST_WORKERS: Final = 4096
+MOST_WORKERS: Final = 2**12
+"""Of a router, as of threads of a process: more is a slip of the hand."""
 RAY: Final = Path("ray")
 """What stands for a cluster file where Ray alone says what there is."""
 
@@ -123,7 +124,7 @@ class ClusterWorkers:
         own = bundle.profile()
         cluster = make_cluster(self.file, own, self.profiles, max_batch_size)
         sizes = [size for size in own.batch_sizes if size <= max_batch_size]
-        goal = self.file.goal.goal(sizes or [max_batch_size], wrapper=False)
+        goal = self.file.goal.goal(sizes or [max_batch_size])
         return ServedCluster(cluster=cluster, goal=goal)
 
 

@@ -18,11 +18,7 @@ from offramp.engine.backends import Backend, Slot
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.control_loop import ControlLoop
 from offramp.engine.engine_upgrades import EngineUpgrades
-from offramp.engine.errors import (
-    BadInputError,
-    DrainingError,
-    ModelNotServedError,
-)
+from offramp.engine.errors import BadInputError, DrainingError, ModelNotServedError
 from offramp.engine.executor import Executor
 from offramp.engine.opening import open_models
 from offramp.engine.options import EngineOptions

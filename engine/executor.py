@@ -221,8 +221,12 @@ class Executor:
 
     def _take_requests(self) -> None:
         """Refuse no requests any more if there are streams to run them; the lock is held."""
-        if not self._stopped and not any(map(self.health.given_up, self._needed())):
+        if not self._stopped and not self._is_given_up():
             self._refusal = None
+
+    def _is_given_up(self) -> bool:
+        """Whether nobody should wait for the streams of some stage."""
+        return any(map(self.health.given_up, self._needed()))
 
     def _needed(self) -> Iterator[Sequence[int]]:
         """Give groups of streams, of each of which one must be there to serve every stage."""
@@ -341,7 +345,7 @@ class Executor:
             pause_s = self.health.start_failed(stream)
             _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
             self._scheduler.suspend(stream)
-            if self._refusal is None and any(map(self.health.given_up, self._needed())):
+            if self._refusal is None and self._is_given_up():
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from offramp.bundle.engines import PRECISIONS, Precision
 from offramp.engine.cluster_serving import ServedCluster
-from offramp.engine.cluster_workers import ClusterWorkers
+from offramp.engine.cluster_workers import MOST_WORKERS, ClusterWorkers
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.plan import Mode
@@ -19,7 +19,7 @@ from offramp.engine.tensorrt.probe import parse_device
 
 RUN_THROUGH = PolicyName("run-through")
 _INF = float("inf")
-_MOST_ROWS, _MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
+_MOST_ROWS, _MOST_THREADS, _MOST = 2**16, MOST_WORKERS, 2**31 - 1
 """Of a batch, of a process, and of what is only counted: more is a slip of the hand, and would
 exhaust the machine before anything is served."""
 CONTROLLERS = ("certified", "apparate", "static")

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from offramp.engine.cluster_serving import ServedCluster, describe_plan, served_facts
+from offramp.engine.cluster_serving import describe_plan, served_facts
 from offramp.engine.plan_status import PlanStatus, SplitStatus
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError
@@ -275,7 +275,7 @@ class PlanLoop:
         kinds = [role.device_type for n, role in enumerate(splits.roles) if n not in without]
         if not kinds:
             return None
-        return ServedCluster(cluster=splits.cluster, goal=splits.goal).with_workers(kinds)
+        return splits.cluster.of_devices(kinds)
 
 
 def _with_exits(plan: ClusterPlan, model: ModelFacts) -> ClusterPlan:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.serde import check_numbers
+from offramp.engine.planning.cluster_plan import PlanError
 from offramp.engine.scheduling.placement import NO_DELAY, DeviceLink
 
 LEAST_SHARE = 1e-6
@@ -160,6 +163,16 @@ class Cluster:
     def cost_per_hour(self) -> float:
         """Of all devices."""
         return math.fsum(kind.count * kind.cost_per_hour for kind in self.types)
+
+    def of_devices(self, device_types: Sequence[str]) -> Cluster:
+        """Give the cluster with these devices alone, by type; PlanError if one is not of it."""
+        counts = Counter(device_types)
+        strangers = sorted(set(counts) - {kind.name for kind in self.types})
+        types = [replace(k, count=counts[k.name]) for k in self.types if counts[k.name]]
+        if strangers or not types:
+            raise PlanError(f"workers are of types {strangers}, which the cluster does not have")
+        links = tuple(link for link in self.links if counts.keys() >= {*link[:2]})
+        return replace(self, types=tuple(types), links=links)
 
     def link_between(self, source: str, target: str) -> DeviceLink:
         """Find the link from a type to a type."""
