@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from offramp.engine.planning.cluster_plan import ClusterPlan
+
 
 def make_parser(
     doc: str | None, *, bundle: bool = False, data: bool = False
@@ -49,3 +51,13 @@ def memory_mib() -> dict[str, float]:
     told = dict(line.split(":", 1) for line in lines)
     wanted = {"Pss": "pss", "Pss_Anon": "anonymous", "Rss": "rss", "VmHWM": "peak"}
     return {our: int(told[their].split()[0]) / 1024 for their, our in wanted.items()}
+
+
+def described(plan: ClusterPlan) -> str:
+    """Say in a line which segments of a plan run on how many devices of which type."""
+    parts = [
+        f"{s.first_segment}-{s.last_segment}: "
+        + "+".join(f"{r.count} {r.device_type}" for r in s.replicas)
+        for s in plan.splits
+    ]
+    return ", ".join(parts)

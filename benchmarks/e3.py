@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import numpy as np
 from benchmarks.clusters import HETEROGENEOUS, HOMOGENEOUS, cluster_of, going_on, model_of
-from benchmarks.common import make_parser
+from benchmarks.common import described, make_parser
 from benchmarks.e3_published import DIFFERS, PUBLISHED
 from benchmarks.e3_systems import (
     Search,
@@ -112,15 +112,6 @@ def make_plan(
 ) -> ClusterPlan:
     goal = PlanningGoal(batch_sizes=(size,), wrapper=wrapper)
     return make_cluster_plan(model, cluster, goal).plan
-
-
-def described(plan: ClusterPlan) -> str:
-    parts = [
-        f"{s.first_segment}-{s.last_segment}: "
-        + "+".join(f"{r.count} {r.device_type}" for r in s.replicas)
-        for s in plan.splits
-    ]
-    return ", ".join(parts)
 
 
 def limit_rps(system: System, shares: Sequence[float]) -> float:

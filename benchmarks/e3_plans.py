@@ -25,11 +25,11 @@ from benchmarks.clusters import (
     going_on,
     model_of,
 )
-from benchmarks.common import make_parser
+from benchmarks.common import described, make_parser
 from rich.table import Table
 
 from offramp.engine.planning.cluster import Cluster, ModelFacts
-from offramp.engine.planning.cluster_plan import ClusterPlan, InfeasiblePlanError
+from offramp.engine.planning.cluster_plan import InfeasiblePlanError
 from offramp.engine.planning.goal import PlanningGoal, PlanningResult
 from offramp.engine.planning.optimiser import make_cluster_plan
 from offramp.engine.planning.prediction import predict
@@ -126,15 +126,6 @@ def run_through(model: ModelFacts, cluster: Cluster, size: int) -> float:
 def source_rate(result: PlanningResult) -> float:
     assert result.baseline is not None
     return result.baseline.rate_rps
-
-
-def described(plan: ClusterPlan) -> str:
-    parts = [
-        f"{s.first_segment}-{s.last_segment}: "
-        + "+".join(f"{r.count} {r.device_type}" for r in s.replicas)
-        for s in plan.splits
-    ]
-    return ", ".join(parts)
 
 
 def homogeneous() -> list[_Result]:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from offramp.engine.served_model import merging_options
 from offramp.engine.split_change import SplitChange
 
 ROWS = 8
+KINDS = ("slow", "fast", "slow", "fast")
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +108,9 @@ def test_a_split_model_answers_as_in_one_process(
     bundle, inputs = small
     with np.load(inputs) as archive:
         requests = np.array_split(archive["x"][:120], 40)
-    kinds = ["slow", "fast", "slow", "fast"]
     with caplog.at_level(logging.INFO):
         found, held = answers(
-            bundle, requests, kinds=kinds, cluster=cluster_for(bundle, share=0.7), mode=mode
+            bundle, requests, kinds=KINDS, cluster=cluster_for(bundle, share=0.7), mode=mode
         )
     expected, _ = answers(bundle, requests, mode=mode)
     for one, other in zip(found, expected, strict=True):
@@ -151,28 +152,51 @@ def test_what_fits_nowhere_is_refused(small: tuple[Bundle, Path]) -> None:
         answers(bundle, requests, kinds=["slow"], cluster=late)
 
 
-def test_plans_change_while_workers_are_killed(
-    small: tuple[Bundle, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@asynccontextmanager
+async def looked_at_by_hand(
+    cluster: ServedCluster, bundle: Bundle
+) -> AsyncIterator[tuple[Engine, RemoteBackend]]:
+    """An engine on four workers, whose plans change when a test says so."""
+    options = EngineOptions(
+        streams=len(KINDS),
+        threads=1,
+        plan_on=cluster,
+        keep_state=False,
+        defaults=ModelOptions(max_batch_size=ROWS),
+    )
+    launchers = [LocalLauncher(device_type=kind) for kind in KINDS]
+    backend = RemoteBackend(OnnxRuntimeBackend(threads=1), launchers=launchers, threads=1)
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(PlanLoop, "start", lambda _: None)
+            async with await Engine.open(
+                {"small": bundle.path}, options, backend=backend
+            ) as engine:
+                yield engine, backend
+    finally:
+        backend.close()
+
+
+def check_held(engine: Engine, backend: RemoteBackend) -> None:
+    """Each worker has the stages that it is to hold, and no others."""
+    assert engine._plans is not None
+    splits = engine._plans._served.splits
+    stages = engine._executor.deployment("small").plan.stages
+    for number, seat in enumerate(backend._seats):
+        held = [spec for spec in stages if splits.holds(number, spec)]
+        assert seat.worker is not None
+        assert len(seat.worker.stages) == len(held) > 0
+
+
+def test_plans_change_while_workers_are_killed(small: tuple[Bundle, Path]) -> None:
     """One worker is killed in each change; another one of its split is there."""
     bundle, inputs = small
     with np.load(inputs) as archive:
         requests = np.array_split(archive["x"][:120], 40)
     expected, _ = answers(bundle, requests)
-    monkeypatch.setattr(PlanLoop, "start", lambda _: None)
-    kinds = ["slow", "fast", "slow", "fast"]
-    options = EngineOptions(
-        streams=len(kinds),
-        threads=1,
-        plan_on=cluster_for(bundle, share=1.3),
-        keep_state=False,
-        defaults=ModelOptions(max_batch_size=ROWS),
-    )
-    launchers = [LocalLauncher(device_type=kind) for kind in kinds]
-    backend = RemoteBackend(OnnxRuntimeBackend(threads=1), launchers=launchers, threads=1)
 
     async def serve() -> None:
-        async with await Engine.open({"small": bundle.path}, options, backend=backend) as engine:
+        async with looked_at_by_hand(cluster_for(bundle, share=1.3), bundle) as (engine, backend):
             loop = engine._plans
             assert loop is not None
             served = loop._served
@@ -184,7 +208,7 @@ def test_plans_change_while_workers_are_killed(
 
             changed = 0
             for number, plan in enumerate((FRONT, BACK, FRONT, BACK)):
-                while backend.in_service < len(kinds):
+                while backend.in_service < len(KINDS):
                     await ask()
                 change = SplitChange(served, plan, served.splits.model)
                 asking = asyncio.create_task(ask())
@@ -198,25 +222,16 @@ def test_plans_change_while_workers_are_killed(
                 assert change.switched == (change.failure is None)
                 assert served.splits.plan == plan or not change.switched
             assert changed > 0
-            while backend.in_service < len(kinds):
+            while backend.in_service < len(KINDS):
                 await ask()
             await ask()
             assert engine.statistics()["small"].failed == {}
-            stages = engine._executor.deployment("small").plan.stages
-            for number, seat in enumerate(backend._seats):
-                held = [spec for spec in stages if served.splits.holds(number, spec)]
-                assert seat.worker is not None
-                assert len(seat.worker.stages) == len(held) > 0
+            check_held(engine, backend)
 
-    try:
-        asyncio.run(serve())
-    finally:
-        backend.close()
+    asyncio.run(serve())
 
 
-def test_a_plan_follows_the_shares_while_requests_run(
-    small: tuple[Bundle, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_follows_the_shares_while_requests_run(small: tuple[Bundle, Path]) -> None:
     """Rows go on that were to leave: workers load, and the next plan answers as the last one."""
     bundle, inputs = small
     with np.load(inputs) as archive:
@@ -224,20 +239,10 @@ def test_a_plan_follows_the_shares_while_requests_run(
     (whole,), _ = answers(bundle, [rows])
     late = np.flatnonzero(whole.exits != 0)
     assert len(late) >= 10
-    monkeypatch.setattr(PlanLoop, "start", lambda _: None)  # the test looks by hand
-    kinds = ["slow", "fast", "slow", "fast"]
-    options = EngineOptions(
-        streams=len(kinds),
-        threads=1,
-        plan_on=cluster_for(bundle, share=0.8, speeds=(1.0, 1.0)),
-        keep_state=False,
-        defaults=ModelOptions(max_batch_size=ROWS),
-    )
-    launchers = [LocalLauncher(device_type=kind) for kind in kinds]
-    backend = RemoteBackend(OnnxRuntimeBackend(threads=1), launchers=launchers, threads=1)
 
     async def serve() -> None:
-        async with await Engine.open({"small": bundle.path}, options, backend=backend) as engine:
+        cluster = cluster_for(bundle, share=0.8, speeds=(1.0, 1.0))
+        async with looked_at_by_hand(cluster, bundle) as (engine, backend):
             loop = engine._plans
             assert loop is not None
             loop._guard = ReplanGuard(ReplanRules(least_rows=100))
@@ -271,14 +276,6 @@ def test_a_plan_follows_the_shares_while_requests_run(
             assert all(split.in_service == split.workers for split in after.splits)
             await ask(range(200))
             assert engine.statistics()["small"].failed == {}
-            stages = engine._executor.deployment("small").plan.stages
-            splits = loop._served.splits
-            for number, seat in enumerate(backend._seats):
-                held = [spec for spec in stages if splits.holds(number, spec)]
-                assert seat.worker is not None
-                assert len(seat.worker.stages) == len(held) > 0
+            check_held(engine, backend)
 
-    try:
-        asyncio.run(serve())
-    finally:
-        backend.close()
+    asyncio.run(serve())
