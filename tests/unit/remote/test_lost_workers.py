@@ -13,6 +13,7 @@ from tests.unit.engine.serving import until
 from tests.unit.remote.workers import (
     COMMAND,
     MISSING,
+    POINTS,
     answers_of,
     break_at,
     in_process,
@@ -33,17 +34,8 @@ from offramp.engine.remote.transport import Connection
 from offramp.engine.remote.wire import Ping, Ready, encode
 from offramp.engine.scheduling import PolicyName
 from offramp.testing.backend import SCRIPT
-from offramp.testing.worker import FAULTS
 
 SCRIPTS = random_scripts(60)
-POINTS = ("before-run", "mid-run", "after-run", "after-write")
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what goes wrong in workers."""
-    monkeypatch.setenv(FAULTS, str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize("policy", ["run-through", "refill"])

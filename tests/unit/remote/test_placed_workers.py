@@ -13,6 +13,7 @@ from tests.unit.engine.serving import until
 from tests.unit.remote.workers import (
     COMMAND,
     MISSING,
+    POINTS,
     answers_of,
     break_at,
     in_process,
@@ -30,7 +31,6 @@ from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import StageSpec
 from offramp.engine.scheduling import DeviceKind, Placement, PolicyName, StreamPlacement
 from offramp.testing.backend import SCRIPT
-from offramp.testing.worker import FAULTS
 
 SCRIPTS = random_scripts(80, seed=3)
 SPLITS = ({0}, {0}, {1, 2}, {1, 2})
@@ -52,13 +52,9 @@ def holds(number: int, spec: StageSpec) -> bool:
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_two_splits_on_four_workers_answer_as_one_process(
-    kills: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FAULTS, str(tmp_path))
+def test_two_splits_on_four_workers_answer_as_one_process(kills: bool, faults: Path) -> None:
     if kills:
-        points = ("before-run", "mid-run", "after-run", "after-write")
-        break_at(tmp_path, *(f"kill@{point}@{n + 2}" for n, point in enumerate(points)))
+        break_at(faults, *(f"kill@{point}@{n + 2}" for n, point in enumerate(POINTS)))
     expected = in_process(SCRIPTS)
     with scripted_workers(4) as backend:
         backend.hold(holds)
@@ -78,7 +74,7 @@ def test_two_splits_on_four_workers_answer_as_one_process(
             max_batch_size=4,
         )
         assert [len(seat.worker.stages) for seat in backend._seats if seat.worker] == [1, 1, 2, 2]
-    assert left(tmp_path) == []
+    assert left(faults) == []
 
 
 def test_a_split_without_workers_is_told_so_until_one_is_back(

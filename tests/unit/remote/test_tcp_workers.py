@@ -10,6 +10,7 @@ from tests.fakes import fake_plan, script
 from tests.unit.engine.serving import until
 from tests.unit.remote.listening import Worker, listening_worker, reaching
 from tests.unit.remote.workers import (
+    POINTS,
     answers_of,
     break_at,
     in_process,
@@ -22,19 +23,8 @@ from offramp.engine import streams
 from offramp.engine.core import Engine
 from offramp.engine.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.scheduling import PolicyName
-from offramp.testing.worker import FAULTS
 
 SCRIPTS = random_scripts(60)
-POINTS = ("before-run", "mid-run", "after-run", "after-write")
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what goes wrong in workers."""
-    folder = tmp_path / "faults"
-    folder.mkdir()
-    monkeypatch.setenv(FAULTS, str(folder))
-    return folder
 
 
 def test_killed_workers_cost_no_answer(faults: Path, tmp_path: Path) -> None:

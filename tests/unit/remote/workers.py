@@ -22,6 +22,8 @@ from offramp.testing.worker import ScriptedBackend
 COMMAND = WorkerCommand(module="offramp.testing.worker")
 MISSING = WorkerCommand(module="offramp.testing.no_such_worker")
 """Starts no worker."""
+POINTS = ("before-run", "mid-run", "after-run", "after-write")
+"""Of the protocol, at which a worker can end amid a run."""
 
 
 @contextmanager
