@@ -73,11 +73,6 @@ def exits_of(plan: ClusterPlan) -> list[int]:
     return sorted({exit_ for s in plan.splits for used in s.replicas for exit_ in used.exits})
 
 
-def devices_of(cluster: Cluster) -> list[str]:
-    """The type of every device."""
-    return [kind.name for kind in cluster.types for _ in range(kind.count)]
-
-
 def shared(
     model: ModelFacts, cluster: Cluster, size: int, policy: str, exits: Sequence[int] = ()
 ) -> System:
@@ -87,7 +82,7 @@ def shared(
     placement = Placement(
         stages=len(spans),
         streams=tuple(
-            StreamPlacement(kind=name, prefers=every, holds=every) for name in devices_of(cluster)
+            StreamPlacement(kind=name, prefers=every, holds=every) for name in cluster.device_types
         ),
         kinds=tuple(
             DeviceKind(name=kind.name, seconds=stage_times(kind.times, spans, size))
@@ -104,7 +99,7 @@ def planned(plan: ClusterPlan, model: ModelFacts, cluster: Cluster, *, steals: b
     """A plan's splits on its devices; with stealing, those that it leaves idle help too."""
     borders = [split.last_segment for split in plan.splits]
     spans = spans_of(model, exits_of(plan), borders)
-    roles = roles_for(plan, devices_of(cluster))
+    roles = roles_for(plan, cluster.device_types)
     own = [
         frozenset(range(role.segments[0], role.segments[1] + 1) if role.segments else ())
         for role in roles

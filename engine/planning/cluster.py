@@ -164,6 +164,11 @@ class Cluster:
         """Of all devices."""
         return math.fsum(kind.count * kind.cost_per_hour for kind in self.types)
 
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """The type of every device, in the order of types."""
+        return tuple(kind.name for kind in self.types for _ in range(kind.count))
+
     def of_devices(self, device_types: Sequence[str]) -> Cluster:
         """Give the cluster with these devices alone, by type; PlanError if one is not of it."""
         counts = Counter(device_types)

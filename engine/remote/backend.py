@@ -159,10 +159,11 @@ class RemoteBackend:
 
         One that somebody still has is the same again. BackendError if it cannot be loaded.
         """
-        stage = self._same_as(spec)
+        made_of = _made_of(spec)
+        stage = self._same_as(made_of)
         if stage is None:
             document, graph = describe_stage(spec)
-            stage = RemoteStage(next(self._numbers), spec, document, graph)
+            stage = RemoteStage(next(self._numbers), spec, document, graph, made_of)
             self._stages[stage.number] = stage
             weakref.finalize(stage, self._released.append, stage.number)
         failures = self._load_everywhere(stage)
@@ -271,11 +272,9 @@ class RemoteBackend:
         found = [reference() for reference in self._stages.valuerefs()]
         return [stage for stage in found if stage is not None]
 
-    def _same_as(self, spec: StageSpec) -> RemoteStage | None:
+    def _same_as(self, made_of: tuple[object, ...]) -> RemoteStage | None:
         """Find a stage of the same bundle that differs at most in its place and threshold."""
-        if spec.bundle is None:
-            return None
-        same = (stage for stage in self._known() if _made_of(stage.spec) == _made_of(spec))
+        same = (stage for stage in self._known() if made_of and stage.made_of == made_of)
         return next(same, None)
 
     def _holders(self, spec: StageSpec) -> list[int]:
@@ -323,9 +322,11 @@ class RemoteBackend:
 
 
 def _made_of(spec: StageSpec) -> tuple[object, ...]:
-    """Say what the graph of a stage of a bundle is made of, and what it reads and gives."""
+    """Say what a stage of a bundle is made of, reads and gives; of one of no bundle nothing."""
     bundle = spec.bundle
-    where = (bundle.path, bundle.number, manifest_hash(bundle)) if bundle else ()
+    if bundle is None:
+        return ()
+    where = (bundle.path, bundle.number, manifest_hash(bundle))
     return where, spec.unit, spec.inputs, spec.carried, spec.weight_form
 
 

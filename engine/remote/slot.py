@@ -80,6 +80,8 @@ class RemoteStage:
     document: str
     graph: bytes
     """Of a stage of no bundle."""
+    made_of: tuple[object, ...] = ()
+    """Of a stage of a bundle: what its graph is made of, and what it reads and gives."""
     row_bytes: float = 0.0
     """Most that a row of its results took in shared memory."""
     longest_s: float = 0.0

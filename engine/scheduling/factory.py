@@ -128,8 +128,6 @@ def make_scheduler(
     ``plan`` the number of the first plan. ``placement`` is where its stages run, if streams differ.
     Errors are those of :func:`make_policy` and :func:`place`.
     """
-    if placement is not None and placement.is_shared:
-        placement = None
     policy, latencies, placed = policy_for(
         chosen, points, max_batch_size=max_batch_size, streams=streams, placement=placement
     )
@@ -155,7 +153,7 @@ def policy_for(
     ``before`` is the placed plan that it follows: what was observed of equal times goes on. Errors
     are those of :func:`make_policy` and :func:`place`.
     """
-    if placement is None:
+    if placement is None or placement.is_shared:
         policy = make_policy(chosen, points, max_batch_size, streams)
         return PlanPolicy(policy, points.latencies)
     placed = place(chosen, points, placement, max_batch_size, before)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from tests import models
+from tests import models, small
 from tests.bundles import compile_tiny
 from tests.part_sizes import check_part_sizes
 
@@ -71,10 +71,7 @@ BUILDERS = {"residual": models.residual_cnn, "bert": models.bert_like}
 @pytest.fixture(scope="module")
 def equal_times() -> Iterator[None]:
     """Whatever is timed takes 1 ms, so that what is compiled does not depend on the machine."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
-        patched.setattr(profiling, "disturbances", lambda *_: ())
+    with small.equal_times():
         yield
 
 

@@ -9,7 +9,6 @@ from typing import Final
 from offramp.bundle import Bundle
 from offramp.compiler.planning import part_sizes
 from offramp.engine.plan import Mode, make_plan
-from offramp.engine.planning.cluster import Cluster
 from offramp.engine.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError, parse_plan
 from offramp.engine.planning.cluster_times import make_cluster
@@ -47,7 +46,7 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
         ),
         cluster=devices,
         goal=file.goal.goal([planned.batch_size], wrapper=False),
-        roles=roles_for(planned, _types_of(devices)),
+        roles=roles_for(planned, devices.device_types),
     )
 
 
@@ -63,7 +62,7 @@ def placed(
         stages=1,
         streams=tuple(
             StreamPlacement(kind=name, prefers=frozenset({0}), holds=frozenset({0}))
-            for name in _types_of(splits.cluster)
+            for name in splits.cluster.device_types
         ),
         kinds=tuple(
             DeviceKind(
@@ -79,10 +78,6 @@ def slowed(placement: Placement, slowdown: float) -> Placement:
     """Let all devices take so many times as long."""
     kinds = tuple(replace(kind, speed=slowdown * kind.speed) for kind in placement.kinds)
     return replace(placement, kinds=kinds)
-
-
-def _types_of(cluster: Cluster) -> list[str]:
-    return [kind.name for kind in cluster.types for _ in range(kind.count)]
 
 
 def _check_segments(planned: ClusterPlan, bundle: Bundle, where: Path) -> None:
