@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle.engines import ShapeProfile
 from offramp.compiler.engines.builder import BuildProgress, Built, TimedEngine
+from offramp.compiler.engines.halving import SUFFIX
 from offramp.compiler.engines.lowering import node_of
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
@@ -118,7 +119,7 @@ class TensorRTBuilder:
         builder = self._open(errors)
         network = _parse(builder, graph)
         config, kept = _configure(builder, settings, watch)
-        compat.keep_float32(config, network, settings.precision)
+        compat.keep_float32(config, network, settings.precision, SUFFIX)
         _add_profiles(builder, config, network, profiles)
         cache = self._set_timing_cache(config, timing_cache)
         plan: trt.IHostMemory | None = builder.build_serialized_network(network, config)

@@ -63,6 +63,9 @@ def test_precision(fake: FakeTensorRT, precision: str, cleared: list[Any], old: 
     assert fake.called("set_flag") == (old if fake.major == 8 else [])
 
 
+HALF = "/half"
+"""What the names of float16 tensors end with."""
+
 LAYERS = [
     ["CONVOLUTION", ["x"], {"sum": "FLOAT"}],
     ["CAST", ["sum"], {"half": "HALF"}],
@@ -89,7 +92,7 @@ def network_of(fake: FakeTensorRT, layers: list[Any]) -> Any:
 
 def test_what_is_float32_in_an_fp16_graph_stays_so(fake: FakeTensorRT) -> None:
     """8.6 might compute it in float16 otherwise; later versions take types from the graph."""
-    compat.keep_float32(config_of(fake), network_of(fake, LAYERS), "fp16")
+    compat.keep_float32(config_of(fake), network_of(fake, LAYERS), "fp16", HALF)
     if fake.major >= 10:
         assert fake.calls == []
         return
@@ -108,14 +111,37 @@ def test_a_cast_by_another_layer_is_one_too(fake: FakeTensorRT) -> None:
     ]
     network = network_of(fake, layers)
     network._layers[1]._set_types = {0}
-    compat.keep_float32(config_of(fake), network, "fp16")
+    compat.keep_float32(config_of(fake), network, "fp16", HALF)
     assert fake.called("set_output_type") == ([("y", "FLOAT")] if fake.major == 8 else [])
+
+
+@pytest.mark.parametrize("cast", ["IDENTITY", "CAST"])
+def test_float16_is_found_though_casts_to_it_are_called_float32(
+    fake: FakeTensorRT, cast: str
+) -> None:
+    """So 8.6 calls them on a GPU; then every layer was held to float32, and fp16 saved nothing."""
+    layers = [
+        [cast, ["x"], {"x/half": "FLOAT"}],
+        ["CONSTANT", [], {"weight": "FLOAT"}],
+        ["SHUFFLE", ["x/half"], {"(unnamed 2)": "FLOAT"}],  # the parser adds such layers
+        ["CONVOLUTION", ["(unnamed 2)", None], {"(unnamed 3)": "FLOAT"}],
+        ["ACTIVATION", ["(unnamed 3)"], {"relu/half": "FLOAT"}],
+        ["MATRIX_MULTIPLY", ["relu/half", "weight"], {"product/half": "FLOAT"}],
+        [cast, ["product/half"], {"cut": "FLOAT"}],
+        ["SOFTMAX", ["cut"], {"y": "FLOAT"}],
+    ]
+    network = network_of(fake, layers)
+    for layer in (network._layers[0], network._layers[-2]):
+        layer._set_types = {0}  # of an IDENTITY it is what makes it a cast
+    compat.keep_float32(config_of(fake), network, "fp16", HALF)
+    held = [("y", "FLOAT")] if fake.major == 8 else []
+    assert fake.called("precision") == fake.called("set_output_type") == held
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "int8"])
 def test_other_precisions_need_no_holding(fake: FakeTensorRT, precision: str) -> None:
     """Between Q/DQ pairs an int8 graph has float32 where kernels of int8 are wanted."""
-    compat.keep_float32(config_of(fake), network_of(fake, LAYERS), precision)
+    compat.keep_float32(config_of(fake), network_of(fake, LAYERS), precision, HALF)
     assert fake.calls == []
 
 

@@ -7,9 +7,11 @@ clients need what cannot be added (``asyncio.timeout``, ``except*``).
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import enum
 import hashlib
+import importlib.util
 import sys
 import typing
 from typing import Any
@@ -37,7 +39,20 @@ def file_digest(file: Any, algorithm: str) -> Any:
     return digest
 
 
+_dataclass: Any = dataclasses.dataclass
+
+
+def dataclass(cls: Any = None, /, *, weakref_slot: bool = False, **options: Any) -> Any:
+    """As in Python 3.11: with ``weakref_slot``, where a class has no slots at all here."""
+    if weakref_slot:
+        options["slots"] = False
+    return _dataclass(cls, **options)
+
+
 def _add() -> None:
+    dataclasses.dataclass = dataclass
+    if importlib.util.find_spec("tomllib") is None and importlib.util.find_spec("tomli"):
+        sys.modules["tomllib"] = importlib.import_module("tomli")
     additions = (
         (enum, "StrEnum", StrEnum),
         (datetime, "UTC", datetime.timezone.utc),  # noqa: UP017 - it is what that alias is made of
