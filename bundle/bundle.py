@@ -161,9 +161,17 @@ class Bundle:
         return next((e.size_bytes for e in self.manifest.files if e.path == WEIGHTS), 0)
 
     def profile(self, device: str = "cpu") -> Profile:
-        """Read the latencies measured on a device."""
+        """Return the latencies measured on a device."""
         name = f"{folder_of(self.number)}profiles/{device}.json"
-        profile = from_plain(Profile, upgraded(parse_json(self.read(name), name)), name)
+        return self.parse_profile(parse_json(self.read(name), name), name)
+
+    def parse_profile(self, plain: Any, name: str) -> Profile:
+        """Return the profile of this bundle that ``plain``, parsed JSON, describes.
+
+        BundleSchemaError if it is no profile, or has rows for other segments and exits. Messages
+        begin with ``name``.
+        """
+        profile = from_plain(Profile, upgraded(plain), name)
         parts = (len(profile.segments_ms), len(profile.exits_ms))
         expected = (len(self.manifest.segments), len(self.manifest.exits))
         if parts != expected:

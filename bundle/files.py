@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
 from offramp.bundle.file_entry import FileEntry
+from offramp.bundle.npz import open_regular
 from offramp.bundle.placing import sync
 from offramp.bundle.serde import to_plain
 
@@ -89,6 +91,19 @@ def _regular(root: Path, name: str, *, mend: str, most_bytes: int) -> Path:
             f"{place} has {found.st_size} bytes, at most {most_bytes} are expected; {mend}"
         )
     return place
+
+
+def read_limited(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file outside a bundle, of at most ``most_bytes``.
+
+    OSError for a file that is missing, too large, or no regular file: a pipe or a device may never
+    end. Nobody checked such a file before, so everything beside a bundle is read through this.
+    """
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+    return content
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from offramp.compiler import help_texts
 from offramp.compiler.argument_types import share_from_0
 from offramp.compiler.engine_arguments import add_engine_arguments
 from offramp.compiler.plan_arguments import add_plan_arguments
+from offramp.engine.options import MOST_SHARE
 
 _MOST_GIB = 2**20
 _SEEDS = 2**63
@@ -371,6 +372,8 @@ def _seconds(text: str) -> float:
 
 def _share(text: str) -> float:
     value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    if not 0 < value <= MOST_SHARE:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a share: a number above 0, and below 1 by 1e-9 or more"
+        )
     return value

@@ -82,9 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
     except MemoryError as error:
-        print(
-            f"eecompile: not enough memory: {error}; free some, or see ulimit -v", file=sys.stderr
-        )
+        print(f"eecompile: not enough memory: {error}; free some", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
         print(f"eecompile: {target.describe(error)}", file=sys.stderr)

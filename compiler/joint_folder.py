@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offramp.bundle import BundleError
+from offramp.bundle.files import MAX_JSON_BYTES, parse_json, read_limited
 from offramp.bundle.parts import HeadScore
 from offramp.bundle.serde import from_plain, to_plain
 from offramp.calibration.joint_state import JointState
@@ -73,7 +74,7 @@ class JointFolder:
     def exits(self, sliced: Sliced) -> FoundExits | None:
         """Read the exits that an earlier run found; ``None`` if there was none of this kind."""
         try:
-            plain = json.loads((self.path / _EXITS).read_text())
+            plain = parse_json(read_limited(self.path / _EXITS, MAX_JSON_BYTES), _EXITS)
             if plain["digest"] != self.digest:
                 _log.warning("%s is of another compilation: it is replaced.", self.path)
                 return None

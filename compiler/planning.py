@@ -33,7 +33,7 @@ from offramp.engine.planning.facts import (
 from offramp.engine.planning.forecasting import CONSERVATIVE, forecast_next
 from offramp.engine.planning.goal import PlanningGoal, PlanningResult
 from offramp.engine.planning.optimiser import make_cluster_plan
-from offramp.engine.planning_files import read_limited, read_profiles
+from offramp.engine.planning_files import read_planning, read_profiles
 
 MATTERS = 0.01
 """Share of rate or cost from which a constraint is said to bind."""
@@ -87,7 +87,7 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
         BundleError: There is no bundle.
     """
     bundle = open_runnable(options.bundle)
-    content = read_limited(options.cluster, MOST_FILE_BYTES)
+    content = read_planning(options.cluster, MOST_FILE_BYTES)
     file = parse_cluster(content, str(options.cluster))
     own = bundle.profile()
     profiles = read_profiles(file, options.cluster.parent)
@@ -147,7 +147,7 @@ def part_sizes(bundle: Bundle) -> PartSizes:
 
 
 def _batch_profile(path: Path, bundle: Bundle) -> BatchProfile:
-    text = read_limited(path, MOST_PROFILE_BYTES).decode(errors="replace")
+    text = read_planning(path, MOST_PROFILE_BYTES).decode(errors="replace")
     recorded, exits = parse_recorded(text, str(path)), len(bundle.manifest.exits)
     if recorded.profile.exits != exits:
         raise PlanError(

@@ -20,7 +20,7 @@ from offramp.engine.planning.cluster_file import (
 )
 from offramp.engine.planning.cluster_times import make_cluster
 from offramp.engine.planning.ray_entry import ONE_CPU, RayEntry
-from offramp.engine.planning_files import read_limited, read_profiles
+from offramp.engine.planning_files import read_planning, read_profiles
 from offramp.engine.ray.connection import connect, free_cpus
 from offramp.engine.ray.launcher import RayLauncher, actor_needs, reserve
 from offramp.engine.remote.handshake import HandshakeError, read_token
@@ -133,7 +133,7 @@ def read_cluster_workers(path: Path) -> ClusterWorkers:
 
     PlanError says in a line what is wrong.
     """
-    cluster = parse_cluster(read_limited(path, MOST_FILE_BYTES), str(path))
+    cluster = parse_cluster(read_planning(path, MOST_FILE_BYTES), str(path))
     profiles = read_profiles(cluster, path.parent)
     ray = cluster.router.ray
     entries = cluster.workers or _all_devices(cluster) if ray is not None else cluster.workers

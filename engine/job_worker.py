@@ -91,7 +91,7 @@ def step_back() -> None:
 
 def _take_streams() -> tuple[IO[bytes], IO[bytes]]:
     """Keep the pipes for messages: what a job prints goes to standard error."""
-    nothing = os.open(os.devnull, os.O_RDWR)  # becomes standard error where that was closed
+    nothing = os.open(os.devnull, os.O_RDWR)
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(nothing, 0)

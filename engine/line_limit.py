@@ -1,12 +1,16 @@
-"""Log lines that others cause from outside: one line each, and only so many of a kind a second."""
+"""Log lines: those that clients cause are limited, and none makes the thread that logs it wait."""
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TextIO
 
 LINES: Final = 5
 """Of a kind within :data:`WINDOW_S`; the others are counted."""
@@ -78,3 +82,65 @@ class OneLineFilter(logging.Filter):
         record.msg, record.args = f"{one_line(text)}{suffix}", ()
         record.exc_info = record.exc_text = None
         return True
+
+
+MOST_LINES: Final = 10_000
+"""Lines that wait to be written; those beyond are dropped and counted."""
+_FLUSH_S: Final = 1.0
+"""Longest wait for the reader of the log when the process ends."""
+
+
+class QueuedHandler(logging.Handler):
+    """Writes lines to a stream from a thread of its own, so that no other thread waits for it.
+
+    A pipe that nobody reads, or a terminal that is stopped, blocks who writes to it; that must not
+    be the event loop. Lines that find :data:`MOST_LINES` others waiting are dropped, and a line
+    says how many were.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str] = queue.Queue(MOST_LINES)
+        self._dropped = 0
+        threading.Thread(target=self._write_lines, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record as a line, or count it as dropped; called with the handler's lock held."""
+        line = f"{self.format(record)}\n"
+        if self._dropped:
+            line = f"({self._dropped} lines of the log were dropped: nobody read it)\n{line}"
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+        else:
+            self._dropped = 0
+
+    def flush(self) -> None:
+        """Wait until all lines are written, for a second at most."""
+        written = self._lines.all_tasks_done
+        with written:
+            written.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
+
+    def _write_lines(self) -> None:
+        while True:
+            line = self._lines.get()
+            try:
+                self._write(line)
+            except (OSError, ValueError):  # nobody will ever read it, or the stream is closed
+                pass
+            finally:
+                self._lines.task_done()
+
+    def _write(self, line: str) -> None:
+        """Write past the stream's buffer, whose lock would be held at the end of the process."""
+        stream = self._stream
+        try:
+            descriptor = stream.fileno()
+        except io.UnsupportedOperation:  # a stream in memory
+            stream.write(line)
+            return
+        content = line.encode(stream.encoding or "utf-8", stream.errors or "replace")
+        while content:
+            content = content[os.write(descriptor, content) :]

@@ -43,6 +43,7 @@ async def open_models(
     models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
 ) -> OpenedModels:
     """Load, check and warm up bundles, in threads; see :meth:`.Engine.open`."""
+    _check_names(models)
     bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
     owned = backend is None
     if backend is None:
@@ -69,6 +70,16 @@ async def open_models(
             _close_after_failure(backend)
         raise
     return OpenedModels(loaded, backend, parallel, slots)
+
+
+def _check_names(models: Mapping[str, Path]) -> None:
+    """Refuse names that no message and no page can carry: OptionsError."""
+    for name, path in models.items():
+        if not name or not name.isprintable():
+            raise OptionsError(
+                f"{str(path)!r} would be served as {name!r}, which clients cannot ask for; "
+                "expected printable Unicode: rename its folder, or add --model NAME=PATH"
+            )
 
 
 def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:

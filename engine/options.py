@@ -18,6 +18,9 @@ from offramp.engine.scheduling import PolicyName
 from offramp.engine.tensorrt.probe import parse_device
 
 RUN_THROUGH = PolicyName("run-through")
+MOST_SHARE = 1 - 1e-9
+"""Largest confidence level or bound; nearer to 1, what is left of it for each of many exits rounds
+to nothing."""
 _INF = float("inf")
 _MOST_ROWS, _MOST_THREADS, _MOST = 2**16, MOST_WORKERS, 2**31 - 1
 """Of a batch, of a process, and of what is only counted: more is a slip of the hand, and would
@@ -90,7 +93,8 @@ class ModelOptions:
         _refuse_unless(self, lambda v: 0 <= v < _INF, "≥ 0", "max_queue_delay_ms", "ramp_budget")
         _refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "slo_ms", "weight")
         shares = ("max_disagreement", "confidence", "audit_budget")
-        _refuse_unless(self, lambda v: 0 < v < 1, "above 0, below 1", *shares)
+        least = "above 0, below 1 by 1e-9 or more"
+        _refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, least, *shares)
         if self.slo_ms is not None and self.max_queue_delay_ms >= self.slo_ms:
             raise ValueError(
                 f"max_queue_delay_ms is {self.max_queue_delay_ms}, but answers are due within "

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from offramp.bundle import Profile
-from offramp.bundle.files import parse_json
-from offramp.bundle.npz import open_regular
+from offramp.bundle.files import parse_json, read_limited
 from offramp.bundle.profile import upgraded
 from offramp.bundle.serde import from_plain
 from offramp.engine.planning.batch_profile import MOST_PROFILE_BYTES
@@ -14,18 +13,14 @@ from offramp.engine.planning.cluster_file import ClusterFile
 from offramp.engine.planning.cluster_plan import PlanError
 
 
-def read_limited(path: Path, most: int) -> bytes:
-    """Read a regular file of at most so many bytes; PlanError says in a line why it cannot be."""
+def read_planning(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file of at most ``most_bytes``; else raise PlanError."""
     try:
-        with open_regular(path) as file:
-            content = file.read(most + 1)
+        return read_limited(path, most_bytes)
     except OSError as error:
         raise PlanError(
             f"{path}: cannot be read: {error.strerror}; name a file that is there"
         ) from error
-    if len(content) > most:
-        raise PlanError(f"{path}: has more than {most:,} bytes; is it the file that was meant?")
-    return content
 
 
 def read_profiles(cluster: ClusterFile, folder: Path) -> dict[str, Profile]:
@@ -38,5 +33,5 @@ def read_profiles(cluster: ClusterFile, folder: Path) -> dict[str, Profile]:
 
 
 def _read_profile(path: Path) -> Profile:
-    plain = parse_json(read_limited(path, MOST_PROFILE_BYTES), str(path))
+    plain = parse_json(read_planning(path, MOST_PROFILE_BYTES), str(path))
     return from_plain(Profile, upgraded(plain), str(path))

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, BundleError, Profile
-from offramp.bundle.files import write_whole
+from offramp.bundle.files import MAX_JSON_BYTES, parse_json, read_limited, write_whole
 from offramp.bundle.records import CERTIFY
-from offramp.bundle.serde import from_plain, to_plain
+from offramp.bundle.serde import to_plain
 from offramp.certify import FloatArray, count_answers, first_exit, savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
@@ -74,7 +74,7 @@ def profile_here(
     """
     path = (place := bundle.path.resolve()).with_name(place.name + SUFFIX)
     here = fingerprint(bundle, backend, max_batch_size)
-    if keep and (known := read_kept(path, here)) is not None:
+    if keep and (known := read_kept(path, here, bundle.parse_profile)) is not None:
         return known
     plan = make_plan(bundle, bundle.policy, Mode.LEAVE)
     seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size)
@@ -314,27 +314,40 @@ def predicted_savings(bundle: Bundle, profile: Profile, batch_size: int) -> floa
     return float(savings_of(counts, cost.latency_ms(rows), cost.source_ms))
 
 
-def read_kept(path: Path, here: dict[str, str]) -> Profile | None:
-    """A profile measured before on a machine like this one; ``None`` if there is none to read."""
+def read_kept(
+    path: Path, here: dict[str, str], parse: Callable[[Any, str], Profile]
+) -> Profile | None:
+    """Return the profile measured on a machine like this one; ``None`` if there is none.
+
+    ``parse`` is :meth:`.Bundle.parse_profile` of the bundle.
+    """
     try:
-        plain = json.loads(path.read_text())[_key(here)]["profile"]
-        return from_plain(Profile, plain, path.name)
-    except (OSError, ValueError, KeyError, TypeError, BundleError):
+        return parse(_kept(path)[_key(here)]["profile"], path.name)
+    except (KeyError, TypeError, BundleError) as error:
+        _log.debug("%s has no profile for this machine: %s", path, error)
         return None
 
 
 def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
     """Keep a measurement, in place of the file and whole; where that fails, it is made again."""
-    try:
-        kept = json.loads(path.read_text())
-        kept = dict(list(kept.items())[-_KEPT + 1 :])
-    except (OSError, ValueError, AttributeError):
-        kept = {}
+    kept = dict(list(_kept(path).items())[-_KEPT + 1 :])
     kept[_key(here)] = {"machine": here, "profile": to_plain(profile)}
     try:
         write_whole(path, json.dumps(kept).encode(), durable=False)
     except OSError as error:
         _log.debug("%s is not kept: %s", path, error)
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """Return what the file holds by machine; nothing where it is missing or damaged."""
+    try:
+        plain = parse_json(read_limited(path, MAX_JSON_BYTES), path.name)
+    except FileNotFoundError:
+        return {}
+    except (OSError, BundleError) as error:
+        _log.warning("%s cannot be read (%.200s): measuring again", path, error)
+        return {}
+    return plain if isinstance(plain, dict) else {}
 
 
 def _key(here: dict[str, str]) -> str:

@@ -12,12 +12,10 @@ import os
 from pathlib import Path
 from typing import Final, Self
 
-from offramp.bundle.files import write_whole
-from offramp.bundle.npz import open_regular
+from offramp.bundle.files import read_limited, write_whole
 from offramp.engine.planning.batch_profile import (
     MOST_PROFILE_BYTES,
     BatchProfile,
-    BatchProfileError,
     dump_batch_profile,
     parse_recorded,
 )
@@ -52,10 +50,7 @@ class ProfileFile(OwnedFile):
         """
         self.take()
         try:
-            with open_regular(self.path) as file:
-                content = file.read(MOST_PROFILE_BYTES + 1)
-            if len(content) > MOST_PROFILE_BYTES:
-                raise BatchProfileError(f"more than {MOST_PROFILE_BYTES:,} bytes")
+            content = read_limited(self.path, MOST_PROFILE_BYTES)
             kept = parse_recorded(content.decode(), self.path.name)
         except FileNotFoundError:
             return None

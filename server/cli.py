@@ -14,7 +14,7 @@ from offramp.engine.errors import EngineError
 from offramp.server.app import serve
 from offramp.server.arguments import parse_arguments
 from offramp.server.errors import StartError
-from offramp.server.logging_setup import set_up_logging
+from offramp.server.logging_setup import flush_log, set_up_logging
 from offramp.server.served import ServedEngine
 
 EXIT_CANNOT_START = 1
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return self_check(arguments)
             return serve(open_engine, arguments.server)
     except (BundleError, EngineError, StartError) as error:
+        flush_log()
         sys.stderr.write(f"eeserve: {error}\n")
         return EXIT_CANNOT_START
 

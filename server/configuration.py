@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -29,7 +28,7 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
 from offramp.bundle.engines import PRECISIONS
-from offramp.bundle.npz import open_regular
+from offramp.bundle.files import read_limited
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
 from offramp.engine.errors import BackendError
@@ -232,16 +231,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _content(path: Path) -> bytes:
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            content = file.read(_MOST_BYTES + 1)
+        return read_limited(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) > _MOST_BYTES:
-        raise ConfigurationError(
-            f"{path}: has {size:,} bytes, expected settings in at most {_MOST_BYTES:,}"
-        )
-    return content
 
 
 def _table(parent: Mapping[str, Any], name: str, where: str) -> _Table:

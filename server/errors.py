@@ -9,6 +9,7 @@ client tells them apart by it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, TypeVar
 
@@ -98,8 +99,9 @@ _WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
 INTERNAL_ERROR: Final = "internal error of the server; its log has the details"
 """What a client is told of an exception that nobody expected."""
 
-_MAX_DETAILS_CHARS: Final = 1500
-"""gRPC drops a response whose metadata exceed 8 KiB; a character takes up to four bytes there."""
+_MOST_DETAILS_BYTES: Final = 4500
+"""gRPC drops a response whose metadata exceed 8 KiB; all but printable ASCII takes three times its
+bytes there, percent-encoded."""
 
 
 _T = TypeVar("_T")
@@ -137,7 +139,11 @@ def wire_name(error: Exception) -> str:
 
 
 def shortened(message: str) -> str:
-    """A message that fits into gRPC's metadata."""
-    if len(message) > _MAX_DETAILS_CHARS:
-        return f"{message[:_MAX_DETAILS_CHARS]}…"
-    return message
+    """Return a message that fits into gRPC's metadata, cut where it would not."""
+    text = message.encode(errors="replace").decode()  # what was no UTF-8 cannot be sent
+    sizes = accumulate(
+        1 if character.isascii() and character.isprintable() else 3 * len(character.encode())
+        for character in text
+    )
+    fitting = sum(size <= _MOST_DETAILS_BYTES for size in sizes)
+    return text if fitting == len(text) else f"{text[:fitting]}…"

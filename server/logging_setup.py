@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Final
 
-from offramp.engine.line_limit import OneLineFilter
+from offramp.engine.line_limit import OneLineFilter, QueuedHandler
 
 FORMATS: Final = ("human", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -43,7 +43,7 @@ def set_up_logging(*, level: str, log_format: str) -> None:
 
     ``level`` is that of our loggers; other packages' stay at ``warning`` or above.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = QueuedHandler(sys.stderr)
     human = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if log_format == "json" else human)
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -53,6 +53,12 @@ def set_up_logging(*, level: str, log_format: str) -> None:
     for name in ("grpc._cython.cygrpc", "aiohttp.server"):
         logging.getLogger(name).filters = [OneLineFilter()]
     _keep_grpc_from_printing()
+
+
+def flush_log() -> None:
+    """Wait, for a second at most, until what was logged is written."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 def _keep_grpc_from_printing() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from offramp.bundle.optional_imports import optional_import
 from offramp.engine.backends.host import HostBackend, LoadedGraph
 from offramp.engine.errors import BackendError
 from offramp.engine.external_weights import WeightForm
@@ -21,22 +22,13 @@ from offramp.engine.onnx_subset import ModelProto
 if TYPE_CHECKING:
     import openvino
 
-_MISSING = (
-    "OpenVINO is not installed: pip install '.[openvino]' (for the dot: Offramp's source folder or "
-    "wheel)"
-)
+_INSTALL = "pip install '.[openvino]' (for the dot: Offramp's source folder or wheel)"
 
 
 def require_openvino() -> str:
-    """Import OpenVINO and give its version; BackendError if that fails."""
-    try:
+    """Import OpenVINO and return its version; BackendError if that fails."""
+    with optional_import("openvino", install=_INSTALL, raises=BackendError):
         import openvino  # noqa: PLC0415 - an extra, and it takes a moment
-    except ModuleNotFoundError as error:
-        if error.name == "openvino":
-            raise BackendError(_MISSING) from error
-        raise BackendError(f"OpenVINO cannot be imported: {error}") from error
-    except ImportError as error:
-        raise BackendError(f"OpenVINO cannot be imported: {error}") from error
     return str(openvino.__version__).partition("-")[0]
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from offramp.bundle.optional_imports import optional_import
 from offramp.engine.cuda.driver import Stream
 from offramp.engine.errors import BackendError
 
@@ -25,9 +26,10 @@ class CudaGraphs:
         self._said: set[str] = set()
         self._driver: Any = None
         try:
-            self._driver = importlib.import_module("cuda.bindings.driver")
-        except ImportError as error:
-            self._say(f"the Python package cuda-bindings cannot be imported ({error}): {INSTALL}")
+            with optional_import("cuda", install=INSTALL, raises=BackendError):
+                self._driver = importlib.import_module("cuda.bindings.driver")
+        except BackendError as error:
+            self._say(str(error))
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> CudaGraph | None:
         """Make a graph; see :meth:`offramp.engine.cuda.driver.Driver.capture`."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle.optional_imports import optional_import
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Stream, StreamEvent
 from offramp.engine.cuda.graphs import CudaGraph, CudaGraphs
 from offramp.engine.errors import BackendError
@@ -36,6 +37,9 @@ from offramp.engine.tensorrt.device import PrimaryContext, primary_context
 if TYPE_CHECKING:
     import pycuda.driver as cuda
 
+_INSTALL = (
+    "pip install --force-reinstall --no-cache-dir pycuda (it must fit the driver's CUDA version)"
+)
 _NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING, which PyCUDA has no name for: the stream and the default stream, that
 some library may use, do not wait for each other."""
@@ -43,15 +47,8 @@ some library may use, do not wait for each other."""
 
 def require_pycuda() -> None:
     """Import PyCUDA, without which no driver can be made; BackendError says what is wrong."""
-    try:
+    with optional_import("pycuda", install=_INSTALL, raises=BackendError):
         import pycuda.driver  # noqa: F401, PLC0415
-    except (ImportError, OSError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "pycuda":
-            raise BackendError("the Python packages lack pycuda: pip install pycuda") from error
-        raise BackendError(
-            f"pycuda is installed but does not load: {error}. It must fit the driver's CUDA "
-            f"version; pip install --force-reinstall --no-cache-dir pycuda gets it anew"
-        ) from error
 
 
 class PyCudaDriver:

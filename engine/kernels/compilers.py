@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from offramp.bundle.optional_imports import optional_import
 from offramp.engine.errors import BackendError
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
@@ -150,12 +151,9 @@ class Nvrtc:
     """The compiler as a library, by the Python package ``cuda-bindings``."""
 
     def __init__(self) -> None:
-        try:
+        install = "pip install cuda-bindings"
+        with optional_import("cuda", install=install, raises=KernelCompilerNotFoundError):
             self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-        except ImportError as error:
-            raise KernelCompilerNotFoundError(
-                f"the Python package cuda-bindings cannot be imported ({error})"
-            ) from error
         # The bindings look for the library itself at the first call, and each version of them
         # raises something else when there is none.
         try:

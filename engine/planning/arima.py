@@ -12,10 +12,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle.optional_imports import optional_import
 from offramp.engine.planning.cluster_plan import PlanError
 
 _SHORT: Final = 12
 """Windows below which there is too little to fit: the last is taken."""
+
+
+_INSTALL = (
+    "pip install '.[forecast]' (for the dot: Offramp's source folder or wheel), or forecast by "
+    "another method"
+)
 
 
 class Arima:
@@ -24,13 +31,8 @@ class Arima:
     name = "ARIMA"
 
     def __init__(self, order: tuple[int, int, int] = (1, 1, 1)) -> None:
-        try:
+        with optional_import("statsmodels", install=_INSTALL, raises=PlanError):
             self._models = importlib.import_module("statsmodels.tsa.arima.model")
-        except ImportError as error:
-            raise PlanError(
-                "ARIMA needs statsmodels: pip install '.[forecast]' (for the dot: Offramp's source "
-                "folder or wheel), or forecast by another method"
-            ) from error
         self._order = order
 
     def predict(self, series: NDArray[np.float64]) -> NDArray[np.float64]:

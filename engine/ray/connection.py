@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+from offramp.bundle.optional_imports import optional_import
 from offramp.engine.errors import BackendError, EngineError
 from offramp.engine.remote.tcp import NetworkError, TlsIdentity, parse_address
 
@@ -29,11 +30,9 @@ _connecting = threading.Lock()
 
 
 def import_ray() -> Any:
-    """Give the ``ray`` module, whose types are not looked at; BackendError if it is not there."""
-    try:
+    """Return the ``ray`` module, whose types are not looked at; BackendError if it is not there."""
+    with optional_import("ray", install=HOW_TO_INSTALL, raises=BackendError):
         import ray  # noqa: PLC0415 - heavy, and optional
-    except ImportError as error:
-        raise BackendError(f"workers on Ray need the package ray; {HOW_TO_INSTALL}") from error
     return ray
 
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import socket
-import stat
 import struct
 import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from offramp.bundle.files import read_limited
 from offramp.engine.errors import EngineError
 
 PROTOCOL: Final = 1
@@ -51,10 +50,8 @@ class Nonces(NamedTuple):
 
 
 def read_token(path: Path) -> bytes:
-    """Read the token of a file, without space around it; OSError, or HandshakeError."""
-    with path.open("rb") as file:
-        is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-        content = file.read(MOST_TOKEN_BYTES + 1) if is_file else b""
+    """Return the token of a file, without space around it; raise OSError or HandshakeError."""
+    content = read_limited(path, 2 * MOST_TOKEN_BYTES)
     token, words = content.strip(), len(content.split())
     if not LEAST_TOKEN_BYTES <= len(token) <= MOST_TOKEN_BYTES or words != 1:
         what = f"a token of {len(token)} bytes" if words == 1 else "no token"

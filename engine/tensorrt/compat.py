@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle.optional_imports import optional_import
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt.probe import INSTALL
 
@@ -57,14 +58,10 @@ def load() -> None:
 
     BackendError if one of them is there but does not load, or is too old.
     """
-    try:
+    remedy = f"{INSTALL} (both must fit the driver's CUDA version)"
+    with optional_import("tensorrt", "pycuda", install=remedy, raises=BackendError):
         import pycuda.driver  # noqa: F401, PLC0415
         import tensorrt as trt  # noqa: PLC0415
-    except (ImportError, OSError) as error:
-        raise BackendError(
-            f"TensorRT or PyCUDA is installed but does not load: {error}. Both must fit the "
-            f"driver's CUDA version; {INSTALL} gets them anew"
-        ) from error
     if _release(trt.__version__) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise BackendError(

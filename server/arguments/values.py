@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from offramp.engine.options import MOST_SHARE
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
 
@@ -58,13 +59,15 @@ port = integer(0, 65535)
 
 
 def share(text: str) -> float:
-    """Read a number above 0 and below 1."""
+    """Read a number above 0 and below 1, by :data:`.MOST_SHARE`."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0.0 < value < 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a share: a number above 0, below 1")
+    if not 0.0 < value <= MOST_SHARE:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is not a share: a number above 0, and below 1 by 1e-9 or more"
+        )
     return value
 
 

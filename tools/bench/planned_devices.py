@@ -14,7 +14,7 @@ from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError, parse_p
 from offramp.engine.planning.cluster_times import make_cluster
 from offramp.engine.planning.facts import facts_of, recorded_shares
 from offramp.engine.planning.placing import roles_for, stage_times
-from offramp.engine.planning_files import read_limited, read_profiles
+from offramp.engine.planning_files import read_planning, read_profiles
 from offramp.engine.scheduling import DeviceKind, Placement, StreamPlacement
 from offramp.engine.served_splits import ServedSplits
 
@@ -26,9 +26,9 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
 
     Times reach up to batches of ``most_rows``. PlanError says in a line what does not fit.
     """
-    planned = parse_plan(read_limited(plan, MOST_PLAN_BYTES).decode(errors="replace"), str(plan))
+    planned = parse_plan(read_planning(plan, MOST_PLAN_BYTES).decode(errors="replace"), str(plan))
     _check_segments(planned, bundle, plan)
-    file = parse_cluster(read_limited(cluster, MOST_FILE_BYTES), str(cluster))
+    file = parse_cluster(read_planning(cluster, MOST_FILE_BYTES), str(cluster))
     rows = max(most_rows, planned.batch_size)
     devices = make_cluster(file, bundle.profile(), read_profiles(file, cluster.parent), rows)
     there = {kind.name: kind.count for kind in devices.types}

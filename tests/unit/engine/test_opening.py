@@ -14,7 +14,7 @@ from tests.unit.engine.serving import LIMIT_S
 from offramp.engine import opening as opening_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
+from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.options import EngineOptions
 from offramp.engine.plan import Mode, StageSpec
 
@@ -53,3 +53,9 @@ def test_cancelling_waits_for_the_loading_thread_and_keeps_its_own_error(
     asyncio.run(asyncio.wait_for(body(), LIMIT_S))
     assert happened == ["prepared", "closed"]
     assert "1 slots are still open" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["", "m\udcff", "two\nlines", "\x07"])
+def test_a_name_that_no_client_can_ask_for_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match=r"expected printable Unicode.*--model NAME=PATH"):
+        asyncio.run(Engine.open({name: tmp_path}, EngineOptions(mode=Mode.OFF)))

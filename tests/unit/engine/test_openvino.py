@@ -127,7 +127,9 @@ def test_without_it_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     with pytest.raises(BackendError) as caught:
         OpenVinoBackend()
-    assert str(caught.value).startswith("OpenVINO is not installed: pip install '.[openvino]'")
+    assert str(caught.value).startswith(
+        "the Python package openvino is not installed: pip install '.[openvino]'"
+    )
 
 
 def test_what_it_cannot_load_is_told_by_stage() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from tests.unit.bundle.examples import PROFILE, write
 from tests.unit.engine.test_device_profile import TimedBackend
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Profile
+from offramp.bundle.serde import from_plain
 from offramp.engine import profile_check
 from offramp.engine.plan import Mode, Plan, make_plan
 from offramp.engine.profile_check import (
@@ -104,32 +107,59 @@ def test_only_sizes_that_there_is_time_for_are_measured() -> None:
     assert sizes_within(COMPILED, 4, 1.0, 25 * runs) == [1, 4]
 
 
+parse = partial(from_plain, Profile)
+
+
 def test_what_was_measured_is_kept_by_machine(tmp_path: Path) -> None:
     path = tmp_path / "model.ee.measured.json"
     other = {**HERE, "cpu": "slow"}
-    assert read_kept(path, HERE) is None
+    assert read_kept(path, HERE, parse) is None
     write_kept(path, HERE, COMPILED)
     write_kept(path, other, PROFILE)
-    assert (read_kept(path, HERE), read_kept(path, other)) == (COMPILED, PROFILE)
+    assert (read_kept(path, HERE, parse), read_kept(path, other, parse)) == (COMPILED, PROFILE)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     for number in range(40):
         write_kept(path, {"cpu": str(number)}, PROFILE)
-    assert read_kept(path, HERE) is None
+    assert read_kept(path, HERE, parse) is None
     assert len(json.loads(path.read_text())) == 16
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "\x00"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", "\x00", "[" * 200_000, '{"a":' * 100_000, "\xff", "9" * 5_000]
+)
 def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path, content: str) -> None:
     path = tmp_path / "kept.json"
     path.write_text(content)
-    assert read_kept(path, HERE) is None
+    assert read_kept(path, HERE, parse) is None
     write_kept(path, HERE, COMPILED)
-    assert read_kept(path, HERE) == COMPILED
+    assert read_kept(path, HERE, parse) == COMPILED
     plain = json.loads(path.read_text())
     for entry in plain.values():
         entry["profile"]["source_ms"] = "fast"
     path.write_text(json.dumps(plain))
-    assert read_kept(path, HERE) is None
+    assert read_kept(path, HERE, parse) is None
+
+
+def test_a_pipe_or_an_endless_file_in_its_place_is_measured_again(tmp_path: Path) -> None:
+    pipe, endless = tmp_path / "pipe.json", tmp_path / "endless.json"
+    os.mkfifo(pipe)
+    endless.symlink_to("/dev/zero")
+    assert read_kept(pipe, HERE, parse) is None
+    assert read_kept(endless, HERE, parse) is None
+
+
+def test_a_profile_of_other_parts_is_measured_again(tmp_path: Path) -> None:
+    bundle = engine_bundle("mlp", tmp_path / "model.ee")
+    own = bundle.profile()
+    path = tmp_path / "kept.json"
+    for wrong in (
+        replace(own, segments_ms=own.segments_ms[1:]),
+        replace(own, exits_ms=own.exits_ms[1:], stages_ms=own.stages_ms[1:]),
+    ):
+        write_kept(path, HERE, wrong)
+        assert read_kept(path, HERE, bundle.parse_profile) is None
+    write_kept(path, HERE, own)
+    assert read_kept(path, HERE, bundle.parse_profile) == own
 
 
 def test_where_nothing_can_be_written_nothing_fails(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_quantile_is_between_0_and_1(quantile: float) -> None:
 def test_without_statsmodels_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "statsmodels", None)
     monkeypatch.setitem(sys.modules, "statsmodels.tsa.arima.model", None)
-    with pytest.raises(PlanError, match=r"ARIMA needs statsmodels: pip install '\.\[forecast\]'"):
+    with pytest.raises(PlanError, match=r"is not installed: pip install '\.\[forecast\]'"):
         Arima()
 
 

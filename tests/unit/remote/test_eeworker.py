@@ -42,7 +42,7 @@ def token(tmp_path: Path) -> str:
         (["--listen=127.0.0.1:0", "--token-file=no"], "no: No such file or directory"),
         (
             ["--listen=127.0.0.1:0", "--token-file=/dev/null"],
-            "/dev/null holds no token, expected",
+            "/dev/null: a pipe or a device, expected a regular file",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_without_ray_a_line_says_how_to_install_it(
         parse_arguments([str(GOLDEN), "--cluster", "ray"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "eeserve: workers on Ray need the package ray; install it on every node: pip install "
+        "eeserve: the Python package ray is not installed: install it on every node: pip install "
         "'offramp[ray]'\n"
     )
 
@@ -214,7 +214,7 @@ def test_ray_is_asked_for_only_by_what_is_not_overruled(
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), f"--config={file}"])
     assert capsys.readouterr().err.startswith(
-        f"eeserve: {file}: [engine] cluster: workers on Ray need the package ray; install it"
+        f"eeserve: {file}: [engine] cluster: the Python package ray is not installed: install"
     )
 
 

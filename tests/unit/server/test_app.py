@@ -386,6 +386,7 @@ def test_logs_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[str])
         logging.getLogger("offramp.x").info("hello")
         logging.getLogger("offramp.x").debug("not of this level")
         logging.getLogger("another").info("nor is another package's")
+        logging.getLogger().handlers[0].flush()
     human, machine = capsys.readouterr().err.splitlines()
     assert FORMATS == ("human", "json")
     assert human.endswith("INFO    offramp.x: hello")
@@ -406,6 +407,7 @@ def test_what_a_client_breaks_is_a_line_in_the_log_and_printed_nowhere_else(
         except ValueError:
             logging.getLogger(name).exception("failed")
             cygrpc.traceback.print_exc()
+    logging.getLogger().handlers[0].flush()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all("failed: ValueError(" in line for line in lines)

@@ -288,7 +288,7 @@ def test_files_that_cannot_be_read_are_named(
         (f"[defaults]\npolicy = '{'x' * 100_000}'", "there is no policy 'xxx"),
         ("[defaults]\npolicy = 0x" + "f" * 10_000, "policy is … (an integer), expected a string"),
         (f"[defaults]\nslo_ms = '{'x' * 100_000}'", '"xxx'),
-        ("#" * (2**20 + 1), "has 1,048,577 bytes, expected settings in at most 1,048,576"),
+        ("#" * (2**20 + 1), "cannot be read: it has more than 1,048,576 bytes"),
     ],
 )
 def test_values_out_of_all_range_are_one_short_line(

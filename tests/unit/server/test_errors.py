@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import string
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
 
 from offramp.engine import errors as engine_errors
 from offramp.engine.errors import EngineError
-from offramp.server.errors import STATUS_CODES, status_code
+from offramp.server.errors import STATUS_CODES, shortened, status_code
 from offramp.server.reception import Reception, answering_errors
 
 
@@ -103,6 +105,14 @@ def test_an_unexpected_error_is_logged_and_not_told(caplog: pytest.LogCaptureFix
     assert "KeyError: 'secret'" in caplog.text
 
 
-def test_a_long_message_fits_into_grpcs_metadata() -> None:
-    _, message, _ = abort_of(engine_errors.BadInputError("é" * 10_000))
-    assert len(message) == 1501
+@pytest.mark.parametrize("character", ["a", "é", "\U0001f600", "\n", "\udcff", "a\U0001f600"])
+def test_a_long_message_fits_into_grpcs_metadata(character: str) -> None:
+    _, message, _ = abort_of(engine_errors.BadInputError(character * 10_000))
+    encoded = quote(message, safe=string.printable.strip() + " ")  # as gRPC encodes it
+    assert 4000 < len(encoded) < 4600
+    assert message.endswith("…")
+
+
+@pytest.mark.parametrize("text", ["", "plain", "≥ 1 %", "x" * 4500])
+def test_a_message_that_fits_is_left_as_it_is(text: str) -> None:
+    assert shortened(text) == text
