@@ -11,7 +11,13 @@ from pathlib import Path
 import onnx
 from onnx import version_converter
 
-from offramp.bundle.manifest import NUMBER_DTYPES, Answer, TensorSpec
+from offramp.bundle.manifest import (
+    NUMBER_DTYPES,
+    Answer,
+    TensorSpec,
+    UnreadInput,
+    declared_inputs,
+)
 from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
@@ -30,6 +36,7 @@ from offramp.compiler.shapes import annotate, declared_types, dtype_name
 from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
 from offramp.compiler.turning import turn_batch_first
+from offramp.compiler.unread_inputs import DeclaredInputs, drop_unread, with_unread
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +62,23 @@ class SourceModel:
     """The whole model, weights included. Treat it as read-only."""
     name: str
     inputs: tuple[TensorSpec, ...]
+    """Inputs that the model reads, in the order of its file."""
     outputs: tuple[TensorSpec, ...]
     original_sha256: str
     """Hash of the file that was read and of its external data."""
     opset: int
     answer: Answer
+    unread: tuple[UnreadInput, ...] = ()
+    """Inputs that the file declares and nothing reads, which ``proto`` does not have."""
+
+    @property
+    def declared(self) -> tuple[TensorSpec, ...]:
+        """All inputs of the file, in its order."""
+        return declared_inputs(self.inputs, self.unread)
+
+    def as_declared(self) -> onnx.ModelProto:
+        """Return the model with all inputs that its file declares."""
+        return with_unread(self.proto, self.unread)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -95,7 +114,7 @@ def read_model(
     proto, digest = load_source(path)
     try:
         limit_s = simplify_limit if simplify else None
-        proto = _prepare(
+        proto, unread = _prepare(
             proto,
             answer=answer,
             answer_tokens=answer_tokens,
@@ -124,6 +143,7 @@ def read_model(
         original_sha256=digest,
         opset=default_opset(proto),
         answer=found,
+        unread=unread,
     )
 
 
@@ -135,10 +155,11 @@ def _prepare(
     class_map: bool,
     limit_s: float | None,
     scratch: ScratchSpace | None,
-) -> onnx.ModelProto:
+) -> tuple[onnx.ModelProto, tuple[UnreadInput, ...]]:
     """Bring a checked model into the form that :class:`SourceModel` describes, but for its cuts.
 
-    ``limit_s`` is how long it may be simplified; ``None`` is not at all.
+    ``limit_s`` is how long it may be simplified; ``None`` is not at all. Also returns the inputs
+    that nothing reads.
     """
     check_operators(proto)
     proto = _modern(proto)
@@ -151,14 +172,17 @@ def _prepare(
     if class_map:
         answer_with_classes(proto)
     preparation.remove_unused(proto)
+    declared = DeclaredInputs.of(proto.graph)
+    drop_unread(proto.graph)
     _check_inputs(proto)
     free_batch(proto)
     if limit_s is not None:
         proto = preparation.simplified(proto, limit_s=limit_s, scratch=scratch)
+        drop_unread(proto.graph)
         _check_some_input(proto)
     preparation.name_operators(proto)
     annotate(proto)
-    return proto
+    return proto, declared.unread(proto.graph)
 
 
 def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -104,6 +104,8 @@ class ModelInfo:
 
     name: str
     inputs: tuple[TensorSpec, ...]
+    unread: frozenset[str] = frozenset()
+    """Names of the inputs that nothing reads, which requests may leave out."""
     outputs: tuple[TensorSpec, ...]
     answer: Answer
     platform: str

@@ -150,7 +150,7 @@ def facts(
         ("Opset", str(manifest.source.opset)),
         ("Segments", numbers.count(len(manifest.segments))),
         *([("Precision", precision(manifest))] if begins or manifest.precision_reason else []),
-        *(("Input", tensor.describe()) for tensor in manifest.inputs),
+        *(("Input", tensor.describe()) for tensor in manifest.declared),
         *(("Output", tensor.describe()) for tensor in manifest.outputs),
         ("Answer", f"{manifest.answer.output}, {manifest.answer.describe()}"),
         ("Agreement", f"where {manifest.answer.task.describe()}"),
