@@ -358,9 +358,9 @@ def _fits(found: Any, wanted: TensorSpec) -> bool:
     """Whether a model takes every tensor of a description, of any number of rows."""
     if _ORT_TYPES.get(found.type) != wanted.dtype or len(found.shape) != len(wanted.shape):
         return False
-    return not isinstance(found.shape[0], int) and all(
+    return all(
         size == other or not isinstance(size, int)
-        for size, other in zip(found.shape[1:], wanted.shape[1:], strict=True)
+        for size, other in zip(found.shape, wanted.shape, strict=True)
     )
 
 
