@@ -12,7 +12,6 @@ import onnx
 from onnx import version_converter
 
 from offramp.bundle.manifest import (
-    NUMBER_DTYPES,
     Answer,
     TensorSpec,
     UnreadInput,
@@ -31,8 +30,14 @@ from offramp.compiler.cuts import MAX_CUT_TENSORS
 from offramp.compiler.decoder_cache import check_no_cache
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
+from offramp.compiler.model_checks import (
+    check_batch_in_front,
+    check_inference,
+    check_inputs,
+    check_some_input,
+)
 from offramp.compiler.runtime import runs_opset
-from offramp.compiler.shapes import annotate, declared_types, dtype_name
+from offramp.compiler.shapes import annotate, declared_types
 from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
 from offramp.compiler.turning import turn_batch_first
@@ -46,8 +51,6 @@ _MOST_OPSET = 99
 """Where the search for the newest that can be run begins."""
 MIN_IR_VERSION = 8
 """Of the file format; since 4 initializers need not be graph inputs."""
-_MOST_DIMENSIONS = 8
-"""Of an input: a video has five, and every one more multiplies what a trial run takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +177,15 @@ def _prepare(
     preparation.remove_unused(proto)
     declared = DeclaredInputs.of(proto.graph)
     drop_unread(proto.graph)
-    _check_inputs(proto)
+    check_inputs(proto)
+    _specs(proto, [info.name for info in proto.graph.input])
+    check_batch_in_front(proto.graph)
+    check_inference(proto.graph)
     free_batch(proto)
     if limit_s is not None:
         proto = preparation.simplified(proto, limit_s=limit_s, scratch=scratch)
         drop_unread(proto.graph)
-        _check_some_input(proto)
+        check_some_input(proto)
     preparation.name_operators(proto)
     annotate(proto)
     return proto, declared.unread(proto.graph)
@@ -208,36 +214,6 @@ def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:
         )
     proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
     return proto
-
-
-def _check_some_input(proto: onnx.ModelProto) -> None:
-    if not proto.graph.input:
-        raise ModelError("no inputs that the answer depends on: there is nothing to classify")
-
-
-def _check_inputs(proto: onnx.ModelProto) -> None:
-    """Refuse inputs that are no arrays of numbers; name sizes that have no name."""
-    _check_some_input(proto)
-    for info in proto.graph.input:
-        tensor = info.type.tensor_type
-        if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
-            raise ModelError(f"input {info.name!r} is no tensor of known rank; export it as one")
-        if dtype_name(tensor.elem_type) not in NUMBER_DTYPES:
-            kinds = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}
-            kind = kinds.get(tensor.elem_type, f"number {tensor.elem_type}")
-            raise ModelError(
-                f"input {info.name!r} has elements of type {kind}, expected a number type that "
-                "numpy has; move the conversion out of the model"
-            )
-        for axis, dim in enumerate(tensor.shape.dim):
-            if not dim.HasField("dim_value") and not dim.dim_param:
-                dim.dim_param = f"{info.name}_{axis}"
-        if len(tensor.shape.dim) > _MOST_DIMENSIONS:
-            raise ModelError(
-                f"input {info.name!r} has {len(tensor.shape.dim)} dimensions, expected at most "
-                f"{_MOST_DIMENSIONS}"
-            )
-    _specs(proto, [info.name for info in proto.graph.input])
 
 
 def _specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
