@@ -207,7 +207,9 @@ def _least_squares(design: FloatArray, observed: FloatArray, weights: FloatArray
         columns = np.flatnonzero(used)
         found = np.zeros(design.shape[1])
         if len(columns):
-            found[columns] = np.linalg.lstsq(weighted[:, columns], observed * weights)[0]
+            found[columns] = np.linalg.lstsq(weighted[:, columns], observed * weights, rcond=None)[
+                0
+            ]
         loss = float(((weighted @ found - observed * weights) ** 2).sum())
         if (found >= 0).all() and loss < least:
             best, least = found / scale, loss
