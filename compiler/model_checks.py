@@ -75,7 +75,8 @@ def _batch_behind(info: onnx.ValueInfoProto, axis: int) -> str:
         f"input {info.name!r} is [{sizes}]: its batch is dimension {axis}, "
         f"{dims[axis].dim_param!r}, expected the first one, along which samples are put together "
         "and leave. Export the model with the batch in front (recurrent networks: "
-        "batch_first=True; else transpose the input at the beginning of forward); a first state can be a constant of the model"
+        "batch_first=True; else transpose the input at the beginning of forward); a first state "
+        "can be a constant of the model"
     )
 
 
