@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
@@ -139,12 +140,17 @@ class Answer:
     was reduced to them."""
     criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
     """What says how sure exits are of it; of other tasks than classification, probability."""
+    flat: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the model's file gives one number a sample, [batch]: that is what is served. The
+    bundle's graphs give it as [batch, 1]."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
         if self.form not in _FORMS[self.task.kind]:
             known = ", ".join(_FORMS[self.task.kind])
             raise ValueError(f"form {self.form!r} is none of {self.task.kind}: {known}")
+        if self.flat and self.classes != 1:
+            raise ValueError(f"flat is of one number a sample, not of {self.classes}")
         if self.tokens and len(self.tokens) != self.classes:
             raise ValueError(
                 f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
@@ -154,6 +160,10 @@ class Answer:
             raise ValueError(
                 f"criterion {self.criterion.name} is for classification, not for {self.task.kind}"
             )
+
+    def served(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return answers of graphs in the shape that the model's file has."""
+        return values[:, 0] if self.flat else values
 
     def describe(self) -> str:
         """``10 classes, logits``, for people."""
@@ -276,6 +286,13 @@ class Manifest:
     def declared(self) -> tuple[TensorSpec, ...]:
         """All inputs of the model's file, in its order: what clients and data may hold."""
         return declared_inputs(self.inputs, self.unread)
+
+    @property
+    def served_outputs(self) -> tuple[TensorSpec, ...]:
+        """Outputs as the model's file has them, and clients get them."""
+        if not self.answer.flat:
+            return self.outputs
+        return tuple(replace(output, shape=output.shape[:1]) for output in self.outputs)
 
     @property
     def unread_names(self) -> frozenset[str]:

@@ -250,6 +250,8 @@ def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArra
             )  # fmt: skip
         return np.array(labels, np.int64)
     if kind == "multi-label" and answer is not None:
+        if answer.flat and labels.ndim == 1:
+            labels = labels[:, None]
         if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
             raise DataError(
                 f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; leave "

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 from onnx import version_converter
@@ -117,7 +118,7 @@ def read_model(
     proto, digest = load_source(path)
     try:
         limit_s = simplify_limit if simplify else None
-        proto, unread = _prepare(
+        prepared = _prepare(
             proto,
             answer=answer,
             answer_tokens=answer_tokens,
@@ -126,9 +127,10 @@ def read_model(
             scratch=scratch,
         )
         proto = turn_batch_first(
-            anchor_shapes(proto, max_tensors=max_cut_tensors), max_tensors=max_cut_tensors
+            anchor_shapes(prepared.proto, max_tensors=max_cut_tensors), max_tensors=max_cut_tensors
         )
-        found = replace(find_answer(proto, asked), tokens=tuple(answer_tokens))
+        found = find_answer(proto, asked)
+        found = replace(found, tokens=tuple(answer_tokens), flat=prepared.flat)
         inputs = _specs(proto, [i.name for i in proto.graph.input])
         outputs = _specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:
@@ -146,8 +148,17 @@ def read_model(
         original_sha256=digest,
         opset=default_opset(proto),
         answer=found,
-        unread=unread,
+        unread=prepared.unread,
     )
+
+
+class _Prepared(NamedTuple):
+    """A model in the form that :class:`SourceModel` describes, but for its cuts."""
+
+    proto: onnx.ModelProto
+    unread: tuple[UnreadInput, ...]
+    flat: bool
+    """Whether the file gives the answer as [batch], and ``proto`` as [batch, 1]."""
 
 
 def _prepare(
@@ -158,12 +169,8 @@ def _prepare(
     class_map: bool,
     limit_s: float | None,
     scratch: ScratchSpace | None,
-) -> tuple[onnx.ModelProto, tuple[UnreadInput, ...]]:
-    """Bring a checked model into the form that :class:`SourceModel` describes, but for its cuts.
-
-    ``limit_s`` is how long it may be simplified; ``None`` is not at all. Also returns the inputs
-    that nothing reads.
-    """
+) -> _Prepared:
+    """Prepare a checked model; simplifying it may take ``limit_s``, and ``None`` leaves it out."""
     check_operators(proto)
     proto = _modern(proto)
     preparation.unlist_initializers(proto)
@@ -172,6 +179,7 @@ def _prepare(
     else:
         check_no_cache(proto)
     keep_answer(proto, answer)
+    flat = preparation.give_column(proto)
     if class_map:
         answer_with_classes(proto)
     preparation.remove_unused(proto)
@@ -188,7 +196,7 @@ def _prepare(
         check_some_input(proto)
     preparation.name_operators(proto)
     annotate(proto)
-    return proto, declared.unread(proto.graph)
+    return _Prepared(proto, declared.unread(proto.graph), flat)
 
 
 def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:

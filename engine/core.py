@@ -149,7 +149,7 @@ class Engine:
         served = self._served(model)
         request = self._submit(served, model, inputs, deadline_s=deadline_s, priority=priority)
         await self._finished(model, request)
-        return StreamResult.first(served.answer.output, request)
+        return StreamResult.first(served.answer, request)
 
     async def infer_stream(
         self,
@@ -174,7 +174,7 @@ class Engine:
         )
         try:
             await self._finished(model, request)
-            early = StreamResult.first(served.answer.output, request)
+            early = StreamResult.first(served.answer, request)
             yield early
             if early.kind is ResultKind.EARLY:
                 await followup

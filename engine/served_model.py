@@ -173,7 +173,7 @@ class ServedModel:
         return cls(
             inputs=bundle.manifest.declared,
             unread=bundle.manifest.unread_names,
-            outputs=bundle.manifest.outputs,
+            outputs=bundle.manifest.served_outputs,
             answer=bundle.manifest.answer,
             mode=mode,
             options=of_model,

@@ -151,7 +151,7 @@ def facts(
         ("Segments", numbers.count(len(manifest.segments))),
         *([("Precision", precision(manifest))] if begins or manifest.precision_reason else []),
         *(("Input", tensor.describe()) for tensor in manifest.declared),
-        *(("Output", tensor.describe()) for tensor in manifest.outputs),
+        *(("Output", tensor.describe()) for tensor in manifest.served_outputs),
         ("Answer", f"{manifest.answer.output}, {manifest.answer.describe()}"),
         ("Agreement", f"where {manifest.answer.task.describe()}"),
         ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),

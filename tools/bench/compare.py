@@ -307,7 +307,8 @@ class AlsoRunner:
             rows = len(next(iter(tensors.values())))
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self._where}: fails on {rows} rows: {reason}") from error
-        return np.asarray(answer)
+        flat = self._manifest.answer.flat and answer.ndim == 1
+        return np.asarray(answer[:, None] if flat else answer)
 
     def _fed(self, tensors: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """Return what the model is fed: zeros for inputs that the bundle's model does not read."""
@@ -380,6 +381,8 @@ def _answer(where: str, bundle: Bundle, outputs: Sequence[Any]) -> str:
         )
     output = named.get(answer.output, outputs[0])
     sizes = output.shape
+    if answer.flat and len(sizes) == 1:
+        sizes = [*sizes, 1]
     if len(sizes) != 2 or (isinstance(sizes[1], int) and sizes[1] != answer.classes):
         raise ValueError(
             f"{where}: its output {output.name!r} has the shape {list(sizes)}, expected "
