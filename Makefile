@@ -8,7 +8,7 @@ PROCESSES ?= 2
 # The tests of a file stay together, as they share its fixtures; what is slow comes first.
 IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all fuzz chaos lint typecheck format bench clean
+.PHONY: demo test test-all test-oldest fuzz chaos lint typecheck format bench clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
@@ -18,6 +18,9 @@ test: $(INSTALLED)  ## the tests but those marked slow, in PROCESSES processes
 
 test-all: $(INSTALLED)  ## all tests, and which 20 of them took longest
 	THOROUGH=1 $(BIN)/python -m pytest --durations=20 $(IN_PROCESSES)
+
+test-oldest:  ## the tests with the oldest versions that pyproject.toml declares, in .venv-oldest
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 fuzz: $(INSTALLED)  ## feed everything that reads bytes with broken ones, for MINUTES
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
@@ -43,7 +46,7 @@ bench: $(INSTALLED)  ## measure: the example against its source model, and the t
 	$(BIN)/python -m benchmarks.thresholds
 
 clean:
-	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

@@ -15,7 +15,7 @@ from offramp.bundle.errors import (
     BundleWriteError,
 )
 from offramp.bundle.input_ranges import InputRange, InputRanges, LengthRange
-from offramp.bundle.manifest import Answer, AnswerForm, Manifest, TensorSpec
+from offramp.bundle.manifest import Answer, AnswerForm, Manifest, TensorSpec, UnreadInput
 from offramp.bundle.measured import Measured, MeasuredSize, Ratio
 from offramp.bundle.padding import Padding
 from offramp.bundle.parts import Exit, Head, Segment, Variant
@@ -58,6 +58,7 @@ __all__ = [
     "Spread",
     "TaskKind",
     "TensorSpec",
+    "UnreadInput",
     "Variant",
     "write_bundle",
 ]

@@ -39,6 +39,7 @@ from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
 from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMA_VERSION, SCHEMAS_READ, Manifest
 from offramp.bundle.measured import MEASURED, Measured
+from offramp.bundle.onnx_wire import without_inputs
 from offramp.bundle.parts import folder_of
 from offramp.bundle.placing import check_writable, moved_aside, put_in_place
 from offramp.bundle.policy import ExitPolicy
@@ -116,6 +117,8 @@ class Bundle:
     def read(self, name: str) -> bytes:
         """Read a file of the bundle; a graph comes with all of its weights in it.
 
+        The source model comes without the inputs that nothing reads, which its file declares.
+
         BundleIntegrityError if file or weights changed since the opening; BundleSchemaError if a
         graph names weights elsewhere than in the bundle's ``weights.bin``.
         """
@@ -123,7 +126,7 @@ class Bundle:
         content = _read_checked(self.path, entry)
         if name not in self.manifest.graphs:
             return content
-        return fill(content, entry, self.path, self._weight_bytes, mend=_MEND)
+        return self._as_run(name, fill(content, entry, self.path, self._weight_bytes, mend=_MEND))
 
     def graph(self, name: str) -> bytes:
         """Read a graph as it is stored: it may name weights in :meth:`weight_folder`.
@@ -132,7 +135,13 @@ class Bundle:
         """
         content = _read_checked(self.path, self._entry(name))
         check_graph(content, self.path / name, self._weight_bytes, mend=_MEND)
-        return content
+        return self._as_run(name, content)
+
+    def _as_run(self, name: str, graph: bytes) -> bytes:
+        """Remove from the source model's graph the inputs that nothing reads."""
+        if not self.manifest.unread or name != self.manifest.source.file:
+            return graph
+        return without_inputs(graph, self.manifest.unread_names)
 
     def weight_folder(self) -> Path | None:
         """Give the folder where runtimes find the weights that graphs name; ``None`` if none do.

@@ -7,11 +7,13 @@ segment and exit shares, so that a stage is the plain union of its parts
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
@@ -23,6 +25,7 @@ from offramp.bundle.manifest_checks import (
     MOST_SAMPLE_BYTES,
     check_answer,
     check_chain,
+    check_places,
     check_precision,
     check_samples,
     check_sharing,
@@ -81,6 +84,28 @@ class TensorSpec:
         return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadInput:
+    """An input that the model's file declares and no operator reads.
+
+    Requests and data may hold it or leave it out. Where it is there it is checked, then dropped.
+    """
+
+    spec: TensorSpec
+    place: int
+    """Index among all inputs that the file declares."""
+
+
+def declared_inputs(
+    read: Iterable[TensorSpec], unread: Iterable[UnreadInput]
+) -> tuple[TensorSpec, ...]:
+    """Return all inputs of a model's file in its order, those that nothing reads included."""
+    declared = list(read)
+    for each in unread:
+        declared.insert(each.place, each.spec)
+    return tuple(declared)
+
+
 _COUNTED: Final[dict[TaskKind, str]] = {
     "classification": "classes",
     "multi-label": "labels",
@@ -115,12 +140,17 @@ class Answer:
     was reduced to them."""
     criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
     """What says how sure exits are of it; of other tasks than classification, probability."""
+    flat: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the model's file gives one number a sample, [batch]: that is what is served. The
+    bundle's graphs give it as [batch, 1]."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
         if self.form not in _FORMS[self.task.kind]:
             known = ", ".join(_FORMS[self.task.kind])
             raise ValueError(f"form {self.form!r} is none of {self.task.kind}: {known}")
+        if self.flat and self.classes != 1:
+            raise ValueError(f"flat is of one number a sample, not of {self.classes}")
         if self.tokens and len(self.tokens) != self.classes:
             raise ValueError(
                 f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
@@ -130,6 +160,10 @@ class Answer:
             raise ValueError(
                 f"criterion {self.criterion.name} is for classification, not for {self.task.kind}"
             )
+
+    def served(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return answers of graphs in the shape that the model's file has."""
+        return values[:, 0] if self.flat else values
 
     def describe(self) -> str:
         """``10 classes, logits``, for people."""
@@ -184,6 +218,7 @@ class Manifest:
     """Versions of what wrote the bundle."""
     source: Source
     inputs: tuple[TensorSpec, ...]
+    """Inputs that the model reads, in the order of its file."""
     outputs: tuple[TensorSpec, ...]
     answer: Answer
     segments: tuple[Segment, ...]
@@ -218,6 +253,8 @@ class Manifest:
     weight_sharing: tuple[SharingCost, ...] = field(default=(), metadata=LEFT_OUT)
     """What sessions of the model and of each variant cost that share weights in memory, by number;
     empty where that was not measured."""
+    unread: tuple[UnreadInput, ...] = field(default=(), metadata=LEFT_OUT)
+    """Inputs that the file declares and nothing reads, by rising place."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -233,7 +270,8 @@ class Manifest:
         if self.answer.output != self.segments[-1].output:
             raise ValueError(f"answer: {self.answer.output!r} is not the last segment's output")
         check_numbers(self, "verified_tolerance", least=0)
-        check_unique("inputs", (tensor.name for tensor in self.inputs))
+        check_places(self)
+        check_unique("inputs", (tensor.name for tensor in self.declared))
         check_unique("files", (entry.path for entry in self.files))
         check_answer(self)
         check_samples(self.inputs, self.calibration)
@@ -243,6 +281,23 @@ class Manifest:
         check_variants(self)
         check_sharing(self)
         check_sizes(self.segments)
+
+    @property
+    def declared(self) -> tuple[TensorSpec, ...]:
+        """All inputs of the model's file, in its order: what clients and data may hold."""
+        return declared_inputs(self.inputs, self.unread)
+
+    @property
+    def served_outputs(self) -> tuple[TensorSpec, ...]:
+        """Outputs as the model's file has them, and clients get them."""
+        if not self.answer.flat:
+            return self.outputs
+        return tuple(replace(output, shape=output.shape[:1]) for output in self.outputs)
+
+    @property
+    def unread_names(self) -> frozenset[str]:
+        """Names of the inputs that nothing reads."""
+        return frozenset(each.spec.name for each in self.unread)
 
     @property
     def graphs(self) -> tuple[str, ...]:

@@ -29,6 +29,14 @@ def check_unique(what: str, names: Iterable[str]) -> None:
         seen.add(name)
 
 
+def check_places(manifest: Manifest) -> None:
+    """Inputs that nothing reads have places of their own among all inputs, which rise."""
+    places = [each.place for each in manifest.unread]
+    end = len(manifest.inputs) + len(places)
+    if places != sorted(set(places)) or any(not 0 <= place < end for place in places):
+        raise ValueError(f"unread: places {places!s:.100} must rise, from 0 to {end - 1}")
+
+
 def check_answer(manifest: Manifest) -> None:
     """The answer is the one output, of the shape and type that its task has."""
     answer, outputs = manifest.answer, manifest.outputs
@@ -208,7 +216,7 @@ def check_chain(manifest: Manifest) -> None:
             _refuse_reads(f"segments[{after.index}]", after.inputs, unread)
     written = [name for segment in manifest.segments for name in segment.outputs]
     written += [name for exit_ in manifest.exits for name in (exit_.output, exit_.confidence)]
-    check_unique("tensors", [*graph_inputs, *written])
+    check_unique("tensors", [*(tensor.name for tensor in manifest.declared), *written])
 
 
 def _check_reads(

@@ -6,11 +6,13 @@ are found by where they are, and messages are given as parts that follow each ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types."""
+_GRAPH, _INPUT = 7, 11
+"""Fields of ``ModelProto`` and ``GraphProto``."""
 
 
 class WireError(ValueError):
@@ -75,6 +77,29 @@ def fields_of(message: memoryview) -> Iterator[WireField]:
         if not 0 < number < 2**29 or at > size:
             raise WireError(f"not a whole ONNX graph: field {number} ends at {at} of {size}")
         yield WireField(number, wire, begin, start, at)
+
+
+def without_inputs(model: bytes, names: Collection[str]) -> bytes:
+    """Remove inputs of the graph from a serialised ONNX model, by name; WireError if it is none."""
+    whole, parts = memoryview(model), list[Part]()
+    for field in fields_of(whole):
+        if (field.number, field.wire) == (_GRAPH, BYTES):
+            parts += with_length(_GRAPH, _kept_fields(whole[field.start : field.end], names))
+        else:
+            parts.append(whole[field.begin : field.end])
+    return b"".join(part for part in parts if not isinstance(part, Place))
+
+
+def _kept_fields(graph: memoryview, names: Collection[str]) -> Iterator[memoryview]:
+    """Yield the fields of a graph but the inputs of some names."""
+    for field in fields_of(graph):
+        if field.number != _INPUT or _name_in(graph[field.start : field.end]) not in names:
+            yield graph[field.begin : field.end]
+
+
+def _name_in(value_info: memoryview) -> str:
+    found = (value_info[f.start : f.end] for f in fields_of(value_info) if f.number == 1)
+    return bytes(next(found, b"")).decode("utf-8", "replace")
 
 
 def varint_at(message: memoryview, at: int) -> tuple[int, int]:

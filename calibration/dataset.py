@@ -17,7 +17,8 @@ from typing import IO, Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Answer, Manifest, TensorSpec
+from offramp.bundle import Answer, Manifest, TensorSpec, UnreadInput
+from offramp.bundle.manifest import declared_inputs
 from offramp.bundle.mapped import copy_rows
 from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
 from offramp.calibration.scratch import ScratchError, ScratchSpace
@@ -110,6 +111,7 @@ def read_dataset(
     path: Path,
     specs: Sequence[TensorSpec],
     *,
+    unread: Sequence[UnreadInput] = (),
     answer: Answer | None = None,
     scratch: ScratchSpace | None = None,
 ) -> Dataset:
@@ -120,6 +122,7 @@ def read_dataset(
     ``scratch`` (``None``: the system's folder for temporary files). In a folder, ``NAME.npy`` is
     the array of the input ``NAME``, and ``label.npy`` holds the classes. Of models with other
     answers than classes (``answer``) labels are sets of labels [n, labels], or are left aside.
+    The data may hold the inputs that nothing reads (``unread``): they are checked, then left aside.
 
     A ``DataError`` where a file cannot be read, an array's name, dtype or shape is not what the
     model takes, arrays have different lengths, or values are NaN or infinite.
@@ -130,8 +133,10 @@ def read_dataset(
     if len(found) > 1:
         raise DataError(f"{path}: has both {' and '.join(found)}; keep one of them")
     labels = arrays.pop(found[0]) if found else None
-    if wrong := check_tensors(specs, arrays):
+    aside = frozenset(each.spec.name for each in unread)
+    if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
         raise DataError(f"{path}: {wrong}")
+    arrays = {name: array for name, array in arrays.items() if name not in aside}
     if labels is not None and labels.ndim == 0:
         raise DataError(f"{path}: labels are one number, expected one for each sample")
     _check_lengths(path, arrays, labels)
@@ -220,7 +225,7 @@ def _check_lengths(
 
 def read_samples(path: Path, manifest: Manifest) -> Dataset:
     """Read samples for the model of a bundle, as :func:`read_dataset` does."""
-    return read_dataset(path, manifest.inputs, answer=manifest.answer)
+    return read_dataset(path, manifest.inputs, unread=manifest.unread, answer=manifest.answer)
 
 
 def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArray[np.int64] | None:
@@ -245,6 +250,8 @@ def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArra
             )  # fmt: skip
         return np.array(labels, np.int64)
     if kind == "multi-label" and answer is not None:
+        if answer.flat and labels.ndim == 1:
+            labels = labels[:, None]
         if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
             raise DataError(
                 f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; leave "

@@ -207,7 +207,8 @@ def _least_squares(design: FloatArray, observed: FloatArray, weights: FloatArray
         columns = np.flatnonzero(used)
         found = np.zeros(design.shape[1])
         if len(columns):
-            found[columns] = np.linalg.lstsq(weighted[:, columns], observed * weights)[0]
+            solved, *_ = np.linalg.lstsq(weighted[:, columns], observed * weights, rcond=None)
+            found[columns] = solved
         loss = float(((weighted @ found - observed * weights) ** 2).sum())
         if (found >= 0).all() and loss < least:
             best, least = found / scale, loss

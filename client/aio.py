@@ -14,7 +14,13 @@ from numpy.typing import ArrayLike
 
 from offramp.client.connection import ClientBase
 from offramp.client.results import InferResult, ModelMetadata, StreamedResult
-from offramp.client.wire import build_request, parse_metadata, parse_response, parse_streamed
+from offramp.client.wire import (
+    build_request,
+    parse_metadata,
+    parse_optional,
+    parse_response,
+    parse_streamed,
+)
 from offramp.proto import messages
 
 
@@ -85,6 +91,13 @@ class AsyncClient(ClientBase):
         """Inputs and outputs of a model; raises as :meth:`infer`."""
         request = messages.ModelMetadataRequest(name=model)
         return parse_metadata(await self._call(self._metadata, request, timeout_s))
+
+    async def optional_inputs(
+        self, model: str, *, timeout_s: float | None = None
+    ) -> frozenset[str]:
+        """Names of the inputs that requests may leave out; raises as :meth:`infer`."""
+        request = messages.ModelConfigRequest(name=model)
+        return parse_optional(await self._call(self._config, request, timeout_s))
 
     async def server_ready(self, *, timeout_s: float | None = None) -> bool:
         """Whether every model takes requests; raises DeadlineError or ConnectionFailedError."""

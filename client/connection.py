@@ -127,6 +127,7 @@ class ClientBase:
             self._channel = self._grpc.secure_channel(address, tls.credentials(), options)
         self._infer = self._unary("ModelInfer")
         self._metadata = self._unary("ModelMetadata")
+        self._config = self._unary("ModelConfig")
         self._server_ready = self._unary("ServerReady")
         self._model_ready = self._unary("ModelReady")
         self._stream = self._channel.stream_stream(

@@ -19,6 +19,7 @@ from offramp.client.results import (
     TensorMetadata,
 )
 from offramp.proto.messages import (
+    ModelConfigResponse,
     ModelInferRequest,
     ModelInferResponse,
     ModelMetadataResponse,
@@ -124,6 +125,11 @@ def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:
         inputs=_tensors(response.inputs),
         outputs=_tensors(response.outputs),
     )
+
+
+def parse_optional(response: ModelConfigResponse) -> frozenset[str]:
+    """Names of the inputs that a model's configuration calls optional."""
+    return frozenset(each.name for each in response.config.input if each.optional)
 
 
 def _tensors(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> dict[str, TensorMetadata]:

@@ -94,7 +94,9 @@ def compile_model(
     warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, weight_bytes(model.proto))
     with progress.step("Read the data", 1):
-        dataset = read_dataset(options.data, model.inputs, answer=model.answer, scratch=scratch)
+        dataset = read_dataset(
+            options.data, model.inputs, unread=model.unread, answer=model.answer, scratch=scratch
+        )
         if options.answer_tokens:
             check_lengths(model.inputs, dataset)
     parts = split(

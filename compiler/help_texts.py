@@ -69,7 +69,7 @@ PLAN: Final = """\
 Plan a bundle on a cluster (E3): how many splits, which segments and exits in each, on which and
 how many devices, at which batch size. Prints the plan beside the model as it is on the same
 devices, and what binds. Everything is predicted, from profiles and from how many rows leave at
-each exit; nothing is run, and nothing serves by a plan yet.
+each exit; nothing is run. eeserve --cluster makes such plans while it serves, and serves by them.
 
   eecompile plan model.ee --cluster cluster.toml --slo-ms 100
   eecompile plan model.ee --cluster cluster.toml --slo-ms 100 --rate 6000 --json plan.json

@@ -7,11 +7,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 from onnx import version_converter
 
-from offramp.bundle.manifest import NUMBER_DTYPES, Answer, TensorSpec
+from offramp.bundle.manifest import (
+    Answer,
+    TensorSpec,
+    UnreadInput,
+    declared_inputs,
+)
 from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
@@ -25,11 +31,18 @@ from offramp.compiler.cuts import MAX_CUT_TENSORS
 from offramp.compiler.decoder_cache import check_no_cache
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
+from offramp.compiler.model_checks import (
+    check_batch_in_front,
+    check_inference,
+    check_inputs,
+    check_some_input,
+)
 from offramp.compiler.runtime import runs_opset
-from offramp.compiler.shapes import annotate, declared_types, dtype_name
+from offramp.compiler.shapes import annotate, declared_types
 from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
 from offramp.compiler.turning import turn_batch_first
+from offramp.compiler.unread_inputs import DeclaredInputs, drop_unread, with_unread
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +52,6 @@ _MOST_OPSET = 99
 """Where the search for the newest that can be run begins."""
 MIN_IR_VERSION = 8
 """Of the file format; since 4 initializers need not be graph inputs."""
-_MOST_DIMENSIONS = 8
-"""Of an input: a video has five, and every one more multiplies what a trial run takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +66,23 @@ class SourceModel:
     """The whole model, weights included. Treat it as read-only."""
     name: str
     inputs: tuple[TensorSpec, ...]
+    """Inputs that the model reads, in the order of its file."""
     outputs: tuple[TensorSpec, ...]
     original_sha256: str
     """Hash of the file that was read and of its external data."""
     opset: int
     answer: Answer
+    unread: tuple[UnreadInput, ...] = ()
+    """Inputs that the file declares and nothing reads, which ``proto`` does not have."""
+
+    @property
+    def declared(self) -> tuple[TensorSpec, ...]:
+        """All inputs of the file, in its order."""
+        return declared_inputs(self.inputs, self.unread)
+
+    def as_declared(self) -> onnx.ModelProto:
+        """Return the model with all inputs that its file declares."""
+        return with_unread(self.proto, self.unread)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -95,7 +118,7 @@ def read_model(
     proto, digest = load_source(path)
     try:
         limit_s = simplify_limit if simplify else None
-        proto = _prepare(
+        prepared = _prepare(
             proto,
             answer=answer,
             answer_tokens=answer_tokens,
@@ -104,9 +127,10 @@ def read_model(
             scratch=scratch,
         )
         proto = turn_batch_first(
-            anchor_shapes(proto, max_tensors=max_cut_tensors), max_tensors=max_cut_tensors
+            anchor_shapes(prepared.proto, max_tensors=max_cut_tensors), max_tensors=max_cut_tensors
         )
-        found = replace(find_answer(proto, asked), tokens=tuple(answer_tokens))
+        found = find_answer(proto, asked)
+        found = replace(found, tokens=tuple(answer_tokens), flat=prepared.flat)
         inputs = _specs(proto, [i.name for i in proto.graph.input])
         outputs = _specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:
@@ -124,7 +148,17 @@ def read_model(
         original_sha256=digest,
         opset=default_opset(proto),
         answer=found,
+        unread=prepared.unread,
     )
+
+
+class _Prepared(NamedTuple):
+    """A model in the form that :class:`SourceModel` describes, but for its cuts."""
+
+    proto: onnx.ModelProto
+    unread: tuple[UnreadInput, ...]
+    flat: bool
+    """Whether the file gives the answer as [batch], and ``proto`` as [batch, 1]."""
 
 
 def _prepare(
@@ -135,11 +169,8 @@ def _prepare(
     class_map: bool,
     limit_s: float | None,
     scratch: ScratchSpace | None,
-) -> onnx.ModelProto:
-    """Bring a checked model into the form that :class:`SourceModel` describes, but for its cuts.
-
-    ``limit_s`` is how long it may be simplified; ``None`` is not at all.
-    """
+) -> _Prepared:
+    """Prepare a checked model; simplifying it may take ``limit_s``, and ``None`` leaves it out."""
     check_operators(proto)
     proto = _modern(proto)
     preparation.unlist_initializers(proto)
@@ -148,17 +179,24 @@ def _prepare(
     else:
         check_no_cache(proto)
     keep_answer(proto, answer)
+    flat = preparation.give_column(proto)
     if class_map:
         answer_with_classes(proto)
     preparation.remove_unused(proto)
-    _check_inputs(proto)
+    declared = DeclaredInputs.of(proto.graph)
+    drop_unread(proto.graph)
+    check_inputs(proto)
+    _specs(proto, [info.name for info in proto.graph.input])
+    check_batch_in_front(proto.graph)
+    check_inference(proto.graph)
     free_batch(proto)
     if limit_s is not None:
         proto = preparation.simplified(proto, limit_s=limit_s, scratch=scratch)
-        _check_some_input(proto)
+        drop_unread(proto.graph)
+        check_some_input(proto)
     preparation.name_operators(proto)
     annotate(proto)
-    return proto
+    return _Prepared(proto, declared.unread(proto.graph), flat)
 
 
 def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -184,36 +222,6 @@ def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:
         )
     proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
     return proto
-
-
-def _check_some_input(proto: onnx.ModelProto) -> None:
-    if not proto.graph.input:
-        raise ModelError("no inputs that the answer depends on: there is nothing to classify")
-
-
-def _check_inputs(proto: onnx.ModelProto) -> None:
-    """Refuse inputs that are no arrays of numbers; name sizes that have no name."""
-    _check_some_input(proto)
-    for info in proto.graph.input:
-        tensor = info.type.tensor_type
-        if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
-            raise ModelError(f"input {info.name!r} is no tensor of known rank; export it as one")
-        if dtype_name(tensor.elem_type) not in NUMBER_DTYPES:
-            kinds = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}
-            kind = kinds.get(tensor.elem_type, f"number {tensor.elem_type}")
-            raise ModelError(
-                f"input {info.name!r} has elements of type {kind}, expected a number type that "
-                "numpy has; move the conversion out of the model"
-            )
-        for axis, dim in enumerate(tensor.shape.dim):
-            if not dim.HasField("dim_value") and not dim.dim_param:
-                dim.dim_param = f"{info.name}_{axis}"
-        if len(tensor.shape.dim) > _MOST_DIMENSIONS:
-            raise ModelError(
-                f"input {info.name!r} has {len(tensor.shape.dim)} dimensions, expected at most "
-                f"{_MOST_DIMENSIONS}"
-            )
-    _specs(proto, [info.name for info in proto.graph.input])
 
 
 def _specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:

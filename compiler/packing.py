@@ -83,6 +83,7 @@ def make_manifest(
             opset=model.opset,
         ),
         inputs=model.inputs,
+        unread=model.unread,
         outputs=model.outputs,
         answer=model.answer,
         segments=sized_segments(built, built.read, row),
@@ -126,7 +127,7 @@ def pack(
 
     Graphs name their large weights in one file, which is given piece by piece.
     """
-    graphs = {**built.files, manifest.source.file: sliced.model.proto.SerializeToString()}
+    graphs = {**built.files, manifest.source.file: sliced.model.as_declared().SerializeToString()}
     for variant in variants:
         graphs |= variant.graphs
     if variants:

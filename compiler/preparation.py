@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 
 from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import Dataflow, refill
+from offramp.compiler.graph import Dataflow, refill, rename_tensor
 from offramp.compiler.rounding import rounding_of
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.shapes import FLOATING, dtype_name
 from offramp.compiler.simplifier import LIMIT_S, SimplifierError, slim
 from offramp.compiler.weights import weight_file_if_large
 
@@ -32,6 +35,25 @@ def unlist_initializers(proto: onnx.ModelProto) -> None:
     graph = proto.graph
     constants = {tensor.name for tensor in graph.initializer}
     refill(graph.input, [info for info in graph.input if info.name not in constants])
+
+
+def give_column(proto: onnx.ModelProto) -> bool:
+    """Give the one output a second dimension, in place, where it has none: [batch] as [batch, 1].
+
+    The name goes to the new one. Returns whether there was anything to do.
+    """
+    (output,) = proto.graph.output
+    tensor = output.type.tensor_type
+    if len(tensor.shape.dim) != 1 or dtype_name(tensor.elem_type) not in FLOATING:
+        return False
+    name, inner, axes = output.name, f"{output.name}/flat", f"{output.name}/flat_axes"
+    rename_tensor(proto.graph, name, inner)
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([1]), axes))
+    proto.graph.node.append(
+        helper.make_node("Unsqueeze", [inner, axes], [name], name=f"{name}/column")
+    )
+    tensor.shape.dim.add(dim_value=1)
+    return True
 
 
 def remove_unused(proto: onnx.ModelProto) -> None:

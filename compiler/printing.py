@@ -150,7 +150,7 @@ def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console
     facts = Table.grid(padding=(0, 2))
     rows = {
         "model": f"{model.name} (opset {model.opset}, {_work(analysis)})",
-        "inputs": "\n".join(spec.describe() for spec in model.inputs),
+        "inputs": "\n".join(_input_lines(model)),
         "main": ", ".join(analysis.main_inputs),
         "answer": _described(model.answer),
         "cut points": str(len(analysis.cuts)),
@@ -162,6 +162,13 @@ def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console
         console.print(_cut_table(analysis.cuts, "time" if analysis.total_s else "FLOPs"))
     if analysis.rejected:
         console.print(_rejected_table(analysis.rejected))
+
+
+def _input_lines(model: SourceModel) -> Iterator[str]:
+    """Yield a line for each input of the model's file."""
+    unread = {each.spec.name for each in model.unread}
+    for spec in model.declared:
+        yield spec.describe() + (", which nothing reads" if spec.name in unread else "")
 
 
 def _described(answer: Answer) -> str:

@@ -20,6 +20,7 @@ from onnx.external_data_helper import load_external_data_for_model, uses_externa
 from offramp.bundle.npz import open_regular
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import bodies, sort_operators
+from offramp.compiler.standard_form import to_standard_form
 
 MAX_BYTES = 2**31 - 1
 """Limit of one protobuf message."""
@@ -46,11 +47,17 @@ def load_source(path: Path) -> tuple[onnx.ModelProto, str]:
                 digest.update(chunk)
     try:
         load_external_data_for_model(proto, str(path.parent))
-        sort_operators(proto.graph)  # ONNX Runtime runs files in any order, the checker refuses
+        sort_operators(proto.graph)  # ONNX Runtime runs files in any order
+        to_standard_form(proto)
         onnx.checker.check_model(proto)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
     except (onnx.checker.ValidationError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{path}: the ONNX checker refuses it: {reason}") from error
+        raise ModelError(
+            f"{path}: breaks a rule of ONNX, so that runtimes would refuse or misread it; export "
+            f"the model again, with a newer exporter if there is one. The rule: {reason}"
+        ) from error
     return proto, digest.hexdigest()
 
 

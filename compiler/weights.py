@@ -10,14 +10,13 @@ sessions map (:mod:`offramp.engine.external_weights`); a bundle gets one of its 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias
 
 import onnx
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from offramp.bundle import Bundle
@@ -308,16 +307,17 @@ def _copy_but(source: Message, target: Message, left_out: str) -> None:
     """Copy all fields of a message but one, which may be large."""
     for descriptor, value in source.ListFields():
         if descriptor.name != left_out:
-            _copy_field(descriptor, value, target)
+            _copy_field(descriptor.name, value, target)
 
 
-def _copy_field(descriptor: FieldDescriptor, value: Any, target: Message) -> None:
-    if descriptor.is_repeated:
-        getattr(target, descriptor.name).extend(value)
-    elif descriptor.message_type is not None:
-        getattr(target, descriptor.name).CopyFrom(value)
+def _copy_field(name: str, value: Any, target: Message) -> None:
+    # By the value: no property of descriptors tells this in every version of protobuf from 5 on.
+    if isinstance(value, MutableSequence):
+        getattr(target, name).extend(value)
+    elif isinstance(value, Message):
+        getattr(target, name).CopyFrom(value)
     else:
-        setattr(target, descriptor.name, value)
+        setattr(target, name, value)
 
 
 def named_place(tensor: onnx.TensorProto) -> Place:

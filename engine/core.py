@@ -149,7 +149,7 @@ class Engine:
         served = self._served(model)
         request = self._submit(served, model, inputs, deadline_s=deadline_s, priority=priority)
         await self._finished(model, request)
-        return StreamResult.first(served.answer.output, request)
+        return StreamResult.first(served.answer, request)
 
     async def infer_stream(
         self,
@@ -174,7 +174,7 @@ class Engine:
         )
         try:
             await self._finished(model, request)
-            early = StreamResult.first(served.answer.output, request)
+            early = StreamResult.first(served.answer, request)
             yield early
             if early.kind is ResultKind.EARLY:
                 await followup
@@ -206,8 +206,11 @@ class Engine:
             deadline_s=deadline_s,
             priority=priority,
             max_samples=options.max_queue_samples,
+            unread=served.unread,
         ):
             raise BadInputError(f"{model}: {wrong}")
+        if served.unread:
+            inputs = {n: array for n, array in inputs.items() if n not in served.unread}
         if wrong := served.lengths.wrong(inputs):
             raise BadInputError(f"{model}: {wrong}")
         count = len(next(iter(inputs.values())))
@@ -247,6 +250,7 @@ class Engine:
         return ModelInfo(
             name=name,
             inputs=served.inputs,
+            unread=served.unread,
             outputs=served.outputs,
             answer=served.answer,
             platform=f"offramp_{self._backend.name}",

@@ -57,11 +57,11 @@ class StreamResult(EngineResult):
     """[n]: whether the model's own answer does not agree with the early one."""
 
     @classmethod
-    def first(cls, output: str, request: Request) -> Self:
-        """Give the first answer to a request, ``output`` being the model's own."""
+    def first(cls, answer: Answer, request: Request) -> Self:
+        """Give the first answer to a request, ``answer`` being the model's own."""
         assert request.first.values is not None
         return cls(
-            outputs={output: request.first.values},
+            outputs={answer.output: answer.served(request.first.values)},
             exits=request.exits,
             confidences=request.first.confidences,
             forced=request.forced,
@@ -87,8 +87,8 @@ class StreamResult(EngineResult):
         ends, said = agreement.reduce(values), agreement.reduce(first.values)
         corrected = ~agreement.agree(said, ends, mask)
         return replace(
-            cls.first(answer.output, request),
-            outputs={answer.output: values},
+            cls.first(answer, request),
+            outputs={answer.output: answer.served(values)},
             exits=np.where(known, np.int32(MODEL_END), request.exits),
             variants=np.where(known, np.int16(0), request.variants),
             confidences=confidences,
@@ -104,6 +104,8 @@ class ModelInfo:
 
     name: str
     inputs: tuple[TensorSpec, ...]
+    unread: frozenset[str] = frozenset()
+    """Names of the inputs that nothing reads, which requests may leave out."""
     outputs: tuple[TensorSpec, ...]
     answer: Answer
     platform: str

@@ -79,6 +79,9 @@ class ServedModel:
     """
 
     inputs: tuple[TensorSpec, ...]
+    """All inputs of the model's file, in its order."""
+    unread: frozenset[str] = frozenset()
+    """Names of the inputs that nothing reads: checked where they are sent, then dropped."""
     outputs: tuple[TensorSpec, ...]
     answer: Answer
     mode: Mode
@@ -168,8 +171,9 @@ class ServedModel:
         exits = 0 if mode is Mode.OFF else len(bundle.manifest.exits)
         keeps_profile = exits > 0 and options.keep_state
         return cls(
-            inputs=bundle.manifest.inputs,
-            outputs=bundle.manifest.outputs,
+            inputs=bundle.manifest.declared,
+            unread=bundle.manifest.unread_names,
+            outputs=bundle.manifest.served_outputs,
             answer=bundle.manifest.answer,
             mode=mode,
             options=of_model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,20 @@ def check_request(
     deadline_s: float | None,
     priority: int,
     max_samples: int,
+    unread: Collection[str] = (),
 ) -> str | None:
     """Say what is wrong with a request; ``None`` if nothing is.
 
-    ``specs`` are the model's inputs; the deadline is absolute; the queue holds ``max_samples``.
+    ``specs`` are the model's inputs, ``unread`` the names of those that nothing reads; the deadline
+    is absolute; the queue holds ``max_samples``.
     """
-    if wrong := check_tensors(specs, tensors):
+    if wrong := check_tensors(specs, tensors, unread=unread):
         return wrong
     if not _LEAST_PRIORITY <= priority <= _MOST_PRIORITY:
         return f"priority {priority} is not a 32-bit number"
     if deadline_s is not None and math.isnan(deadline_s):
         return "the deadline is not a number"
-    count = len(next(iter(tensors.values())))
+    count = next(len(tensors[spec.name]) for spec in specs if spec.name not in unread)
     if count > max_samples:
         return (
             f"{count} samples are more than the queue holds ({max_samples}); "
@@ -42,22 +44,31 @@ def check_request(
     return None
 
 
-def check_tensors(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]]) -> str | None:
+def check_tensors(
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, NDArray[Any]],
+    *,
+    unread: Collection[str] = (),
+) -> str | None:
     """Say what is wrong with ``tensors``; ``None`` if nothing is.
 
     Names and dtypes must be equal, fixed sizes too; a symbolic size must be the same wherever
-    its symbol stands. There must be at least one sample.
+    its symbol stands. There must be at least one sample. Inputs that nothing reads (``unread``, by
+    name) may be left out.
     """
-    if wrong := _check_names(specs, tensors):
+    if wrong := _check_names(specs, tensors, unread):
         return wrong
     bound: dict[str, tuple[int, str]] = {}
     for spec in specs:
-        if wrong := _check_tensor(spec, tensors[spec.name], bound):
+        tensor = tensors.get(spec.name)
+        if tensor is not None and (wrong := _check_tensor(spec, tensor, bound)):
             return wrong
     return None
 
 
-def _check_names(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]]) -> str | None:
+def _check_names(
+    specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]], unread: Collection[str]
+) -> str | None:
     if len(tensors) == len(specs) and all(spec.name in tensors for spec in specs):
         return None
     names = {spec.name for spec in specs}
@@ -67,8 +78,8 @@ def _check_names(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]
             close = difflib.get_close_matches(name, names, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             return f"there is no input {name!r}{hint}; expected {expected}"
-    missing = min(names - set(tensors))
-    return f"input {missing!r} is missing; expected {expected}"
+    missing = min(names - set(tensors) - set(unread), default=None)
+    return None if missing is None else f"input {missing!r} is missing; expected {expected}"
 
 
 def _check_tensor(

@@ -252,7 +252,10 @@ def write_config(model: ModelInfo) -> ModelConfig:
         name=model.name,
         platform=model.platform,
         max_batch_size=model.max_batch_size,
-        input=[ModelInput(**_configured(tensor)) for tensor in model.inputs],
+        input=[
+            ModelInput(**_configured(tensor), optional=tensor.name in model.unread)
+            for tensor in model.inputs
+        ],
         output=[ModelOutput(**_configured(tensor)) for tensor in model.outputs],
     )
 

@@ -274,7 +274,7 @@ class FakeEngine:
             raise DrainingError("the server is shutting down; send the request to another one")
         if self.failure is not None:
             raise self.failure
-        if wrong := check_tensors(info.inputs, inputs):
+        if wrong := check_tensors(info.inputs, inputs, unread=info.unread):
             raise BadInputError(f"{info.name}: {wrong}")
 
     async def _held(self, samples: int, deadline_s: float | None) -> None:

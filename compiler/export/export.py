@@ -24,6 +24,7 @@ from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.graph import serialised
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.source_file import MAX_BYTES
+from offramp.compiler.unread_inputs import with_unread
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Plan, make_plan
@@ -92,6 +93,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
                 models,
                 names,
                 dataset,
+                unread=bundle.manifest.unread_names,
                 tolerance=bundle.manifest.verified_tolerance,
                 progress=advance,
             )
@@ -118,7 +120,7 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
             f"the stages have {size / 2**30:.1f} GiB together; a file holds 2 GiB: use fewer exits"
         )
     source = onnx.load_model_from_string(bundle.read(bundle.manifest.source.file))
-    model = nest(plan, source, names, with_exits=with_exits)
+    model = with_unread(nest(plan, source, names, with_exits=with_exits), bundle.manifest.unread)
     model.producer_name, model.producer_version = "offramp", __version__
     kept = {p.key: p.value for p in source.metadata_props if not p.key.startswith(METADATA)}
     ours = _metadata(bundle, plan, names, with_exits=with_exits)

@@ -310,7 +310,7 @@ class Names:
         of one of these names, both are called ``offramp_exit`` and ``offramp_confidence``; should
         the model have one of these as well, ``offramp_`` is put in front once more.
         """
-        taken = {tensor.name for tensor in (*manifest.inputs, *manifest.outputs)}
+        taken = {tensor.name for tensor in (*manifest.declared, *manifest.outputs)}
         shown = _free((EXIT, CONFIDENCE), taken)
         thresholds = _free([f"{_OURS}threshold_{index}" for index in plan.exits], taken)
         inner = _OURS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.bundle.onnx_wire import without_inputs
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.export.nesting import Names
@@ -44,14 +45,16 @@ def verify(
     names: Names,
     dataset: Dataset,
     *,
+    unread: Collection[str] = (),
     tolerance: float,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Verified:
     """Run bundle and exported models over all samples, in the same batches of several sizes.
 
     ``plan`` is in ``leave`` mode, ``models`` are by what messages call them; if they give exits,
-    these are compared too. Answers may differ by ``tolerance``, relative to the largest of the
-    batch; ``progress`` is called with the number of samples of each batch.
+    these are compared too. ``unread`` names the inputs that nothing reads, and data lack. Answers
+    may differ by ``tolerance``, relative to the largest of the batch; ``progress`` is called with
+    the number of samples of each batch.
 
     Raises:
         VerificationError: A model cannot be run, answers another sample at another exit than the
@@ -59,7 +62,7 @@ def verify(
         BackendError: A stage of the bundle cannot be run.
     """
     bundle = AnsweringStages(plan)
-    exported = {what: _Exported(model, plan, names) for what, model in models.items()}
+    exported = {what: _Exported(model, plan, names, unread) for what, model in models.items()}
     largest, exits = 0.0, []
     for rows in batches_of_many_sizes(len(dataset)):
         tensors = dataset.take(rows)
@@ -81,7 +84,9 @@ def verify(
 class _Exported:
     """An exported model in a session as ONNX Runtime makes it by default, on one thread."""
 
-    def __init__(self, model: onnx.ModelProto, plan: Plan, names: Names) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, plan: Plan, names: Names, unread: Collection[str]
+    ) -> None:
         options = session_options()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
@@ -89,7 +94,8 @@ class _Exported:
             # ONNX Runtime 1.30 and 1.31 crashed in blocked layouts of float16 convolutions.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         try:
-            self._session = load_session(model.SerializeToString(), options)
+            graph = without_inputs(model.SerializeToString(), unread)
+            self._session = load_session(graph, options)
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             raise VerificationError(f"ONNX Runtime cannot load the export: {error}") from error
         given = {output.name for output in self._session.get_outputs()}

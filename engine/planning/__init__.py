@@ -2,6 +2,7 @@
 
 May import: bundle, engine.scheduling.
 
-Sans I/O, and nothing serves by it yet: :mod:`.optimiser` is the place to start, :mod:`.cluster`
-says what there is to plan with, :mod:`.cluster_plan` what a plan is.
+Sans I/O: :mod:`.optimiser` is the place to start, :mod:`.cluster` describes what there is to plan
+with, :mod:`.cluster_plan` what a plan is. ``eecompile plan`` prints plans; ``eeserve --cluster``
+serves by them (:mod:`offramp.engine.cluster_serving`, :mod:`offramp.engine.plan_loop`).
 """

@@ -20,7 +20,7 @@ from offramp.compiler.cli import main as eecompile
 ROOT = Path(__file__).parents[2]
 IGNORED = shutil.ignore_patterns(
     ".git",
-    ".venv",
+    ".venv*",
     ".*_cache",
     ".hypothesis",
     "__pycache__",

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle, TensorSpec
+from offramp.bundle import Bundle, Manifest, TensorSpec
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.paired import (
     BatchRunner,
@@ -278,7 +278,9 @@ class AlsoRunner:
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             reason = str(error).splitlines()[0]
             raise ValueError(f"{where}: ONNX Runtime cannot load it: {reason}") from error
-        _check_inputs(where, bundle.manifest.inputs, self._session.get_inputs())
+        _check_inputs(where, bundle.manifest, self._session.get_inputs())
+        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._manifest = bundle.manifest
         self._outputs = [_answer(where, bundle, self._session.get_outputs())]
         self._classes = bundle.manifest.answer.classes
         self._where = where
@@ -300,12 +302,25 @@ class AlsoRunner:
 
     def _answered(self, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         try:
-            (answer,) = self._session.run(self._outputs, tensors)
+            (answer,) = self._session.run(self._outputs, self._fed(tensors))
         except Exception as error:
             rows = len(next(iter(tensors.values())))
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self._where}: fails on {rows} rows: {reason}") from error
-        return np.asarray(answer)
+        flat = self._manifest.answer.flat and answer.ndim == 1
+        return np.asarray(answer[:, None] if flat else answer)
+
+    def _fed(self, tensors: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        """Return what the model is fed: zeros for inputs that the bundle's model does not read."""
+        missing = [e.spec for e in self._manifest.unread if e.spec.name in self._inputs]
+        specs = self._manifest.inputs
+        sizes = {
+            size: found
+            for spec in specs
+            if missing
+            for size, found in zip(spec.shape, tensors[spec.name].shape, strict=True)
+        }
+        return {**tensors, **{spec.name: _zeros(spec, sizes) for spec in missing}}
 
 
 def describe_also(models: Sequence[Also]) -> dict[str, dict[str, str]]:
@@ -319,14 +334,24 @@ def describe_also(models: Sequence[Also]) -> dict[str, dict[str, str]]:
     }
 
 
-def _check_inputs(where: str, specs: Sequence[TensorSpec], given: Sequence[Any]) -> None:
-    """Compare names, types and fixed sizes; inputs that have a default are not among ``given``."""
+def _zeros(spec: TensorSpec, sizes: Mapping[int | str, int]) -> NDArray[Any]:
+    """Make an input of zeros; a symbol that has no size is 1."""
+    shape = [size if isinstance(size, int) else sizes.get(size, 1) for size in spec.shape]
+    return np.zeros(shape, spec.dtype)
+
+
+def _check_inputs(where: str, manifest: Manifest, given: Sequence[Any]) -> None:
+    """Compare names, types and fixed sizes; inputs that have a default are not among ``given``.
+
+    Inputs that the bundle's model declares and does not read may be there or not.
+    """
     found = {value.name: value for value in given}
-    same_names = found.keys() == {spec.name for spec in specs}
-    if same_names and all(_fits(found[spec.name], spec) for spec in specs):
+    specs = {spec.name: spec for spec in manifest.declared}
+    same_names = found.keys() | manifest.unread_names == specs.keys()
+    if same_names and all(_fits(value, specs[name]) for name, value in found.items()):
         return
     said = "; ".join(map(_describe, given)) or "nothing"
-    wanted = "; ".join(spec.describe() for spec in specs)
+    wanted = "; ".join(spec.describe() for spec in specs.values())
     raise ValueError(f"{where}: it takes {said}; expected the bundle's inputs, {wanted}")
 
 
@@ -334,9 +359,9 @@ def _fits(found: Any, wanted: TensorSpec) -> bool:
     """Whether a model takes every tensor of a description, of any number of rows."""
     if _ORT_TYPES.get(found.type) != wanted.dtype or len(found.shape) != len(wanted.shape):
         return False
-    return not isinstance(found.shape[0], int) and all(
+    return all(
         size == other or not isinstance(size, int)
-        for size, other in zip(found.shape[1:], wanted.shape[1:], strict=True)
+        for size, other in zip(found.shape, wanted.shape, strict=True)
     )
 
 
@@ -356,6 +381,8 @@ def _answer(where: str, bundle: Bundle, outputs: Sequence[Any]) -> str:
         )
     output = named.get(answer.output, outputs[0])
     sizes = output.shape
+    if answer.flat and len(sizes) == 1:
+        sizes = [*sizes, 1]
     if len(sizes) != 2 or (isinstance(sizes[1], int) and sizes[1] != answer.classes):
         raise ValueError(
             f"{where}: its output {output.name!r} has the shape {list(sizes)}, expected "

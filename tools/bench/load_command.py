@@ -24,6 +24,7 @@ from offramp.tools.bench.load.reference import (
     check_server,
     given_reference,
     input_specs,
+    optional_inputs,
     read_data,
 )
 from offramp.tools.bench.load.report import (
@@ -134,7 +135,10 @@ def run(options: argparse.Namespace) -> int:
     settings, trace = read_options(options)
     check_outputs(options.json, options.html)
     metadata = check_server(settings.address, settings.model)
-    data = read_data(options.data, input_specs(metadata), samples=options.samples)
+    optional = optional_inputs(settings.address, settings.model)
+    data = read_data(
+        options.data, input_specs(metadata), samples=options.samples, optional=optional
+    )
     shares = make_shares(settings, trace, samples=len(data))
     poll: MetricsPoll | None = None
     if options.metrics is not None:

@@ -137,7 +137,7 @@ def test_file_that_the_checker_refuses(read):
     proto = models.mlp()
     proto.graph.node[0].input[0] = "nowhere"
 
-    with pytest.raises(ModelError, match=r"the ONNX checker refuses it: .*nowhere"):
+    with pytest.raises(ModelError, match="reads 'nowhere', which is no input and no init"):
         read(proto)
 
 

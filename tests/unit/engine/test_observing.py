@@ -317,14 +317,14 @@ def test_a_job_is_run_elsewhere_and_its_result_handed_back() -> None:
 
     async def body(_engine: Engine, _backend: FakeBackend) -> None:
         controller.jobs.append(
-            Job(number=5, purpose="a sum", function=np.add, arguments=(np.arange(3), 1))
+            Job(number=5, purpose="a turn", function=np.roll, arguments=(np.arange(3), -1))
         )
         controller.jobs.append(
             Job(number=6, purpose="a failure", function=np.reshape, arguments=(np.arange(3), (2,)))
         )
         await until(lambda: len(controller.results) == 2)
         (first, result), (second, failed) = controller.results
-        assert (first, result.tolist(), second, failed) == (5, [1, 2, 3], 6, None)
+        assert (first, result.tolist(), second, failed) == (5, [1, 2, 0], 6, None)
 
     with_engine(body, controller=controller)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 import weakref
@@ -67,6 +68,15 @@ def wait_until(condition: Callable[[], Any], limit_s: float = 20.0) -> Any:
 
 async def until(condition: Callable[[], Any]) -> None:
     await asyncio.to_thread(wait_until, condition)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What was logged, but for what older grpcio says of several event loops in a process."""
+    return [
+        record
+        for record in caplog.records
+        if not (record.exc_info and isinstance(record.exc_info[1], BlockingIOError))
+    ]
 
 
 @both
@@ -414,7 +424,7 @@ def test_a_connection_that_breaks_ends_the_stream_quietly(
 
     asyncio.run(asyncio.wait_for(RequestStream(engine, write).serve(requests()), 20))
     assert engine.cancelled == 12
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 def test_an_answer_that_cannot_be_sent_ends_the_stream(caplog: pytest.LogCaptureFixture) -> None:
@@ -426,7 +436,7 @@ def test_an_answer_that_cannot_be_sent_ends_the_stream(caplog: pytest.LogCapture
         raise RuntimeError("connection reset")
 
     asyncio.run(asyncio.wait_for(RequestStream(FakeEngine(), write).serve(requests()), 20))
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 def test_a_request_is_withdrawn_before_its_stream_ends() -> None:
@@ -530,7 +540,7 @@ def test_a_message_that_is_no_request_ends_its_stream_at_once(
     wait_until(lambda: engine.waiting + engine.auditing == 0)
     engine.hold = engine.hold_final = None
     assert len(ask(served.address)) == 2
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 @pytest.mark.parametrize("decoupled", [False, True], ids=["one answer", "both"])

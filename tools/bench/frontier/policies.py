@@ -151,4 +151,4 @@ def _source(bundle: Bundle) -> str:
 
 
 def _inputs(bundle: Bundle) -> str:
-    return "; ".join(tensor.describe() for tensor in bundle.manifest.inputs)
+    return "; ".join(tensor.describe() for tensor in bundle.manifest.declared)

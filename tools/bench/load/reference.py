@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle, TensorSpec
+from offramp.bundle import Bundle, TensorSpec, UnreadInput
 from offramp.calibration.dataset import read_dataset
 from offramp.client import Client, ModelMetadata, OfframpError
 from offramp.engine.backends import make_backend
@@ -34,6 +34,15 @@ def check_server(address: str, model: str) -> ModelMetadata:
     if not ready:
         raise LoadError(f"{address}: model {model!r} is not ready; wait until eeserve says so")
     return metadata
+
+
+def optional_inputs(address: str, model: str) -> frozenset[str]:
+    """Ask the server which inputs requests may leave out; LoadError if it cannot be asked."""
+    with Client(address, timeout_s=_LIMIT_S) as client:
+        try:
+            return client.optional_inputs(model)
+        except OfframpError as error:
+            raise LoadError(" ".join(str(error).split())) from error
 
 
 def input_specs(metadata: ModelMetadata) -> tuple[TensorSpec, ...]:
@@ -73,12 +82,20 @@ class LoadData:
         return len(next(iter(self.inputs.values())))
 
 
-def read_data(path: Path, specs: Sequence[TensorSpec], *, samples: int) -> LoadData:
-    """Read at most so many first samples of a file; DataError if the model does not take them."""
+def read_data(
+    path: Path, specs: Sequence[TensorSpec], *, samples: int, optional: Collection[str] = ()
+) -> LoadData:
+    """Read at most so many first samples of a file; DataError if the model does not take them.
+
+    The inputs that requests may leave out (``optional``) are not sent.
+    """
+    unread = [UnreadInput(spec=s, place=i) for i, s in enumerate(specs) if s.name in optional]
+    specs = [spec for spec in specs if spec.name not in optional]
     has_reference = f"{REFERENCE_KEY}.npy" in _names(path) and all(
         spec.name != REFERENCE_KEY for spec in specs
     )
-    dataset = read_dataset(path, [*specs, _REFERENCE_SPEC] if has_reference else specs)
+    taken = [*specs, _REFERENCE_SPEC] if has_reference else specs
+    dataset = read_dataset(path, taken, unread=unread)
     inputs = dataset.take(slice(samples))
     reference = inputs.pop(REFERENCE_KEY) if has_reference else None
     return LoadData(inputs=inputs, reference=reference, sha256=dataset.sha256)
@@ -133,7 +150,7 @@ def ask_source(
         LoadError: The bundle is of another model.
         BackendError: It cannot be run.
     """
-    ours = {spec.name for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)}
+    ours = {spec.name for spec in (*bundle.manifest.declared, *bundle.manifest.outputs)}
     theirs = {*served.inputs, *served.outputs}
     if ours != theirs:
         raise LoadError(

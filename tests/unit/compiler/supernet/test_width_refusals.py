@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -294,9 +295,11 @@ def test_heads_stay_whole(of: Callable[..., Supernet]) -> None:
     names = [f"/layers.0/{name}/MatMul" for name in ("query", "key", "value")]
     with pytest.raises(NotElasticError) as caught:
         of("bert", width=[{"weights": names, "ratios": [0.375]}])
-    assert str(caught.value) == (
-        "width: Reshape /layers.0/Reshape_output_0: splits it as [batch, 7, 8] → [batch, 7, 4, 2], "
-        "which 3 of 8 do not fit; keep multiples of 2"
+    # The operator's name is onnxslim's, which changed with its versions.
+    assert re.fullmatch(
+        r"width: Reshape /layers\.0/Reshape\w*: splits it as \[batch, 7, 8\] → "
+        r"\[batch, 7, 4, 2\], which 3 of 8 do not fit; keep multiples of 2",
+        str(caught.value),
     )
     with pytest.raises(NotElasticError) as caught:
         of("bert", width=[{"weights": names[:2], "ratios": [0.5]}])
