@@ -47,7 +47,8 @@ AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", 
 """How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
 gives probabilities of both others: of log-probabilities, those that they are of. (Of labels, which
 are a yes or no each, it is a sigmoid.) ``classes`` are numbers of classes, for each token or pixel;
-``values`` are what regression answers, and heat maps."""
+``values`` are what regression answers, heat maps, and scores of classes or labels on a scale of the
+model's own, which no confidence can be read off."""
 
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]
 """What the segments that exits follow compute in. ``int8`` is a cascade: the quantised model, cut
@@ -91,8 +92,8 @@ _COUNTED: Final[dict[TaskKind, str]] = {
 }
 _SCORES: Final[tuple[AnswerForm, ...]] = ("logits", "probabilities", "log-probabilities")
 _FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
-    "classification": _SCORES,
-    "multi-label": ("logits", "probabilities"),
+    "classification": (*_SCORES, "values"),
+    "multi-label": ("logits", "probabilities", "values"),
     "token-classification": (*_SCORES, "classes"),
     "segmentation": (*_SCORES, "classes"),
     "pose": ("values",),
@@ -115,6 +116,10 @@ class Answer:
     was reduced to them."""
     criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
     """What says how sure exits are of it; of other tasks than classification, probability."""
+    tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
+    """Operators that every exit ends with, as the model does, after its scores (Apparate 3.1)."""
+    thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
+    """Of labels, the values from which on each is given; none where the form says it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
@@ -125,6 +130,13 @@ class Answer:
             raise ValueError(
                 f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
                 f"{self.classes} classes"
+            )
+        if self.thresholds and (
+            self.task.kind != "multi-label" or len(self.thresholds) != self.classes
+        ):
+            raise ValueError(
+                f"answer.thresholds: {len(self.thresholds)} of {self.task.kind}, expected one for "
+                f"each of the {self.classes} labels of multi-label, or none"
             )
         if self.criterion != PROBABILITY and self.task.kind != "classification":
             raise ValueError(
@@ -138,7 +150,8 @@ class Answer:
             what += f" ({self.task.kind})"
         form = f", {self.form}" if self.form != "values" else ""
         judged = f", exits by {self.criterion.name}" if self.criterion != PROBABILITY else ""
-        return f"{self.classes} {what}{form}{judged}"
+        ended = f", then {', '.join(self.tail)}" if self.tail else ""
+        return f"{self.classes} {what}{form}{ended}{judged}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from offramp.compiler.endings import (
 )
 from offramp.compiler.model import SourceModel
 from offramp.compiler.parts import DescribedTensor, PartBuilder
+from offramp.compiler.tail import giving
 from offramp.engine.assembly import assemble
 
 
@@ -102,11 +103,12 @@ def build_exit(
     opset: int,
     ir_version: int,
 ) -> bytes:
-    """Build an exit: pooling, trained head, the source model's post-processing, confidence.
+    """Build an exit: pooling, trained head, the source model's activation, confidence.
 
-    The answer, in the source model's form, is named ``{prefix}{answer.output}``; ``answer_dtype``
-    is numpy's name of its element type. A ``share`` of its principal values reach the confidence;
-    ``certainty`` are the weights of the criterion ``learned``.
+    ``answer`` describes the scores that the head imitates: the model's answer, or what its tail
+    makes the answer of (:meth:`.tail.Tail.end`). They are named ``{prefix}{answer.output}``;
+    ``answer_dtype`` is numpy's name of their element type. A ``share`` of their principal values
+    reach the confidence; ``certainty`` are the weights of the criterion ``learned``.
     """
     part = PartBuilder(prefix, opset, ir_version)
     read = [_as_float32(part, tensor) for tensor in cut.read]
@@ -196,7 +198,7 @@ def attach_poolings(
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
     """Join segments and poolings into one graph: what features are recorded with.
 
-    Gives the model, whose first output is the answer, and per candidate the names of its outputs
+    Gives the model, whose first output is the scores that heads imitate, and per candidate the names of its outputs
     by grid (``WHOLE`` for tensors that are recorded as they are, ``LAST`` for the last token; none
     where no head fits).
     """
@@ -216,5 +218,7 @@ def attach_poolings(
         parts += [pooling] if pooled else []
         outputs.append(whole | pooled)
     parts.extend(segments[len(cuts) :])
-    wanted = [model.answer.output, *(name for e in outputs for name in e.values())]
+    scores = model.taught.output
+    parts = [giving(part, scores) for part in parts]
+    wanted = [scores, *(name for e in outputs for name in e.values())]
     return assemble(parts, wanted), tuple(outputs)

@@ -29,6 +29,7 @@ from offramp.compiler.runtime import runs_opset
 from offramp.compiler.shapes import annotate, declared_types, dtype_name
 from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
+from offramp.compiler.tail import Tail
 from offramp.compiler.turning import turn_batch_first
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,13 @@ class SourceModel:
     """Hash of the file that was read and of its external data."""
     opset: int
     answer: Answer
+    tail: Tail | None = None
+    """What follows the scores that heads imitate, where they do not imitate the answer itself."""
+
+    @property
+    def taught(self) -> Answer:
+        """The scores that heads imitate, described as an answer."""
+        return self.answer if self.tail is None else self.tail.taught
 
     @property
     def versions(self) -> dict[str, int]:
