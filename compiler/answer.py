@@ -220,7 +220,7 @@ def _form_of(proto: onnx.ModelProto, output: str, kind: TaskKind, *, picks: bool
     graph = Dataflow(proto.graph)
     last = _last(graph, output)
     if kind == "multi-label":
-        return "probabilities" if last is not None and last.kind in SIGMOIDS else "logits"
+        return "logits" if find_activation(proto, graph, output) is None else "probabilities"
     if last is None:
         return "logits"
     logarithm = last.kind == "Log"

@@ -31,8 +31,8 @@ from offramp.calibration.scratch import ScratchSpace
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.calibration.training_options import TrainingOptions
-from offramp.compiler.feature_folder import feature_folder
 from offramp.compiler.endings import CONFIDENCE
+from offramp.compiler.feature_folder import feature_folder
 from offramp.compiler.heads import build_empty, build_exit
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions

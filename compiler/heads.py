@@ -38,7 +38,7 @@ from offramp.compiler.endings import (
 )
 from offramp.compiler.model import SourceModel
 from offramp.compiler.parts import DescribedTensor, PartBuilder
-from offramp.compiler.tail import giving
+from offramp.compiler.tail import Tail, giving
 from offramp.engine.assembly import assemble
 
 
@@ -132,6 +132,7 @@ def build_own(
     answer: Answer,
     prefix: str,
     *,
+    tail: Tail | None = None,
     share: float = 1.0,
     mask: TensorSpec | None = None,
     opset: int,
@@ -140,15 +141,19 @@ def build_own(
     """Build the exit that a copy's own answer is: the answer, and its confidence.
 
     ``cut`` is that answer, and ``mask`` says which of its tokens count; names are as
-    :func:`build_exit` gives them. Rounding may take the largest of quantised probabilities out of
-    [0, 1].
+    :func:`build_exit` gives them. With the copy's ``tail`` the confidence is that of its scores.
+    Rounding may take the largest of quantised probabilities out of [0, 1].
     """
     part = PartBuilder(prefix, opset, ir_version)
     part.add("Identity", [cut.name], answer.output)
-    scores = _as_float32(part, cut)
     answered = (prefix + answer.output, cut.dtype, cut.shape)
     confidence = (prefix + CONFIDENCE, "float32", ("batch",))
     inputs: list[DescribedTensor] = [(cut.name, cut.dtype, cut.shape)]
+    if tail is not None and tail.taught.output != cut.name:
+        cut = CutTensor(name=tail.taught.output, dtype=tail.dtype, shape=tail.shape)
+        inputs.append((cut.name, cut.dtype, cut.shape))
+    answer = answer if tail is None else tail.taught
+    scores = _as_float32(part, cut)
     if answer.task.kind != "classification":
         principal, places = add_principal(part, scores, answer, cut.shape)
         counts = None
@@ -198,9 +203,9 @@ def attach_poolings(
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
     """Join segments and poolings into one graph: what features are recorded with.
 
-    Gives the model, whose first output is the scores that heads imitate, and per candidate the names of its outputs
-    by grid (``WHOLE`` for tensors that are recorded as they are, ``LAST`` for the last token; none
-    where no head fits).
+    Returns the model, whose first output is the scores that heads imitate, and per candidate the
+    names of its outputs by grid (``WHOLE`` for tensors that are recorded as they are, ``LAST`` for
+    the last token; none where no head fits).
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []

@@ -29,7 +29,7 @@ from offramp.compiler.runtime import runs_opset
 from offramp.compiler.shapes import annotate, declared_types, dtype_name
 from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
-from offramp.compiler.tail import Tail
+from offramp.compiler.tail import Tail, find_dense_tail
 from offramp.compiler.turning import turn_batch_first
 
 _log = logging.getLogger(__name__)
@@ -132,6 +132,7 @@ def read_model(
         original_sha256=digest,
         opset=default_opset(proto),
         answer=found,
+        tail=find_dense_tail(proto, found),
     )
 
 

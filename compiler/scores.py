@@ -18,11 +18,12 @@ import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
-from offramp.calibration.dataset import DataError, Dataset
+from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import run_over
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import Dataflow, serialised
 from offramp.compiler.model import SourceModel
+from offramp.compiler.rounding import rounding_of
 from offramp.compiler.shapes import TensorType, declared_types
 from offramp.compiler.tail import (
     SIGMOIDS,
@@ -48,8 +49,10 @@ _EXACT: Final = 1e-3
 """Largest distance of a sum of probabilities from 1, in single precision."""
 _COARSE: Final = 0.02
 """The same of probabilities that were rounded: to half precision, or to 8 bits."""
-_CERTAIN: Final = 40.0
+_CERTAIN: Final = 200.0
 """Logit of a class that is certain."""
+_DRAWN: Final = 2048
+"""Scores within the corners that a tail is tried with."""
 _HARD: Final = 0.15
 """Largest distance of a HardSigmoid from a sigmoid, and of rounded ones."""
 _SAME: Final = 1e-4
@@ -60,7 +63,7 @@ quantised answer, two sessions may round it to either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class ScoreScale:
     """What a tensor [batch, k] holds."""
 
     tensor: str
@@ -100,7 +103,7 @@ def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceM
     return _ending(model, tail, values, scale=scale)
 
 
-def _form_alone(model: SourceModel, flow: Dataflow, scale: Scale) -> AnswerForm | None:
+def _form_alone(model: SourceModel, flow: Dataflow, scale: ScoreScale) -> AnswerForm | None:
     """Return the form of an answer that is an activation and no more; None of others.
 
     A softmax and its logarithm are LogSoftmax, which never gives -infinity.
@@ -115,7 +118,7 @@ def _form_alone(model: SourceModel, flow: Dataflow, scale: Scale) -> AnswerForm 
 
 
 def _scores_of(
-    model: SourceModel, flow: Dataflow, chain: Sequence[str], scale: Scale, values: Values
+    model: SourceModel, flow: Dataflow, chain: Sequence[str], scale: ScoreScale, values: Values
 ) -> tuple[str, bool]:
     """Find what an activation reads, before it was rounded or clipped; else its output.
 
@@ -134,7 +137,7 @@ def _scores_of(
     return nearest, levels
 
 
-def _activates(scores: NDArray[Any], found: NDArray[Any], scale: Scale) -> bool:
+def _activates(scores: NDArray[Any], found: NDArray[Any], scale: ScoreScale) -> bool:
     """Whether the activation of scores is what was found, up to rounding."""
     if scores.shape != found.shape:
         return False
@@ -152,23 +155,23 @@ def _activates(scores: NDArray[Any], found: NDArray[Any], scale: Scale) -> bool:
 
 def read_scale(
     flow: Dataflow, types: Mapping[str, TensorType], chain: Sequence[str], values: Values
-) -> Scale | None:
+) -> ScoreScale | None:
     """Find the first tensor of a chain, the answer first, that holds probabilities."""
     for place in range(len(chain) - 1, -1, -1):
         name, op = chain[place], activation_of(flow, types, chain[place])
         found = values[name].astype(np.float64)
         if op is not None and op.kind in SIGMOIDS:
-            return Scale(tensor=name, form="probabilities", kind="multi-label")
+            return ScoreScale(tensor=name, form="probabilities", kind="multi-label")
         coarse = values[name].dtype != np.float32 and values[name].dtype != np.float64
         within = _COARSE if coarse else _EXACT
         if _sums_to_one(found, within):
-            return Scale(tensor=name, form="probabilities", kind="classification")
+            return ScoreScale(tensor=name, form="probabilities", kind="classification")
         with np.errstate(over="ignore"):
             if found.shape[1] > 1 and _sums_to_one(np.exp(found), within):
-                return Scale(tensor=name, form="log-probabilities", kind="classification")
+                return ScoreScale(tensor=name, form="log-probabilities", kind="classification")
         before = (values[other] for other in chain[place + 1 :])
         if any(_is_sigmoid_of(found, other) for other in before):
-            return Scale(tensor=name, form="probabilities", kind="multi-label")
+            return ScoreScale(tensor=name, form="probabilities", kind="multi-label")
     return None
 
 
@@ -184,7 +187,8 @@ def _measure(proto: onnx.ModelProto, names: Mapping[str, None], train: Dataset) 
     for name in names:
         source = giving(source, name)
     batches = [found for _, found in run_over(source, [*names], some, threads=available_cores())]
-    return {name: np.concatenate(of) for name, of in zip(names, zip(*batches), strict=True)}
+    columns = zip(*batches, strict=True)
+    return {name: np.concatenate(of) for name, of in zip(names, columns, strict=True)}
 
 
 def _sums_to_one(found: NDArray[np.float64], within: float) -> bool:
@@ -202,7 +206,7 @@ def _is_sigmoid_of(found: NDArray[np.float64], scores: NDArray[Any]) -> bool:
 
 
 def _check_kind(
-    model: SourceModel, flow: Dataflow, scale: Scale, values: Values, *, asked: bool
+    model: SourceModel, flow: Dataflow, scale: ScoreScale, values: Values, *, asked: bool
 ) -> None:
     """Ask, by a ModelError, where the scores say another task than the graph, or none."""
     answer, found = model.answer, values[model.answer.output].astype(np.float64)
@@ -249,13 +253,11 @@ def _imitating(
     if not asked:
         raise _asking(answer, found, "no Softmax or Sigmoid was found that they result from")
     labels = AnswerTask(kind="multi-label")
-    taught = Answer(
-        output=answer.output, classes=answer.classes, form="probabilities", task=labels
-    )
+    taught = Answer(output=answer.output, classes=answer.classes, form="probabilities", task=labels)
     if answer.task.kind == "multi-label":
         return replace(model, answer=replace(answer, form="probabilities"))
     tail = cut_tail(model.proto, flow, taught, answer.output)
-    scale = Scale(tensor=answer.output, form="probabilities", kind="multi-label")
+    scale = ScoreScale(tensor=answer.output, form="probabilities", kind="multi-label")
     return _ending(model, tail, values, scale=scale)
 
 
@@ -285,17 +287,18 @@ def _bounded(
 
 
 def _ending(
-    model: SourceModel, tail: Tail, values: Values, *, scale: Scale | None = None
+    model: SourceModel, tail: Tail, values: Values, *, scale: ScoreScale | None = None
 ) -> SourceModel:
     """Give a model its tail, verified, and its answer what is measured of both."""
     answer = model.answer
     scores, wanted = values[tail.taught.output], values[answer.output]
-    _verify(answer, tail, scores, wanted)
+    within = max(_SAME, rounding_of(model.proto).chained)
+    _verify(answer, tail, scores, wanted, within=within)
     tail = replace(tail, bounds=None if scale is None else _bounds(tail, wanted))
     thresholds: tuple[float, ...] = ()
     if answer.task.kind == "multi-label":
         thresholds = tuple(_neutral(tail)[0].astype(np.float64).tolist())
-    form = "logits" if scale is None else _form_at_end(answer, tail, scale, scores, wanted)
+    form = "logits" if scale is None else _form_at_end(answer, scale, values)
     settled = replace(answer, form=form, tail=tail.kinds, thresholds=thresholds)
     _log.info(
         "Exits end as the model does: scores at %s (%s), then %s.",
@@ -306,13 +309,18 @@ def _ending(
     return replace(model, answer=settled, tail=tail)
 
 
-def _verify(answer: Answer, tail: Tail, scores: NDArray[Any], wanted: NDArray[Any]) -> None:
-    """Compare what the tail makes of the model's own scores with the model's answers."""
+def _verify(
+    answer: Answer, tail: Tail, scores: NDArray[Any], wanted: NDArray[Any], *, within: float
+) -> None:
+    """Compare what the tail makes of the model's own scores with the model's answers.
+
+    ``within`` is the largest difference of equal values, as a share of their range.
+    """
     given = tail.apply(scores).astype(np.float64)
     with np.errstate(invalid="ignore"):
         apart = np.abs(given - wanted.astype(np.float64))
     finite = wanted[np.isfinite(wanted)]
-    allowed = _SAME * float(np.ptp(finite) if finite.size else 0)
+    allowed = within * float(np.ptp(finite) if finite.size else 0)
     same = (apart <= allowed) | (given == wanted)
     if same.mean() < _REPRODUCED:
         raise VerificationError(
@@ -324,17 +332,23 @@ def _verify(answer: Answer, tail: Tail, scores: NDArray[Any], wanted: NDArray[An
 
 
 def _bounds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, float]:
-    """Find the smallest and largest value of answers that are made of probabilities."""
-    k = tail.taught.classes
-    corners = np.concatenate([np.eye(k), np.zeros((1, k)), np.ones((1, k))])
+    """Find the smallest and largest value of answers that are made of probabilities.
+
+    The tail is tried at every corner (each class certain, and each impossible) and within.
+    """
+    k, rng = tail.taught.classes, np.random.default_rng(0)
+    inner = rng.random((_DRAWN, k))
+    corners = np.concatenate([np.eye(k), 1 - np.eye(k), np.zeros((1, k)), np.ones((1, k)), inner])
     if tail.taught.form == "logits":
-        corners = _CERTAIN * (2 * corners - 1)
-    elif tail.taught.form == "log-probabilities":
-        corners = np.log(np.maximum(corners, np.finfo(np.float32).tiny))
+        corners = np.concatenate([_CERTAIN * (2 * corners - 1), 10 * (2 * inner - 1)])
     elif tail.taught.task.kind == "classification":
-        corners = np.concatenate([np.eye(k), np.full((1, k), 1 / k)])
+        corners = corners[corners.sum(axis=1) > 0]
+        corners /= corners.sum(axis=1, keepdims=True)
+        if tail.taught.form == "log-probabilities":
+            corners = np.log(np.maximum(corners, np.finfo(np.float32).tiny))
     ends = np.concatenate([tail.apply(corners).ravel(), wanted.ravel()])
-    return float(np.nanmin(ends)), float(np.nanmax(ends))
+    ends = ends[np.isfinite(ends)]
+    return float(ends.min()), float(ends.max())
 
 
 def _neutral(tail: Tail) -> NDArray[Any]:
@@ -345,13 +359,13 @@ def _neutral(tail: Tail) -> NDArray[Any]:
     return tail.apply(np.full((1, taught.classes), half))
 
 
-def _form_at_end(
-    answer: Answer, tail: Tail, scale: Scale, scores: NDArray[Any], wanted: NDArray[Any]
-) -> AnswerForm:
+def _form_at_end(answer: Answer, scale: ScoreScale, values: Values) -> AnswerForm:
     """Tell whether answers can be read as what the activation gives; ``values`` if not."""
+    given, wanted = values[scale.tensor], values[answer.output]
     if scale.form == "log-probabilities" and answer.task.kind == "multi-label":
         return "values"
-    told = confidence_of(scores, tail.taught.form, tail.taught.task)
+    task = answer.task if given.shape == wanted.shape else AnswerTask(kind=scale.kind)
+    told = confidence_of(given, scale.form, task)
     read = confidence_of(wanted, scale.form, answer.task)
     in_range = scale.form != "probabilities" or (wanted.min() >= 0 and wanted.max() <= 1)
     return scale.form if in_range and np.abs(told - read).max() <= _COARSE else "values"

@@ -155,6 +155,12 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
             f"--teach labels is for classification; the task is {task.kind}, so leave it out: the "
             "model's own answers teach"
         )
+    if options.teach == "labels" and model.tail is not None:
+        raise ModelError(
+            "--teach labels is for models that end with their scores of classes, and this one ends "
+            f"with {', '.join(model.tail.kinds) or 'sigmoids'} after them; leave it out: the "
+            "model's own answers teach"
+        )
     if (held := weight_bytes(model.proto)) > _MOST_TRAINED_BYTES:
         most = describe_bytes(_MOST_TRAINED_BYTES)
         raise ModelError(

@@ -10,7 +10,7 @@ it. Models that end with their logits, or with a Softmax or a Sigmoid alone, hav
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper, version_converter
 
-from offramp.bundle import Answer
+from offramp.bundle import Answer, AnswerForm, TaskKind
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, default_opset, is_standard, rename_graph
 from offramp.compiler.runtime import GraphRunner
@@ -55,10 +55,12 @@ class Tail:
     """The scores, described as an answer: the tensor, its width, its form and its task."""
     dtype: str
     """numpy's name of the scores' element type."""
+    shape: tuple[int | str, ...]
+    """Sizes of the scores; the first one is the batch."""
     graph: bytes = field(default=b"", repr=False)
     """ONNX model from the scores to the answer; empty where these are one tensor."""
     kinds: tuple[str, ...] = ()
-    """Operators of ``graph``, in order."""
+    """Operators of ``graph`` that compute, in order."""
     bounds: tuple[float, float] | None = None
     """Smallest and largest value that the answer can have, where the scores are probabilities."""
     takes_levels: bool = False
@@ -117,24 +119,28 @@ def find_activation(proto: onnx.ModelProto, flow: Dataflow, output: str) -> Oper
 
 
 def activation_of(
-    flow: Dataflow, types: Mapping[str, TensorType], tensor: str
+    flow: Dataflow, types: Mapping[str, TensorType], tensor: str, axis: int | None = None
 ) -> Operator | None:
-    """Find the activation that a tensor holds the values of, if it does."""
+    """Find the activation that a tensor holds the values of, if it does.
+
+    ``axis`` is where a softmax has the classes; by default the last one of more than one element.
+    """
     op = flow.producers.get(tensor)
     while op is not None and keeps_values((op,)):
         op = flow.producers.get(op.proto.input[0])
-    return op if op is not None and is_activation(op, types) else None
+    return op if op is not None and _is_activation(op, types, axis) else None
 
 
-def is_activation(op: Operator, types: Mapping[str, TensorType]) -> bool:
+def _is_activation(op: Operator, types: Mapping[str, TensorType], wanted: int | None) -> bool:
     """Whether an operator makes probabilities, or their logarithms, of scores of classes."""
     if op.kind in SIGMOIDS:
         return True
     tensor = types.get(op.writes[0])
     if op.kind not in SOFTMAXES or tensor is None or tensor.shape is None:
         return False
-    axis = next((a.i for a in op.proto.attribute if a.name == "axis"), -1)
-    axis = axis % len(tensor.shape)
+    axis = next((a.i for a in op.proto.attribute if a.name == "axis"), -1) % len(tensor.shape)
+    if wanted is not None:
+        return axis == wanted
     return axis > 0 and all(size == 1 for size in tensor.shape[axis + 1 :])
 
 
@@ -177,10 +183,10 @@ def cut_tail(
     :func:`dominators`.
     """
     types, start = declared_types(proto), taught.output
-    dtype = types[start].dtype
+    dtype, shape = types[start].dtype, types[start].shape or ()
     between = operators_between(flow, start, output)
     if start == output or keeps_values(between):
-        return Tail(taught=taught, dtype=dtype, **facts)
+        return Tail(taught=taught, dtype=dtype, shape=shape, **facts)
     operators = flow.behind([output], stop=frozenset([start]))
     read = {name for op in operators for name in op.reads}
     model = onnx.ModelProto(ir_version=proto.ir_version, producer_name="offramp")
@@ -190,12 +196,51 @@ def cut_tail(
     graph.node.extend(op.proto for op in operators)
     graph.initializer.extend(t for t in proto.graph.initializer if t.name in read)
     for place, name in ((graph.input, start), (graph.output, output)):
-        shape = list(types[name].shape or ())
-        place.append(helper.make_tensor_value_info(name, types[name].elem_type, shape))
-    kinds = tuple(op.kind for op in between)
-    return Tail(
-        taught=taught, dtype=dtype, graph=model.SerializeToString(), kinds=kinds, **facts
+        sizes = list(types[name].shape or ())
+        place.append(helper.make_tensor_value_info(name, types[name].elem_type, sizes))
+    graph_bytes, kinds = (
+        model.SerializeToString(),
+        tuple(op.kind for op in between if op.kind not in _MOVES),
     )
+    return Tail(taught=taught, dtype=dtype, shape=shape, graph=graph_bytes, kinds=kinds, **facts)
+
+
+def find_dense_tail(proto: onnx.ModelProto, answer: Answer) -> Tail | None:
+    """Find the tail of a model that answers for tokens or pixels, by its graph alone.
+
+    It begins before an ArgMax, or after a Softmax over the classes that other operators follow.
+    """
+    if answer.task.kind not in _AXES:
+        return None
+    flow, types, axis = Dataflow(proto.graph), declared_types(proto), _AXES[answer.task.kind]
+    if answer.form == "classes":
+        op = flow.producers[answer.output]
+        while op.kind != "ArgMax":
+            op = flow.producers[op.proto.input[0]]
+        scores = op.proto.input[0]
+        soft = activation_of(flow, types, scores, axis)
+    else:
+        rank = _rank(types, answer.output)
+        chain = [name for name in dominators(flow, answer.output) if _rank(types, name) == rank]
+        softs = ((name, activation_of(flow, types, name, axis)) for name in reversed(chain))
+        scores, soft = next(((n, op) for n, op in softs if op is not None), (answer.output, None))
+        if soft is None or keeps_values(operators_between(flow, scores, answer.output)):
+            return None
+    form = _FORMS.get(soft.kind if soft else "", "logits")
+    return cut_tail(proto, flow, replace(answer, output=scores, form=form), answer.output)
+
+
+_AXES: Final[dict[TaskKind, int]] = {"token-classification": 2, "segmentation": 1}
+"""Dimension of the classes."""
+_FORMS: Final[dict[str, AnswerForm]] = {
+    "Softmax": "probabilities",
+    "LogSoftmax": "log-probabilities",
+}
+
+
+def _rank(types: Mapping[str, TensorType], name: str) -> int:
+    tensor = types.get(name)
+    return -1 if tensor is None or tensor.shape is None else len(tensor.shape)
 
 
 def in_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:

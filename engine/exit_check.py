@@ -44,7 +44,7 @@ def confidence_of(
             answer = answer.astype(np.float32)
     largest = np.maximum.reduce(answer, axis=1)
     if form == "values":
-        return 1 - np.isnan(largest).astype(np.float32)
+        return np.logical_not(np.isnan(largest)).astype(np.float32)
     if form != "probabilities":
         # Largest softmax = exp(0) / sum exp(x − max): no need for the whole softmax.
         with np.errstate(invalid="ignore", over="ignore"):  # at infinity and near it
