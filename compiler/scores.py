@@ -53,6 +53,7 @@ _CERTAIN: Final = 200.0
 """Logit of a class that is certain."""
 _DRAWN: Final = 2048
 """Scores within the corners that a tail is tried with."""
+_ROUNDING: Final = frozenset({"Cast", "Ceil", "Floor", "QuantizeLinear", "Round"})
 _HARD: Final = 0.15
 """Largest distance of a HardSigmoid from a sigmoid, and of rounded ones."""
 _SAME: Final = 1e-4
@@ -295,10 +296,9 @@ def _ending(
     within = max(_SAME, rounding_of(model.proto).chained)
     _verify(answer, tail, scores, wanted, within=within)
     tail = replace(tail, bounds=None if scale is None else _bounds(tail, wanted))
-    thresholds: tuple[float, ...] = ()
-    if answer.task.kind == "multi-label":
-        thresholds = tuple(_neutral(tail)[0].astype(np.float64).tolist())
     form = "logits" if scale is None else _form_at_end(answer, scale, values)
+    has_scale = answer.task.kind == "multi-label" and form != "probabilities"
+    thresholds = _thresholds(tail) if has_scale else ()
     settled = replace(answer, form=form, tail=tail.kinds, thresholds=thresholds)
     _log.info(
         "Exits end as the model does: scores at %s (%s), then %s.",
@@ -351,12 +351,18 @@ def _bounds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, float]:
     return float(ends.min()), float(ends.max())
 
 
-def _neutral(tail: Tail) -> NDArray[Any]:
-    """[1, labels]: the answer where every label is as likely as not."""
+def _thresholds(tail: Tail) -> tuple[float, ...]:
+    """Find the values of labels that are as likely as not.
+
+    Where they are between two steps of a rounded answer, the middle of both is taken.
+    """
     taught = tail.taught
-    half = 0.0 if taught.form == "logits" else 0.5
-    half = float(np.log(0.5)) if taught.form == "log-probabilities" else half
-    return tail.apply(np.full((1, taught.classes), half))
+    neutral, near = (0.0, 0.02) if taught.form == "logits" else (0.5, 0.005)
+    around = np.array([-near, near]) if _ROUNDING.intersection(tail.kinds) else np.zeros(1)
+    scores = np.repeat(neutral + around[:, None], taught.classes, axis=1)
+    if taught.form == "log-probabilities":
+        scores = np.log(scores)
+    return tuple(tail.apply(scores).astype(np.float64).mean(axis=0).tolist())
 
 
 def _form_at_end(answer: Answer, scale: ScoreScale, values: Values) -> AnswerForm:

@@ -130,7 +130,8 @@ def test_exits_end_as_a_model_of_labels_does(activation: str, names: list[str]) 
         model.taught.form == "probabilities"  # of a softmax that makes classes of labels
     )
     if model.tail is not None:
-        assert len(model.answer.thresholds) == model.answer.classes
+        known = model.answer.form == "probabilities"
+        assert len(model.answer.thresholds) == (0 if known else model.answer.classes)
         check(model)
 
 
@@ -175,7 +176,17 @@ def test_one_probability_and_its_complement_are_two_classes() -> None:
 def test_a_quantised_sigmoid_is_a_set_of_labels() -> None:
     model = settled(made("sigmoid", ["quantised"], kinds=tails.LABELS))
     assert model.answer.task.kind == "multi-label"
-    assert model.answer.thresholds == pytest.approx([128 / 255] * 4, abs=1 / 255)
+    assert (model.answer.form, model.answer.thresholds) == ("probabilities", ())
+    check(model)
+
+
+def test_labels_on_a_scale_of_the_model_have_its_thresholds() -> None:
+    steps = [tails.STEPS[name] for name in ("complement", "percent", "quantised")]
+    model = settled(tails.ending(tails.LABELS["sigmoid"], steps))
+    assert (model.answer.form, model.taught.form) == ("values", "logits")
+    assert model.answer.thresholds == pytest.approx([50] * 4, abs=1e-4)
+    wanted = tensors(model, vectors())["p"]
+    assert (agreement_of(model.answer).reduce(wanted) == (wanted > 50)).all()
     check(model)
 
 
