@@ -102,7 +102,10 @@ def find_bridged_exits(
     given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
     scores = sliced.model.taught.output
     wanted = [scores, *sorted(names & given)]
-    source = assemble([giving(graph, scores) for graph in sliced.graphs], wanted)
+    graphs: Sequence[bytes] = sliced.graphs
+    if sliced.model.tail is not None:
+        graphs = [giving(graph, scores) for graph in graphs]
+    source = assemble(graphs, wanted)
     search = _BridgeSearch(
         sliced=sliced,
         source=source,

@@ -224,6 +224,7 @@ def attach_poolings(
         outputs.append(whole | pooled)
     parts.extend(segments[len(cuts) :])
     scores = model.taught.output
-    parts = [giving(part, scores) for part in parts]
+    if model.tail is not None:
+        parts = [giving(part, scores) for part in parts]
     wanted = [scores, *(name for e in outputs for name in e.values())]
     return assemble(parts, wanted), tuple(outputs)

@@ -21,7 +21,7 @@ from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import run_over
 from offramp.compiler.errors import ModelError, VerificationError
-from offramp.compiler.graph import Dataflow, serialised
+from offramp.compiler.graph import Dataflow, copied, serialised
 from offramp.compiler.model import SourceModel
 from offramp.compiler.rounding import rounding_of
 from offramp.compiler.shapes import TensorType, declared_types
@@ -31,7 +31,7 @@ from offramp.compiler.tail import (
     activation_of,
     cut_tail,
     dominators,
-    giving,
+    find_activation,
     keeps_columns,
     keeps_unbounded,
     keeps_values,
@@ -43,7 +43,7 @@ from offramp.engine.options import available_cores
 _log = logging.getLogger(__name__)
 
 Values = Mapping[str, NDArray[Any]]
-MEASURED_SAMPLES: Final = 512
+MEASURED_SAMPLES: Final = 256
 """Training samples that scales are measured on, at most."""
 _EXACT: Final = 1e-3
 """Largest distance of a sum of probabilities from 1, in single precision."""
@@ -87,6 +87,8 @@ def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceM
     if model.answer.task.kind not in ("classification", "multi-label"):
         return model
     flow, types = Dataflow(model.proto.graph), declared_types(model.proto)
+    if _ends_with_activation(model, flow):
+        return model
     chain = [name for name in dominators(flow, model.answer.output) if _is_matrix(types.get(name))]
     values = _measure(model.proto, dict.fromkeys([*chain, model.answer.output]), train)
     scale = read_scale(flow, types, chain, values)
@@ -102,6 +104,14 @@ def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceM
     taught = Answer(output=scores, classes=classes, form=form, task=AnswerTask(kind=scale.kind))
     tail = cut_tail(model.proto, flow, taught, model.answer.output, takes_levels=levels)
     return _ending(model, tail, values, scale=scale)
+
+
+def _ends_with_activation(model: SourceModel, flow: Dataflow) -> bool:
+    """Whether the graph alone says that the answer is one activation, and nothing after it."""
+    soft = find_activation(model.proto, flow, model.answer.output)
+    if soft is None or (soft.kind in SIGMOIDS) != (model.answer.task.kind == "multi-label"):
+        return False
+    return keeps_values(operators_between(flow, soft.writes[0], model.answer.output))
 
 
 def _form_alone(model: SourceModel, flow: Dataflow, scale: ScoreScale) -> AnswerForm | None:
@@ -184,9 +194,9 @@ def _is_matrix(tensor: TensorType | None) -> bool:
 
 def _measure(proto: onnx.ModelProto, names: Mapping[str, None], train: Dataset) -> Values:
     some = train.subset(np.arange(min(len(train), MEASURED_SAMPLES), dtype=np.intp))
-    source = serialised(proto)
-    for name in names:
-        source = giving(source, name)
+    wider, given = copied(proto), {output.name for output in proto.graph.output}
+    wider.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names if n not in given)
+    source = serialised(wider)
     batches = [found for _, found in run_over(source, [*names], some, threads=available_cores())]
     columns = zip(*batches, strict=True)
     return {name: np.concatenate(of) for name, of in zip(names, columns, strict=True)}

@@ -100,3 +100,41 @@ def check_export(bundle: Bundle, folder: Path, x: np.ndarray, answers: np.ndarra
     near = np.abs(found - answers) <= 0.01 * np.ptp(answers)
     assert near.all(axis=1).mean() > 0.98
     assert ((confidence >= 0) & (confidence <= 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("percent", {"precision": "int8"}),
+        ("complement", {"train": "joint"}),
+        ("percent", {"heads": "bridges"}),
+        ("labels", {"heads": "bridges"}),
+    ],
+    ids=["int8", "joint", "bridges", "labels by bridges"],
+)
+def test_copies_and_bridges_end_as_the_model_does(
+    name: str, options: dict[str, str], tmp_path: Path
+) -> None:
+    rounds = {"percent": ["reversed", "percent"], "complement": ["with its complement"]}
+    activation = tails.SOFT["softmax"] if name == "percent" else tails.LABELS["sigmoid"]
+    steps = [tails.STEPS[step] for step in rounds.get(name, ["complement", "halves"])]
+    columns = {"percent": 3, "complement": 1, "labels": 2}[name]
+    proto = tails.ending(activation, steps, columns=columns)
+    with equal_times():
+        bundle = compile_tiny(
+            proto, {"x": vectors(1000)}, tmp_path, max_disagreement=BOUND, candidates=2, **options
+        )
+    x = vectors(300, seed=1)
+    own = ort.InferenceSession(bundle.read(bundle.manifest.source.file)).run(None, {"x": x})[0]
+    agreement = agreement_of(bundle.manifest.answer)
+    for exit_ in bundle.manifest.exits:
+        active = ActiveExit(exit=exit_.index, threshold=0.5)
+        plan = make_plan(bundle, ExitPolicy(version=1, active=(active,)))
+        given = AnsweringStages(plan).run({"x": x})
+        assert (given.exit >= 0).any()
+        top = {"percent": 100.0, "complement": 1.0, "labels": 0.5}[name]
+        assert given.answer.min() >= -1e-6 * top
+        assert given.answer.max() <= top * 1.01
+        codes = [agreement.codes(agreement.reduce(values)) for values in (given.answer, own)]
+        leaves = given.exit >= 0
+        assert (codes[0] == codes[1])[leaves].mean() > 0.5

@@ -246,3 +246,19 @@ def test_exits_beyond_the_scale_of_the_model_are_refused() -> None:
     check_ranges(model, ranges, [0], slack=0)
     with pytest.raises(Exception, match=r"from -1\.85 to 99, expected .*0 to 100"):
         check_ranges(model, ranges, [0, 1], slack=0)
+
+
+def test_pixels_and_tokens_have_scores_before_what_follows_their_softmax() -> None:
+    b = tails.Builder()
+    pixels = b.conv(b.input("x", ["batch", 3, 8, 8]), (3, 5))
+    soft = b.node("Softmax", pixels, axis=1, out="soft")
+    b.node("Mul", soft, b.constant(np.array(100, np.float32)), out="p")
+    b.output("p", ["batch", 5, 8, 8])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(b.build(), path)
+        model = read_model(path, simplify=False)
+    assert model.answer.task.kind == "segmentation"
+    assert (model.taught.output, model.taught.form) == ("soft", "probabilities")
+    assert model.tail is not None
+    assert model.tail.kinds == ("Mul",)
