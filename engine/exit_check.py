@@ -44,7 +44,8 @@ def confidence_of(
             answer = answer.astype(np.float32)
     largest = np.maximum.reduce(answer, axis=1)
     if form == "values":
-        return np.logical_not(np.isnan(largest)).astype(np.float32)
+        known: NDArray[np.float32] = np.logical_not(np.isnan(largest)).astype(np.float32)
+        return known
     if form != "probabilities":
         # Largest softmax = exp(0) / sum exp(x − max): no need for the whole softmax.
         with np.errstate(invalid="ignore", over="ignore"):  # at infinity and near it
