@@ -168,8 +168,23 @@ class Calibration:
     """Batch size whose profiled times the savings were predicted with."""
     source_accuracy: float | None = None
     """Accuracy of the source model on the certify split, where there were labels."""
+    answer_ranges: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
+    """Smallest and largest value of the model's answers to the certify split, then of its exits',
+    where these end with the model's own operators (``Answer.tail``)."""
+
+    def describe_ranges(self) -> str:
+        """``the model's answers are from 0 to 100, those of exits from 0.1 to 100``."""
+        least, most, least_early, most_early = self.answer_ranges
+        return (
+            f"the model's answers are from {least:.3g} to {most:.3g}, those of exits from "
+            f"{least_early:.3g} to {most_early:.3g}"
+        )
 
     def __post_init__(self) -> None:
+        if len(self.answer_ranges) not in (0, 4):
+            raise ValueError(
+                f"calibration.answer_ranges: {len(self.answer_ranges)} numbers, expected 4 or none"
+            )
         check_numbers(self, "train_samples", "tune_samples", "certify_samples", least=0)
         check_numbers(self, "reference_batch_size", least=1)
         check_numbers(self, "source_accuracy", least=0, most=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,8 +11,6 @@ from numpy.typing import NDArray
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.model import SourceModel
 
-_log = logging.getLogger(__name__)
-
 _ROUNDING: Final = 0.01
 """Share of a range that answers may be outside of it."""
 
@@ -21,7 +18,7 @@ _ROUNDING: Final = 0.01
 def check_ranges(
     model: SourceModel, ranges: NDArray[np.float64], active: Sequence[int], *, slack: float
 ) -> None:
-    """Compare the answers of exits in use with the model's, and log both ranges.
+    """Compare the answers of exits in use with the scale of the model's.
 
     ``ranges`` [exits + 1, 2] are those of each exit and of the model; ``slack`` is what rounding
     may add, as a share of the model's range. VerificationError if an exit leaves the scale.
@@ -30,19 +27,25 @@ def check_ranges(
         return
     *exits, own = ranges.tolist()
     least, most = min(exits[e][0] for e in active), max(exits[e][1] for e in active)
-    told = f"the model's from {own[0]:.3g} to {own[1]:.3g}, those of exits from "
-    told += f"{least:.3g} to {most:.3g}"
-    _log.info("Values of answers: %s.", told)
     bounds = _bounds_of(model)
     if bounds is None:
         return
     allowed = max(slack, _ROUNDING) * (bounds[1] - bounds[0])
     if least < bounds[0] - allowed or most > bounds[1] + allowed:
         raise VerificationError(
-            f"exits answer on another scale than the model: {told}, expected {bounds[0]:.3g} to "
-            f"{bounds[1]:.3g}; this is a defect, report it with the model. Until it is mended, end "
-            "the model at its probabilities or logits"
+            f"exits answer on another scale than the model: from {least:.3g} to {most:.3g}, "
+            f"expected {bounds[0]:.3g} to {bounds[1]:.3g} (the model's answers are from "
+            f"{own[0]:.3g} to {own[1]:.3g}); this is a defect, report it with the model. Until it "
+            "is mended, end the model at its probabilities or logits"
         )
+
+
+def both_ranges(model: SourceModel, ranges: NDArray[np.float64] | None) -> tuple[float, ...]:
+    """List the ends of the model's range, then those of its exits', where the model has a tail."""
+    if not model.answer.tail or ranges is None or len(ranges) < 2 or not np.isfinite(ranges).all():
+        return ()
+    exits, own = ranges[:-1], ranges[-1]
+    return (*own.tolist(), float(exits[:, 0].min()), float(exits[:, 1].max()))
 
 
 def _bounds_of(model: SourceModel) -> tuple[float, float] | None:

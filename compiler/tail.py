@@ -31,6 +31,10 @@ _MOVES: Final = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsquee
 """Operators that leave all values as they are, in their order."""
 _AFFINE: Final = frozenset({"Add", "Sub", "Mul", "Div", "BatchNormalization"})
 """Operators that leave a range without bounds without bounds, if their constants are finite."""
+_SELECTIONS: Final = frozenset(
+    {"Concat", "Gather", "GatherElements", "Slice", "Split", "Transpose"}
+)
+"""Operators that put values into another order, or leave some out."""
 _BY_COLUMN: Final = _MOVES | frozenset(
     {"Abs", "Add", "Cast", "Ceil", "Clip", "DequantizeLinear", "Div", "Exp", "Floor", "Greater"}
     | {"GreaterOrEqual", "Less", "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Pow"}
@@ -166,9 +170,9 @@ def _is_floating_cast(op: Operator) -> bool:
 
 
 def keeps_unbounded(op: Operator, proto: onnx.ModelProto) -> bool:
-    """Whether an operator moves, scales or shifts scores, so that heads can imitate its output."""
+    """Whether an operator picks, moves, scales or shifts scores: heads can imitate its output."""
     if op.kind not in _AFFINE:
-        return keeps_values((op,))
+        return op.kind in _SELECTIONS or keeps_values((op,))
     stored = {tensor.name: tensor for tensor in proto.graph.initializer}
     constants = [numpy_helper.to_array(stored[name]) for name in op.reads if name in stored]
     return all(np.abs(value).max(initial=0) < _MASKING for value in constants)
