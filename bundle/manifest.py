@@ -50,7 +50,8 @@ AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", 
 """How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
 gives probabilities of both others: of log-probabilities, those that they are of. (Of labels, which
 are a yes or no each, it is a sigmoid.) ``classes`` are numbers of classes, for each token or pixel;
-``values`` are what regression answers, and heat maps."""
+``values`` are what regression answers, heat maps, and scores of classes or labels on a scale of the
+model's own, which no confidence can be read off."""
 
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]
 """What the segments that exits follow compute in. ``int8`` is a cascade: the quantised model, cut
@@ -116,8 +117,8 @@ _COUNTED: Final[dict[TaskKind, str]] = {
 }
 _SCORES: Final[tuple[AnswerForm, ...]] = ("logits", "probabilities", "log-probabilities")
 _FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
-    "classification": _SCORES,
-    "multi-label": ("logits", "probabilities"),
+    "classification": (*_SCORES, "values"),
+    "multi-label": ("logits", "probabilities", "values"),
     "token-classification": (*_SCORES, "classes"),
     "segmentation": (*_SCORES, "classes"),
     "pose": ("values",),
@@ -143,6 +144,10 @@ class Answer:
     flat: bool = field(default=False, metadata=LEFT_OUT)
     """Whether the model's file gives one number a sample, [batch]: that is what is served. The
     bundle's graphs give it as [batch, 1]."""
+    tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
+    """Operators that every exit ends with, as the model does, after its scores (Apparate 3.1)."""
+    thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
+    """Of labels, the values from which on each is given; none where the form says it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
@@ -155,6 +160,13 @@ class Answer:
             raise ValueError(
                 f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
                 f"{self.classes} classes"
+            )
+        if self.thresholds and (
+            self.task.kind != "multi-label" or len(self.thresholds) != self.classes
+        ):
+            raise ValueError(
+                f"answer.thresholds: {len(self.thresholds)} of {self.task.kind}, expected one for "
+                f"each of the {self.classes} labels of multi-label, or none"
             )
         if self.criterion != PROBABILITY and self.task.kind != "classification":
             raise ValueError(
@@ -172,7 +184,8 @@ class Answer:
             what += f" ({self.task.kind})"
         form = f", {self.form}" if self.form != "values" else ""
         judged = f", exits by {self.criterion.name}" if self.criterion != PROBABILITY else ""
-        return f"{self.classes} {what}{form}{judged}"
+        ended = f", then {', '.join(self.tail)}" if self.tail else ""
+        return f"{self.classes} {what}{form}{ended}{judged}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +202,23 @@ class Calibration:
     """Batch size whose profiled times the savings were predicted with."""
     source_accuracy: float | None = None
     """Accuracy of the source model on the certify split, where there were labels."""
+    answer_ranges: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
+    """Smallest and largest value of the model's answers to the certify split, then of its exits',
+    where these end with the model's own operators (``Answer.tail``)."""
+
+    def describe_ranges(self) -> str:
+        """``the model's answers are from 0 to 100, those of exits from 0.1 to 100``."""
+        least, most, least_early, most_early = self.answer_ranges
+        return (
+            f"the model's answers are from {least:.3g} to {most:.3g}, those of exits from "
+            f"{least_early:.3g} to {most_early:.3g}"
+        )
 
     def __post_init__(self) -> None:
+        if len(self.answer_ranges) not in (0, 4):
+            raise ValueError(
+                f"calibration.answer_ranges: {len(self.answer_ranges)} numbers, expected 4 or none"
+            )
         check_numbers(self, "train_samples", "tune_samples", "certify_samples", least=0)
         check_numbers(self, "reference_batch_size", least=1)
         check_numbers(self, "source_accuracy", least=0, most=1)

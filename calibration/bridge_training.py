@@ -48,12 +48,8 @@ class BridgeToTrain(Protocol):
         """The graph, with its weights."""
 
     @property
-    def answer(self) -> str:
-        """Its answer among the graph's outputs."""
-
-    @property
     def scores(self) -> str:
-        """What says how sure it is: the answer itself, or what its classes are picked from."""
+        """Its scores: the graph's output."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -74,10 +70,10 @@ class TrainedBridge:
 
 
 class BridgeObjective:
-    """What bridges learn of the model's answers, place by place."""
+    """What bridges learn of the model's scores, place by place."""
 
     def __init__(self, answer: Answer) -> None:
-        """Take what the manifest says of the answer."""
+        """Take the description of the scores."""
         self._answer = answer
         self._agreement = agreement_of(answer)
         self._axis = 2 if answer.task.kind == "token-classification" else 1
@@ -109,12 +105,10 @@ class BridgeObjective:
     def read(
         self, found: Mapping[str, Tensor], bridge: BridgeToTrain, ends: NDArray[Any], mask: Any
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Give principal values [b, n] of a bridge's answers, and whether they agree."""
-        answer = self._answer
+        """Give principal values [b, n] of a bridge's scores, and whether they agree."""
         scores = found[bridge.scores].numpy()
-        form = "logits" if answer.form == "classes" else answer.form
-        principal = principal_values(scores, form, answer.task)
-        said = self._agreement.reduce(found[bridge.answer].numpy())
+        principal = principal_values(scores, self._answer.form, self._answer.task)
+        said = self._agreement.reduce(scores)
         return principal, self._agreement.agree(said, self._agreement.reduce(ends), mask)
 
 
@@ -123,7 +117,6 @@ def train_bridges(
     bridges: Sequence[BridgeToTrain],
     answer: Answer,
     *,
-    taught: str,
     train: Dataset,
     tune: Dataset,
     options: TrainingOptions,
@@ -132,18 +125,17 @@ def train_bridges(
 ) -> list[TrainedBridge]:
     """Train all bridges side by side; the same in every run, however many threads there are.
 
-    ``source`` gives the answer, ``taught`` (the answer, or the scores that its classes are picked
-    from), and whatever bridges read that is no graph input. With ``made``, half of the samples of
-    each epoch are made of others, anew each time. ``progress`` is called with the samples of each
-    batch, of :func:`count_samples`.
+    ``source`` gives the scores ``answer``, and whatever bridges read that is no graph input. With
+    ``made``, half of the samples of each epoch are made of others, anew each time. ``progress`` is
+    called with the samples of each batch, of :func:`count_samples`.
 
     Raises:
         UntrainableError: A bridge has an operator that cannot be trained.
         DataError: The model fails on a sample.
     """
     torch.set_num_threads(1)
-    run = _Run(source, bridges, answer, taught)
-    modules = [TorchGraph(b.proto, outputs=_outputs(b)) for b in bridges]
+    run = _Run(source, bridges, answer)
+    modules = [TorchGraph(b.proto, outputs=[b.scores]) for b in bridges]
     learned = [[p for p in module.parameters() if p.requires_grad] for module in modules]
     sizes = _sizes_of_epoch(len(train), made)
     steps = options.epochs * sum(math.ceil(size / BATCH) for size in sizes)
@@ -214,10 +206,6 @@ def count_samples(train: int, options: TrainingOptions) -> int:
     return options.epochs * train
 
 
-def _outputs(bridge: BridgeToTrain) -> list[str]:
-    return list(dict.fromkeys((bridge.scores, bridge.answer)))
-
-
 def _weights(module: TorchGraph) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in module.weights.items()}
 
@@ -231,20 +219,16 @@ class _TaughtBatch(NamedTuple):
 
     feeds: dict[str, Tensor]
     """What bridges read, by name."""
-    ends: NDArray[Any]
-    """[b, …]: the model's answers."""
     taught: Tensor
-    """[b, …]: the scores that they are, or are picked from."""
+    """[b, …]: the model's scores."""
     mask: Tensor | None
 
 
 class _Run:
     """The source model, and what bridges need of it."""
 
-    def __init__(
-        self, source: Graphs, bridges: Sequence[BridgeToTrain], answer: Answer, taught: str
-    ) -> None:
-        self._source, self._answer, self._taught = source, answer, taught
+    def __init__(self, source: Graphs, bridges: Sequence[BridgeToTrain], answer: Answer) -> None:
+        self._source, self._answer = source, answer
         self.objective = BridgeObjective(answer)
         self._read = sorted({name for bridge in bridges for name in bridge.reads})
 
@@ -253,15 +237,14 @@ class _Run:
         given = (dataset.base if isinstance(dataset, MadeSamples) else dataset).inputs
         inputs = [name for name in self._read if name in given]
         wanted = [name for name in self._read if name not in given]
-        outputs = list(dict.fromkeys([self._answer.output, self._taught, *wanted]))
+        outputs = list(dict.fromkeys([self._answer.output, *wanted]))
         mask_name = self._answer.task.mask
         for rows, values in run_over(self._source, outputs, dataset, threads=1, batch_size=size):
             found = dict(zip(outputs, values, strict=True))
             feeds = {name: _tensor(found[name]) for name in wanted}
             feeds |= {name: _tensor(dataset.column(name, rows)) for name in inputs}
             mask = None if mask_name is None else _tensor(dataset.column(mask_name, rows))
-            taught = _tensor(found[self._taught])
-            yield _TaughtBatch(feeds, found[self._answer.output], taught, mask)
+            yield _TaughtBatch(feeds, _tensor(found[self._answer.output]), mask)
 
     def learn(self, batch: _TaughtBatch, side: _Side) -> None:
         """Compute the gradients of a bridge."""
@@ -275,7 +258,7 @@ class _Run:
         bridge, module = side
         found = module(batch.feeds)
         counts = None if batch.mask is None else batch.mask.numpy()
-        values, same = self.objective.read(found, bridge, batch.ends, counts)
+        values, same = self.objective.read(found, bridge, batch.taught.numpy(), counts)
         loss = self.objective.loss(found[bridge.scores], batch.taught, batch.mask).item()
         return _ReadBatch(values, same, loss * len(batch.taught))
 

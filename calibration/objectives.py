@@ -90,6 +90,29 @@ class ClassObjective(Objective):
         return ReadScores(confidence.numpy()[:, None], classes.numpy(), statistics)
 
 
+class LevelObjective(ClassObjective):
+    """One class of several by logits that the model clips or rounds: their level is learned too.
+
+    A cross entropy does not tell logits apart that differ by a constant; clipping does.
+    """
+
+    def __init__(self, answer: Answer, answers: FloatArray) -> None:
+        """Measure the spread of the model's logits."""
+        super().__init__(answer, answers)
+        self._spread = float(answers.std()) or 1.0
+
+    def targets(self, answers: FloatArray) -> Tensor:
+        """Return logits [n, classes]."""
+        return torch.from_numpy(answers)
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross entropy, and the squared error of logits in units of their spread."""
+        if targets.ndim == 1:
+            return functional.cross_entropy(scores, targets)
+        apart = functional.mse_loss(scores / self._spread, targets / self._spread)
+        return functional.cross_entropy(scores, targets.softmax(1)) + apart
+
+
 class LabelObjective(Objective):
     """A yes or no for each label."""
 
@@ -148,11 +171,14 @@ class ValueObjective(Objective):
         return weights | {"weight": weight, "bias": bias}
 
 
-def objective_of(answer: Answer, answers: FloatArray) -> Objective:
-    """Give what pooled heads learn; ``answers`` [n, …] are the model's to the training samples."""
+def objective_of(answer: Answer, answers: FloatArray, *, levels: bool = False) -> Objective:
+    """Return what pooled heads learn; ``answers`` [n, …] are the model's to the training samples.
+
+    ``levels`` asks for the level of logits too.
+    """
     match answer.task.kind:
         case "classification":
-            return ClassObjective(answer, answers)
+            return (LevelObjective if levels else ClassObjective)(answer, answers)
         case "multi-label":
             return LabelObjective(answer, answers)
         case "regression":

@@ -35,6 +35,9 @@ class ExitRecords:
     """[samples]."""
     labels: NDArray[np.int64] | None
     """[samples], where the data has labels."""
+    ranges: NDArray[np.float64] | None = None
+    """[exits + 1, 2]: smallest and largest value of the answers of each exit, and of the model, as
+    far as they are finite; a bundle does not keep them."""
 
     @classmethod
     def kept_by(cls, bundle: Bundle, split: int) -> ExitRecords:
@@ -99,6 +102,7 @@ def record_answers(
         final_prediction=np.empty(len(dataset), np.int32),
         final_confidence=np.empty(len(dataset), np.float32),
         labels=dataset.labels,
+        ranges=np.tile([np.inf, -np.inf], (len(exit_outputs) + 1, 1)),
     )
     agreement = agreement_of(answer)
     criterion = host_criterion(answer.criterion)
@@ -119,8 +123,19 @@ def record_answers(
                 records.confidence[place, rows], state = criterion.apply(values, state)
             else:
                 records.confidence[place, rows] = np.fmax(confidence, 0)  # NaN is no confidence
+        _widen(records, [*exits[::2], final])
         progress(len(final))
     return records
+
+
+def _widen(records: ExitRecords, answers: Sequence[NDArray[Any]]) -> None:
+    """Widen the ranges by the answers of a batch: those of each exit, and the model's."""
+    assert records.ranges is not None
+    for place, values in enumerate(answers):
+        finite = values[np.isfinite(values)]
+        if finite.size:
+            least, most = records.ranges[place]
+            records.ranges[place] = min(least, finite.min()), max(most, finite.max())
 
 
 def kept_records(tune: ExitRecords, certify: ExitRecords) -> dict[str, NDArray[Any]]:

@@ -15,7 +15,13 @@ from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, refill, rename_tensor
 from offramp.compiler.shapes import BATCH, FLOATING, declared_types, dtype_name
-from offramp.compiler.tasks import SIGMOIDS, describe_answer, find_kind, warn_of_heat_maps
+from offramp.compiler.tail import (
+    SIGMOIDS,
+    find_activation,
+    keeps_columns,
+    operators_between,
+)
+from offramp.compiler.tasks import describe_answer, find_kind, warn_of_heat_maps
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +114,8 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
     shape = tensor.shape if tensor else None
     if last is not None and last.kind in _TREES:
         raise ModelError(_of_trees(name, last))
-    kind = find_kind(asked, shape or (), last)
+    labels = _labels_of(proto, name, shape or ())
+    kind = find_kind(asked, shape or (), labels or last, are_labels=labels is not None)
     task = asked.settle(kind)
     if kind != "classification" and tensor is not None:
         picks = last is not None and last.kind == "ArgMax" and kind in DENSE
@@ -172,25 +179,36 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
     return "end the model at its logits"
 
 
+def _labels_of(
+    proto: onnx.ModelProto, output: str, shape: tuple[int | str, ...]
+) -> Operator | None:
+    """Find the activation whose probabilities are a yes or no in each column of the output."""
+    flow = Dataflow(proto.graph)
+    soft = find_activation(proto, flow, output) if len(shape) == 2 else None
+    if soft is None or shape[1] == 1:
+        return soft
+    tensor = declared_types(proto).get(soft.writes[0])
+    as_wide = tensor is not None and tensor.shape is not None and tensor.shape[1:2] == shape[1:]
+    by_column = keeps_columns(operators_between(flow, soft.writes[0], output))
+    return soft if soft.kind in SIGMOIDS and as_wide and by_column else None
+
+
 def _form(proto: onnx.ModelProto, output: str, classes: int) -> AnswerForm:
-    """What the numbers are, by the last operator that computes; ModelError if no classes."""
-    graph = Dataflow(proto.graph)
-    last = _last(graph, output)
-    if last is None:
-        return "logits"
-    if last.kind in SIGMOIDS:
+    """Read the form of scores of classes off the graph; ModelError if they are labels."""
+    if (labels := _labels_of(proto, output, (BATCH, classes))) is not None:
         raise ModelError(
-            f"output {output!r} ends with {_named(last)}: each of its {classes} columns is a yes "
+            f"output {output!r} ends with {_named(labels)}: each of its {classes} columns is a yes "
             "or no of its own (multi-label), expected one class of several. Leave --task out, or "
             "name it multi-label; if exactly one class is right for each sample, end the model "
             "before the Sigmoid, at its logits"
         )
-    logarithm = last.kind == "Log"
-    soft = _last(graph, last.proto.input[0]) if logarithm else last
-    form = _FORMS.get(soft.kind) if soft is not None else None
-    if soft is None or form is None or not _over_classes(proto, soft):
+    graph = Dataflow(proto.graph)
+    last, soft = _last(graph, output), find_activation(proto, graph, output)
+    if soft is None:
         return "logits"
-    return "log-probabilities" if logarithm and form == "probabilities" else form
+    form = _FORMS.get(soft.kind, "probabilities")
+    logarithm = last is not None and last.kind == "Log" and form == "probabilities"
+    return "log-probabilities" if logarithm else form
 
 
 def _form_of(proto: onnx.ModelProto, output: str, kind: TaskKind, *, picks: bool) -> AnswerForm:
@@ -202,7 +220,7 @@ def _form_of(proto: onnx.ModelProto, output: str, kind: TaskKind, *, picks: bool
     graph = Dataflow(proto.graph)
     last = _last(graph, output)
     if kind == "multi-label":
-        return "probabilities" if last is not None and last.kind in SIGMOIDS else "logits"
+        return "logits" if find_activation(proto, graph, output) is None else "probabilities"
     if last is None:
         return "logits"
     logarithm = last.kind == "Log"
@@ -237,14 +255,6 @@ def _ends(graph: Dataflow, tensor: str) -> Iterator[Operator]:
         if op.kind in _WEIGHTED:
             return
         op = _last(graph, op.proto.input[0]) if op.proto.input else None
-
-
-def _over_classes(proto: onnx.ModelProto, soft: Operator) -> bool:
-    """Whether a softmax goes over the classes: what comes after its axis has one element."""
-    axis = next((a.i for a in soft.proto.attribute if a.name == "axis"), -1)
-    types = declared_types(proto)
-    shape = types[soft.writes[0]].shape if soft.writes[0] in types else None
-    return shape is not None and all(size == 1 for size in shape[axis % len(shape) + 1 :])
 
 
 def _named(op: Operator) -> str:

@@ -257,7 +257,7 @@ def _add_model(parser: argparse.ArgumentParser, what: str = "the model to slice"
                         help="the output that exits imitate, if several")  # fmt: skip
     parser.add_argument("--task", choices=["auto", *TASK_KINDS], default="auto",
                         help="what the answer is, which says when two agree; auto: as its shape "
-                        "and last operator say")  # fmt: skip
+                        "and activation say, or an error that asks for it")  # fmt: skip
     parser.add_argument("--class-map", action="store_true",
                         help="answer with the classes of pixels or tokens, in a byte each, "
                         "in place of their scores")  # fmt: skip

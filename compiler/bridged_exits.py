@@ -13,7 +13,6 @@ from itertools import chain
 from typing import TypeVar
 
 import numpy as np
-import onnx
 from onnx import TensorProto
 
 from offramp.bundle import Answer, Head
@@ -39,6 +38,7 @@ from offramp.compiler.parts import DescribedTensor, PartBuilder
 from offramp.compiler.progress import Progress
 from offramp.compiler.recording import augmentation
 from offramp.compiler.slicing import Sliced
+from offramp.compiler.tail import giving
 from offramp.engine.assembly import assemble
 
 _log = logging.getLogger(__name__)
@@ -100,13 +100,15 @@ def find_bridged_exits(
     bridges = bridges_of(sliced)
     names = {name for bridge in bridges for name in bridge.reads}
     given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
-    taught = bridges[0].scores_of if bridges else sliced.model.answer.output
-    wanted = dict.fromkeys([sliced.model.answer.output, taught, *sorted(names & given)])
-    source = assemble([*sliced.graphs[:-1], _giving(sliced.graphs[-1], taught)], [*wanted])
+    scores = sliced.model.taught.output
+    wanted = [scores, *sorted(names & given)]
+    graphs: Sequence[bytes] = sliced.graphs
+    if sliced.model.tail is not None:
+        graphs = [giving(graph, scores) for graph in graphs]
+    source = assemble(graphs, wanted)
     search = _BridgeSearch(
         sliced=sliced,
         source=source,
-        taught=taught,
         parts=parts,
         options=options,
         backbone=backbone,
@@ -129,7 +131,6 @@ class _BridgeSearch:
     sliced: Sliced
     source: bytes
     """The source model, which gives what bridges read and learn."""
-    taught: str
     parts: DataSplit
     options: CompileOptions
     backbone: BackboneTimes
@@ -171,8 +172,7 @@ class _BridgeSearch:
             return train_bridges(
                 self.source,
                 bridges,
-                self.sliced.model.answer,
-                taught=self.taught,
+                self.sliced.model.taught,
                 train=train,
                 tune=self.parts.tune,
                 options=options,
@@ -230,7 +230,7 @@ def _bridges(sliced: Sliced, model: SourceModel) -> list[Bridge]:
         prefix = exit_prefix(candidate)
         built = [
             build_bridge(
-                model.proto, model.answer, model.inputs, way, candidate=candidate, prefix=prefix
+                model.proto, model.taught, model.inputs, way, candidate=candidate, prefix=prefix
             )
             for way in ways
         ]
@@ -245,14 +245,6 @@ def _grouped(candidates: Iterable[int], values: Iterable[_T]) -> dict[int, list[
     for candidate, value in zip(candidates, values, strict=True):
         groups.setdefault(candidate, []).append(value)
     return groups
-
-
-def _giving(segment: bytes, tensor: str) -> bytes:
-    """Let a segment give one of its inner tensors too."""
-    model = onnx.ModelProto.FromString(segment)
-    if tensor not in {output.name for output in model.graph.output}:
-        model.graph.output.append(onnx.ValueInfoProto(name=tensor))
-    return model.SerializeToString()
 
 
 def _built(
@@ -289,7 +281,8 @@ def _built(
 
 def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> bytes:
     """Give a trained bridge as an exit's graph, with the confidence of its answers."""
-    answer, prefix = sliced.model.answer, exit_prefix(bridge.candidate)
+    answer, tail = sliced.model.taught, sliced.model.tail
+    prefix = exit_prefix(bridge.candidate)
     part = PartBuilder(prefix, **sliced.model.versions)
     shape, dtype = bridge.scores_type.shape or (), bridge.scores_type.dtype
     single = dtype == "float32"
@@ -304,4 +297,7 @@ def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> 
     add_confidence(part, principal, share, places=places, mask=mask)
     confidence = prefix + CONFIDENCE
     end = part.build(inputs, [(confidence, "float32", ("batch",))])
-    return assemble([of.proto.SerializeToString(), end], [bridge.answer, confidence])
+    exit_ = assemble([of.proto.SerializeToString(), end], [bridge.scores, confidence])
+    if tail is None:
+        return exit_
+    return tail.end(exit_, prefix, [prefix + sliced.model.answer.output, confidence])

@@ -30,14 +30,10 @@ class Bridge:
     candidate: int
     """The segment that it follows."""
     proto: onnx.ModelProto
-    """Reads cut tensors, and graph inputs beside them; its outputs are the answer, under the
-    bridge's prefix, and where that has the classes alone, the scores that they are picked from."""
-    answer: str
-    """Name of its answer."""
+    """Reads cut tensors, and graph inputs with them; its output is the scores, under the bridge's
+    prefix. The model's tail comes after it."""
     scores: str
-    """Name of what says how sure it is: the answer itself, or what its classes are picked from."""
-    scores_of: str
-    """Name of the model's own tensor that ``scores`` stand for."""
+    """Name of its output: the scores that the model makes its answer of, or the answer itself."""
     scores_type: TensorType
     kept: int
     """Blocks of the model that it goes through, the head not counted."""
@@ -51,7 +47,7 @@ class Bridge:
 
 def build_bridge(
     proto: onnx.ModelProto,
-    answer: Answer,
+    taught: Answer,
     inputs: Sequence[TensorSpec],
     points: Sequence[CutPoint],
     *,
@@ -61,15 +57,14 @@ def build_bridge(
     """Build the bridge from the first of some cut points, the last of which is its head's begin.
 
     ``proto`` has its weights; all names inside begin with ``prefix``, and graph inputs keep theirs.
-    The answer is named ``{prefix}{answer.output}``.
+    It ends with the scores ``taught``, which are named ``{prefix}{taught.output}``.
     """
     flow, types = Dataflow(proto.graph), declared_types(proto)
     aliases, kept, dropped = _regions(points)
     starts = points[0].tensors
-    operators = flow.behind([answer.output], stop=frozenset(starts), instead_of=aliases)
+    operators = flow.behind([taught.output], stop=frozenset(starts), instead_of=aliases)
     read = {aliases.get(tensor, tensor) for op in operators for tensor in op.reads}
     ordered = [*starts, *(spec.name for spec in inputs)]
-    picked = _picked(flow, answer)
     model = onnx.ModelProto(ir_version=proto.ir_version, producer_name="offramp")
     model.opset_import.extend(proto.opset_import)
     model.functions.extend(proto.functions)
@@ -78,23 +73,20 @@ def build_bridge(
     graph.node.extend(op.proto for op in operators)
     graph.initializer.extend(t for t in proto.graph.initializer if t.name in read)
     graph.input.extend(_info(name, types) for name in ordered if name in read)
-    graph.output.extend(_info(name, types) for name in [answer.output, *picked])
+    graph.output.append(_info(taught.output, types))
 
     def renamed(tensor: str) -> str:
         name = aliases.get(tensor, tensor)
         if name in ordered:
             return name
-        return prefix + (name if name == answer.output else f"bridge/{name}")
+        return prefix + (name if name == taught.output else f"bridge/{name}")
 
     rename_graph(graph, renamed)
-    scores = picked[0] if picked else answer.output
     return Bridge(
         candidate=candidate,
         proto=model,
-        answer=renamed(answer.output),
-        scores=renamed(scores),
-        scores_of=scores,
-        scores_type=types[scores],
+        scores=renamed(taught.output),
+        scores_type=types[taught.output],
         kept=kept,
         dropped=dropped,
     )
@@ -130,16 +122,6 @@ def _alike(before: CutPoint, after: CutPoint) -> dict[str, str]:
 def _described(point: CutPoint) -> dict[str, tuple[str, tuple[int | str, ...]]]:
     found = {point.tensor: (point.dtype, point.shape)}
     return found | {other.name: (other.dtype, other.shape) for other in point.beside}
-
-
-def _picked(flow: Dataflow, answer: Answer) -> list[str]:
-    """Find the scores that an answer's classes are picked from; none where it has scores."""
-    if answer.form != "classes":
-        return []
-    op = flow.producers[answer.output]
-    while op.kind != "ArgMax":
-        op = flow.producers[op.proto.input[0]]
-    return [op.proto.input[0]]
 
 
 def _info(name: str, types: Mapping[str, TensorType]) -> onnx.ValueInfoProto:

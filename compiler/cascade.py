@@ -32,6 +32,7 @@ from offramp.compiler.preparation import name_operators, remove_unused
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.shapes import annotate, declared_types
 from offramp.compiler.slicing import SegmentModel, Sliced, cut_tensors, split
+from offramp.compiler.tail import giving
 from offramp.engine.backends.onnxruntime import make_session
 
 PREFIX = "offramp_front/"
@@ -110,6 +111,8 @@ def _before_source(sliced: Sliced, front: SourceModel, points: Sequence[CutPoint
         is_answer=True,
     )
     segments = split(front, points)
+    if front.tail is not None:
+        segments = (*segments[:-1], _with_scores(segments[-1], front))
     source = SegmentModel(
         index=len(segments),
         proto=model.proto,
@@ -125,6 +128,18 @@ def _before_source(sliced: Sliced, front: SourceModel, points: Sequence[CutPoint
         segments=every,
         graphs=tuple(s.proto.SerializeToString() for s in every),
     )
+
+
+def _with_scores(segment: SegmentModel, front: SourceModel) -> SegmentModel:
+    """Let the copy's last segment give its scores too: they say how sure its answer is."""
+    scores = front.taught.output
+    if scores == front.answer.output:
+        return segment
+    proto = onnx.ModelProto.FromString(giving(segment.proto.SerializeToString(), scores))
+    proto.graph.output[-1].CopyFrom(
+        next(info for info in front.proto.graph.value_info if info.name == scores)
+    )
+    return replace(segment, proto=proto, also=(*segment.also, scores))
 
 
 def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
@@ -152,9 +167,20 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
     _describe(proto, model)
     annotate(proto)
     rename_graph(proto.graph, lambda name: name if name in inputs else PREFIX + name)
+    tail = model.tail
+    if tail is not None:
+        scores = PREFIX + tail.taught.output
+        if scores not in Dataflow(proto.graph).producers:
+            raise ModelError(
+                f"the copy has no tensor {tail.taught.output!r}, which holds the scores that the "
+                "model makes its answer of; compile without the copy (--precision fp32, --train "
+                "frozen)"
+            )
+        tail = replace(tail, taught=replace(tail.taught, output=scores))
     return replace(
         model,
         proto=proto,
+        tail=tail,
         outputs=tuple(replace(spec, name=PREFIX + spec.name) for spec in model.outputs),
         opset=default_opset(proto),
         answer=replace(model.answer, output=PREFIX + model.answer.output),

@@ -22,6 +22,7 @@ from offramp.calibration.rehearsal import Rehearsed
 from offramp.calibration.running import BATCH_SIZE
 from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
+from offramp.compiler.answer_ranges import check_ranges
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import check_bridges, find_bridged_exits, needs_bridges
@@ -189,6 +190,9 @@ def _certify_and_write(
     title = "Certify the policy"
     certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
     policy = choice.certify(path, certify)
+    assert certify.ranges is not None
+    slack = chosen.sliced.tolerance(options)
+    check_ranges(chosen.sliced.model, certify.ranges, [e.exit for e in policy.active], slack=slack)
     if chosen.frozen is not None and not policy.active:
         return _certify_and_write(_withheld(chosen.frozen), found, run)
     rehearsed = None

@@ -25,14 +25,16 @@ from offramp.calibration.families import family_of, masks_of
 from offramp.calibration.features import Recording
 from offramp.calibration.learned_certainty import fit_certainty
 from offramp.calibration.learners import Preconditioners, view_of
-from offramp.calibration.objectives import objective_of, truth_of
+from offramp.calibration.objectives import Objective, objective_of, truth_of
 from offramp.calibration.profiling import profile_heads
 from offramp.calibration.scratch import ScratchSpace
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.calibration.training_options import TrainingOptions
+from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.feature_folder import feature_folder
 from offramp.compiler.heads import build_empty, build_exit
+from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
 from offramp.compiler.recording import FeatureRecorder
@@ -141,7 +143,7 @@ def find_exits(
                 group=frozenset(group),
                 train=train,
                 tune=tune,
-                truth=truth_of(sliced.model.answer, tune.answers),
+                truth=truth_of(sliced.model.taught, tune.answers),
                 options=options,
                 backbone=backbone,
                 samples=samples,
@@ -165,7 +167,7 @@ class _HeadSearch:
     """Real samples first, then made ones."""
     tune: Recording
     truth: NDArray[np.generic]
-    """[tune samples, …]: what the source model's answers are compared by."""
+    """[tune samples, …]: what the source model's scores are compared by."""
     options: CompileOptions
     backbone: BackboneTimes
     samples: Samples
@@ -241,7 +243,7 @@ class _HeadSearch:
                 self.tune,
                 cuts=self.sliced.cuts,
                 families=families,
-                objective=objective_of(self.sliced.model.answer, train.answers),
+                objective=_objective(self.sliced.model, train.answers),
                 options=options,
                 known=self.preconditioners,
                 progress=advance,
@@ -263,7 +265,7 @@ class _HeadSearch:
         )
 
     def _judge(self, trained: TrainedHead, cost_ms: float) -> JudgedHead:
-        agrees = agreement_of(self.sliced.model.answer).agree(trained.said, self.truth)
+        agrees = agreement_of(self.sliced.model.taught).agree(trained.said, self.truth)
         cost = alone(self.backbone, trained.candidate, cost_ms, self.options)
         bound = self.options.max_disagreement
         principal, certainty = trained.principal, tuple[float, ...]()
@@ -329,17 +331,26 @@ def build_on(
     certainty: Sequence[float] = (),
 ) -> bytes:
     """Build the exit of a trained head after one of the segments."""
-    return build_exit(
+    model, tail, prefix = sliced.model, sliced.model.tail, exit_prefix(candidate)
+    exit_ = build_exit(
         sliced.cuts[candidate],
         head,
         weights,
-        sliced.model.answer,
-        exit_prefix(candidate),
-        answer_dtype=sliced.model.outputs[0].dtype,
+        model.taught,
+        prefix,
+        answer_dtype=model.outputs[0].dtype if tail is None else tail.dtype,
         share=share,
         certainty=certainty,
         **sliced.versions,
     )
+    if tail is None:
+        return exit_
+    return tail.end(exit_, prefix, [prefix + model.answer.output, prefix + CONFIDENCE])
+
+
+def _objective(model: SourceModel, scores: NDArray[np.float32]) -> Objective:
+    levels = model.tail is not None and model.tail.takes_levels
+    return objective_of(model.taught, scores, levels=levels)
 
 
 def alone(

@@ -38,6 +38,7 @@ from offramp.compiler.endings import (
 )
 from offramp.compiler.model import SourceModel
 from offramp.compiler.parts import DescribedTensor, PartBuilder
+from offramp.compiler.tail import Tail, giving
 from offramp.engine.assembly import assemble
 
 
@@ -102,11 +103,12 @@ def build_exit(
     opset: int,
     ir_version: int,
 ) -> bytes:
-    """Build an exit: pooling, trained head, the source model's post-processing, confidence.
+    """Build an exit: pooling, trained head, the source model's activation, confidence.
 
-    The answer, in the source model's form, is named ``{prefix}{answer.output}``; ``answer_dtype``
-    is numpy's name of its element type. A ``share`` of its principal values reach the confidence;
-    ``certainty`` are the weights of the criterion ``learned``.
+    ``answer`` describes the scores that the head imitates: the model's answer, or what its tail
+    makes the answer of (:meth:`.tail.Tail.end`). They are named ``{prefix}{answer.output}``;
+    ``answer_dtype`` is numpy's name of their element type. A ``share`` of their principal values
+    reach the confidence; ``certainty`` are the weights of the criterion ``learned``.
     """
     part = PartBuilder(prefix, opset, ir_version)
     read = [_as_float32(part, tensor) for tensor in cut.read]
@@ -130,6 +132,7 @@ def build_own(
     answer: Answer,
     prefix: str,
     *,
+    tail: Tail | None = None,
     share: float = 1.0,
     mask: TensorSpec | None = None,
     opset: int,
@@ -138,15 +141,19 @@ def build_own(
     """Build the exit that a copy's own answer is: the answer, and its confidence.
 
     ``cut`` is that answer, and ``mask`` says which of its tokens count; names are as
-    :func:`build_exit` gives them. Rounding may take the largest of quantised probabilities out of
-    [0, 1].
+    :func:`build_exit` gives them. With the copy's ``tail`` the confidence is that of its scores.
+    Rounding may take the largest of quantised probabilities out of [0, 1].
     """
     part = PartBuilder(prefix, opset, ir_version)
     part.add("Identity", [cut.name], answer.output)
-    scores = _as_float32(part, cut)
     answered = (prefix + answer.output, cut.dtype, cut.shape)
     confidence = (prefix + CONFIDENCE, "float32", ("batch",))
     inputs: list[DescribedTensor] = [(cut.name, cut.dtype, cut.shape)]
+    if tail is not None and tail.taught.output != cut.name:
+        cut = CutTensor(name=tail.taught.output, dtype=tail.dtype, shape=tail.shape)
+        inputs.append((cut.name, cut.dtype, cut.shape))
+    answer = answer if tail is None else tail.taught
+    scores = _as_float32(part, cut)
     if answer.task.kind != "classification":
         principal, places = add_principal(part, scores, answer, cut.shape)
         counts = None
@@ -196,9 +203,9 @@ def attach_poolings(
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
     """Join segments and poolings into one graph: what features are recorded with.
 
-    Gives the model, whose first output is the answer, and per candidate the names of its outputs
-    by grid (``WHOLE`` for tensors that are recorded as they are, ``LAST`` for the last token; none
-    where no head fits).
+    Returns the model, whose first output is the scores that heads imitate, and per candidate the
+    names of its outputs by grid (``WHOLE`` for tensors that are recorded as they are, ``LAST`` for
+    the last token; none where no head fits).
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []
@@ -216,5 +223,8 @@ def attach_poolings(
         parts += [pooling] if pooled else []
         outputs.append(whole | pooled)
     parts.extend(segments[len(cuts) :])
-    wanted = [model.answer.output, *(name for e in outputs for name in e.values())]
+    scores = model.taught.output
+    if model.tail is not None:
+        parts = [giving(part, scores) for part in parts]
+    wanted = [scores, *(name for e in outputs for name in e.values())]
     return assemble(parts, wanted), tuple(outputs)

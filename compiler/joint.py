@@ -26,6 +26,7 @@ from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.own_answer import own_exit
 from offramp.compiler.precision import LEAST_GAIN
 from offramp.compiler.slicing import Sliced
+from offramp.compiler.tail import giving
 from offramp.engine.assembly import assemble
 from offramp.engine.options import available_cores
 
@@ -53,11 +54,14 @@ def choose_training(
     if not exits:
         return _without(plain, "there is no place for an exit")
     model, options = plain.sliced.whole_model(), run.options
-    source, answer = serialised(hoisted(model.proto)), model.answer
+    source, taught = serialised(hoisted(model.proto)), model.taught
+    prefixes = ["", *(exit_prefix(e.candidate) for e in exits)]
+    own, *scores = [prefix + taught.output for prefix in prefixes]
+    every = [*scores, own]
+    parts = [source, *(e.graph for e in exits)]
+    parts = [giving(part, name) for part, name in zip(parts, [own, *scores], strict=True)]
+    joined = assemble(parts, every)
     del model
-    scores = [exit_prefix(e.candidate) + answer.output for e in exits]
-    every = [*scores, answer.output]
-    joined = assemble([source, *(e.graph for e in exits)], every)
     training = JointOptions(
         teacher=options.teach,
         epochs=options.training.epochs,
@@ -69,8 +73,8 @@ def choose_training(
     with run.progress.step(title, training.epochs * len(run.parts.train)) as advance:
         trained = train_jointly(
             JointModel(proto=onnx.ModelProto.FromString(joined), scores=tuple(every)),
-            source,
-            answer,
+            giving(source, own),
+            taught,
             train=run.parts.train,
             tune=run.parts.tune,
             options=training,

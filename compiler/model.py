@@ -41,6 +41,7 @@ from offramp.compiler.runtime import runs_opset
 from offramp.compiler.shapes import annotate, declared_types
 from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
+from offramp.compiler.tail import Tail, find_dense_tail
 from offramp.compiler.turning import turn_batch_first
 from offramp.compiler.unread_inputs import DeclaredInputs, drop_unread, with_unread
 
@@ -74,6 +75,8 @@ class SourceModel:
     answer: Answer
     unread: tuple[UnreadInput, ...] = ()
     """Inputs that the file declares and nothing reads, which ``proto`` does not have."""
+    tail: Tail | None = None
+    """What follows the scores that heads imitate, where they do not imitate the answer itself."""
 
     @property
     def declared(self) -> tuple[TensorSpec, ...]:
@@ -83,6 +86,11 @@ class SourceModel:
     def as_declared(self) -> onnx.ModelProto:
         """Return the model with all inputs that its file declares."""
         return with_unread(self.proto, self.unread)
+
+    @property
+    def taught(self) -> Answer:
+        """The scores that heads imitate, described as an answer."""
+        return self.answer if self.tail is None else self.tail.taught
 
     @property
     def versions(self) -> dict[str, int]:
@@ -149,6 +157,7 @@ def read_model(
         opset=default_opset(proto),
         answer=found,
         unread=prepared.unread,
+        tail=find_dense_tail(proto, found),
     )
 
 

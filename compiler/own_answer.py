@@ -17,6 +17,7 @@ from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, alone, exit_prefix, judge, time_heads
 from offramp.compiler.heads import build_own
 from offramp.compiler.slicing import Sliced
+from offramp.compiler.tail import Tail
 from offramp.engine.agreement import agreement_of
 from offramp.engine.assembly import assemble
 from offramp.engine.options import available_cores
@@ -45,12 +46,13 @@ def own_exit(sliced: Sliced, times: BackboneTimes, plain: Blueprint, run: Compil
     cost = replace(alone(times, candidate, cost_ms, options), source_begins=len(sliced.cuts))
     bound = options.max_disagreement
     judged = judge(OWN, principal, agrees, cost, max_disagreement=bound, mask=mask)
-    tokens = _mask_of(sliced)
+    tokens, tail = _mask_of(sliced), _tail_of(sliced)
+    read = dict.fromkeys([sliced.cuts[candidate].name, *([tail.taught.output] if tail else [])])
     return BuiltExit(
         candidate=candidate,
         cut=sliced.cuts[candidate],
         graph=_built(sliced, judged.share),
-        reads=(sliced.cuts[candidate].name, *([tokens.name] if tokens else [])),
+        reads=(*read, *([tokens.name] if tokens else [])),
         weights={},
         heads=(judged.score,),
         best=judged.score,
@@ -61,7 +63,21 @@ def own_exit(sliced: Sliced, times: BackboneTimes, plain: Blueprint, run: Compil
 def _built(sliced: Sliced, share: float = 1.0) -> bytes:
     answer, prefix = sliced.model.answer, exit_prefix(len(sliced.cuts) - 1)
     mask = _mask_of(sliced)
-    return build_own(sliced.cuts[-1], answer, prefix, share=share, mask=mask, **sliced.versions)
+    return build_own(
+        sliced.cuts[-1],
+        answer,
+        prefix,
+        tail=_tail_of(sliced),
+        share=share,
+        mask=mask,
+        **sliced.versions,
+    )
+
+
+def _tail_of(sliced: Sliced) -> Tail | None:
+    """Return the copy's tail, which names its own scores."""
+    assert sliced.front is not None
+    return sliced.front.tail
 
 
 def _mask_of(sliced: Sliced) -> TensorSpec | None:
@@ -82,17 +98,21 @@ def _answered(
     answer, tune = sliced.model.answer, parts.tune
     prefix, agreement = exit_prefix(len(sliced.cuts) - 1), agreement_of(answer)
     outputs = [prefix + answer.output, prefix + CONFIDENCE]
+    taught = answer if (tail := _tail_of(sliced)) is None else tail.taught
+    if tail is not None:
+        outputs.append(taught.output)
     graphs, ends_too = [assemble([*sliced.graphs[:-1], graph], outputs)], answer.task.is_dense
     if ends_too:  # what is recorded of answers with places does not say what they were
         graphs.append(sliced.graphs[-1])
         outputs = [*outputs, answer.output]
     whole = None if answer.task.mask is None else tune.column(answer.task.mask, slice(None))
     principal, codes = [], []
-    for rows, (said, sure, *ends) in run_over(graphs, outputs, tune, threads=available_cores()):
+    for rows, (said, sure, *rest) in run_over(graphs, outputs, tune, threads=available_cores()):
+        scores, *ends = rest if tail is not None else [said, *rest]
         mask = None if whole is None else whole[rows]
         values = np.fmax(sure, 0)[:, None]
         if answer.task.kind != "classification":
-            values = principal_values(said, answer.form, answer.task)
+            values = principal_values(scores, taught.form, taught.task)
         principal.append(values)
         truth = agreement.reduce(ends[0]) if ends else agreement.reduce(said)
         codes.append(agreement.codes_against(agreement.reduce(said), truth, mask))

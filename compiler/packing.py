@@ -34,6 +34,7 @@ from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.calibration.trade_offs import RecordedVariant
+from offramp.compiler.answer_ranges import both_ranges
 from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, exit_prefix
@@ -96,6 +97,7 @@ def make_manifest(
             sample_shapes={name: array.shape[1:] for name, array in row.items()},
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
+            answer_ranges=both_ranges(model, certify.ranges),
         ),
         verified_tolerance=sliced.tolerance(options),
         precision="int8" if quantised else "fp32",

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from offramp.bundle import Answer, Bundle, ExitPolicy, Promise
+from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
@@ -59,7 +59,7 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
                 f"Task: {task.kind} (--task says another); an answer agrees if {task.describe()}."
             )
         )
-    for line in _variants(bundle):
+    for line in (*_ranges(manifest), *_variants(bundle)):
         say(escape(line))
     for line in words.shared_weights(manifest):
         say(escape(f"With shared weights (--share-weights of eeserve), {line}"))
@@ -115,6 +115,14 @@ def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
         yield f"[yellow]Disturbed while measuring[/yellow]: {escape(note)}"
     if judged.warning:
         yield f"[bold red]THE EXITS IN USE SAVE NOTHING HERE[/bold red]: {judged.warning}"
+
+
+def _ranges(manifest: Manifest) -> Iterator[str]:
+    """Yield how exits end, and the range of their answers, where the model's own end is copied."""
+    if manifest.calibration.answer_ranges:
+        ended = ", ".join(manifest.answer.tail)
+        ranges = manifest.calibration.describe_ranges()
+        yield escape(f"Exits end as the model does ({ended}): {ranges}.")
 
 
 def _variants(bundle: Bundle) -> Iterator[str]:

@@ -124,7 +124,7 @@ class FeatureRecorder:
                 record(
                     self.graph,
                     outputs,
-                    self.sliced.model.answer,
+                    self.sliced.model.taught,
                     part,
                     made=more,
                     projections={c: p for c, p in projections.items() if c in group},

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from offramp.bundle import Answer, AnswerTask
+from offramp.bundle import Answer, AnswerTask, TaskKind
 from offramp.bundle.criteria import Criterion
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import run_over
@@ -19,6 +19,7 @@ from offramp.compiler.graph import serialised, weight_bytes
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.rounding import SINGLE, rounding_of
+from offramp.compiler.scores import settle_scores
 from offramp.compiler.slicing import find_masks
 from offramp.engine.criteria import CriterionError, known_criterion
 from offramp.engine.options import available_cores
@@ -34,11 +35,12 @@ _SPREAD_SAMPLES = 1024
 
 
 def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> SourceModel:
-    """Complete a model's task: the mask of its tokens, how near values have to be.
+    """Complete a model's task: its scores, the mask of its tokens, how near values have to be.
 
-    ModelError where something was asked for that the task has not; DataError if the model fails on
-    a sample, or its values do not vary.
+    ModelError where something was asked for that the task has not, or the task has to be asked for;
+    DataError if the model fails on a sample, or its values do not vary.
     """
+    model = settle_scores(model, train, asked=options.task != "auto")
     task = model.answer.task
     _check_asked(task, options)
     if options.train == "joint" or options.teach != "model":
@@ -53,12 +55,20 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
         task = replace(task, within=WITHIN_SPREAD * _spread(model, train))
     if task.kind != "classification":
         _log.info("Answers agree where %s.", task.describe())
-    answer = replace(model.answer, task=task, criterion=_criterion(task, options))
-    return replace(model, answer=answer)
+    criterion = _criterion(task, model.taught.task.kind, options)
+    answer = replace(model.answer, task=task, criterion=criterion)
+    if model.tail is None:
+        return replace(model, answer=answer)
+    kept = replace(model.taught.task, mask=task.mask)
+    taught = replace(model.taught, task=kept, criterion=criterion)
+    return replace(model, answer=answer, tail=replace(model.tail, taught=taught))
 
 
-def _criterion(task: AnswerTask, options: CompileOptions) -> Criterion:
-    """Take the criterion that is asked for; ModelError where it is not for the model."""
+def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> Criterion:
+    """Take the criterion that is asked for; ModelError where it is not for the model.
+
+    ``taught`` is the task of the scores that heads imitate.
+    """
     name = options.criterion
     try:
         criterion = known_criterion(name)
@@ -67,6 +77,11 @@ def _criterion(task: AnswerTask, options: CompileOptions) -> Criterion:
     if name != "probability" and task.kind != "classification":
         raise ModelError(
             f"--criterion {name} is for classification; the task is {task.kind}, so leave it out"
+        )
+    if name != "probability" and taught != "classification":
+        raise ModelError(
+            f"--criterion {name} is for probabilities of one class of several, and the model makes "
+            "its answer of sigmoids; leave it out"
         )
     if name != "probability" and options.heads in ("bridges", "both"):
         raise ModelError(
@@ -138,6 +153,12 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
     if options.teach == "labels" and task.kind != "classification":
         raise ModelError(
             f"--teach labels is for classification; the task is {task.kind}, so leave it out: the "
+            "model's own answers teach"
+        )
+    if options.teach == "labels" and model.tail is not None:
+        raise ModelError(
+            "--teach labels is for models that end with their scores of classes, and this one ends "
+            f"with {', '.join(model.tail.kinds) or 'sigmoids'} after them; leave it out: the "
             "model's own answers teach"
         )
     if (held := weight_bytes(model.proto)) > _MOST_TRAINED_BYTES:

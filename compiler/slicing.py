@@ -89,7 +89,7 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
 
     CompileError if there are no cut points, or the user named one or a mask that does not exist.
     """
-    analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
+    analysis = before_scores(find_cuts(model, max_tensors=options.max_cut_tensors), model)
     if analysis.unknown_work:
         kinds = ", ".join(analysis.unknown_work)
         how = "measured as time" if analysis.total_s is not None else "what is known without them"
@@ -99,6 +99,18 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
     segments = split(model, points)
     graphs = tuple(s.proto.SerializeToString() for s in segments)
     return Sliced(model=model, cuts=cuts, segments=segments, graphs=graphs, analysis=analysis)
+
+
+def before_scores(analysis: CutAnalysis, model: SourceModel) -> CutAnalysis:
+    """Drop the cut points that are in the model's tail, where exits would save nothing."""
+    if model.tail is None:
+        return analysis
+    flow, scores = Dataflow(model.proto.graph), model.taught.output
+    before = flow.behind([scores], stop=frozenset())
+    known = {name for op in before for name in op.writes} - {scores}
+    cuts = tuple(cut for cut in analysis.cuts if known.issuperset(cut.tensors))
+    end = analysis.end if analysis.end and known.issuperset(analysis.end.tensors) else None
+    return replace(analysis, cuts=cuts, end=end)
 
 
 def cut_tensors(

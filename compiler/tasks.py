@@ -12,10 +12,10 @@ from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Operator
 from offramp.compiler.shapes import BATCH, TensorType
+from offramp.compiler.tail import SIGMOIDS
 
 _log = logging.getLogger(__name__)
 
-SIGMOIDS: Final = frozenset({"Sigmoid", "HardSigmoid"})
 _INTEGERS: Final = frozenset({"int64", "int32", "uint8", "int8", "uint16", "int16", "uint32"})
 
 
@@ -25,12 +25,17 @@ _HEAT_MAPS: Final = re.compile(
 """What heat maps are called, and a Transpose is not."""
 
 
-def find_kind(asked: AskedTask, shape: tuple[int | str, ...], last: Operator | None) -> TaskKind:
-    """Infer the task from the shape of the answer and the operator that it ends with."""
+def find_kind(
+    asked: AskedTask, shape: tuple[int | str, ...], last: Operator | None, *, are_labels: bool
+) -> TaskKind:
+    """Infer the task from the shape of the answer and the operator that it ends with.
+
+    ``are_labels`` says that this is an activation that gives each column a yes or no.
+    """
     if asked.kind != "auto":
         return asked.kind
     kind: TaskKind = "classification"
-    if len(shape) == 2 and last is not None and last.kind in SIGMOIDS:
+    if are_labels:
         kind = "multi-label"
     elif len(shape) == 3:
         kind = "segmentation" if last is not None and last.kind == "ArgMax" else kind

@@ -101,7 +101,9 @@ class LabelAgreement(Equality):
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """[b, labels]: whether the sample has the label."""
         bound = HALF if self.answer.form == "probabilities" else 0.0
-        return values >= bound
+        bounds = np.asarray(self.answer.thresholds or bound, values.dtype)
+        given: NDArray[np.bool_] = values >= bounds
+        return given
 
     def codes(self, ends: NDArray[Any]) -> Codes:
         """Give each set its number."""

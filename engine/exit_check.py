@@ -32,7 +32,8 @@ def confidence_of(
     [b], 0 to 1; of other tasks what as many principal values reach as have to agree
     (:mod:`.principal_values`). Log-probabilities are taken as logits, whose softmax is their
     exponential. An answer with NaN, or logits of +infinity, have confidence 0, so they never exit
-    early; probabilities above 1 count as 1, so that none reaches ``NEVER``.
+    early; probabilities above 1 count as 1, so that none reaches ``NEVER``. Scores on a scale of
+    the model's own (``values``) have confidence 1: exits compute theirs before that scale.
     """
     # Runs between any two stages on arrays of a few dozen numbers, where what counts is the
     # number of numpy calls: bare ufuncs, no methods, no second pass over the data.
@@ -42,6 +43,9 @@ def confidence_of(
         with np.errstate(over="ignore"):
             answer = answer.astype(np.float32)
     largest = np.maximum.reduce(answer, axis=1)
+    if form == "values":
+        known: NDArray[np.float32] = np.logical_not(np.isnan(largest)).astype(np.float32)
+        return known
     if form != "probabilities":
         # Largest softmax = exp(0) / sum exp(x − max): no need for the whole softmax.
         with np.errstate(invalid="ignore", over="ignore"):  # at infinity and near it

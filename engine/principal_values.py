@@ -29,9 +29,12 @@ def principal_values(answer: NDArray[Any], form: AnswerForm, task: AnswerTask) -
 
     Of one class of several: the largest probability. Of labels: that of what was decided, yes or
     no. Of tokens and pixels: the largest probability of each. Of heat maps: the highest values of
-    each. Numbers of classes, and values of a regression, say nothing: one value of 1.
+    each. Numbers of classes, values of a regression, and scores on a scale of the model's own say
+    nothing: one value of 1.
     """
     count = len(answer)
+    if form == "values" and task.kind != "pose":
+        return np.ones((count, 1), np.float32)
     match task.kind:
         case "classification":
             found = _largest(answer, form, axis=1)[:, None]

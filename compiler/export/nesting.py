@@ -214,9 +214,11 @@ class _Nesting:
             return
         results = self._results(spec.index)
         shares = level.add("Cast", [results[_ANSWER]], "as_float", to=TensorProto.FLOAT)
-        if spec.form != "probabilities":
+        if spec.form in ("logits", "log-probabilities"):
             shares = level.add("Softmax", [shares], "probabilities", axis=-1)
         largest = self._row_max(level, shares, "largest")
+        if spec.form == "values":  # on a scale of the model's own: as ``confidence_of`` has it
+            largest = level.add("Max", [largest, level.weight("least", _scalar(1))], "sure")
         at_most_one = level.add("Min", [largest, level.weight("one", _scalar(1))], "at_most_one")
         # Runtimes differ in what the largest of values with NaN is, so NaN is looked for.
         nan = level.add("Cast", [level.add("IsNaN", [shares], "nan")], "nans", to=TensorProto.FLOAT)

@@ -153,6 +153,7 @@ def facts(
         *(("Input", tensor.describe()) for tensor in manifest.declared),
         *(("Output", tensor.describe()) for tensor in manifest.served_outputs),
         ("Answer", f"{manifest.answer.output}, {manifest.answer.describe()}"),
+        *([("Values", data.describe_ranges())] if data.answer_ranges else []),
         ("Agreement", f"where {manifest.answer.task.describe()}"),
         ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),
         *([("Other batches", effect.describe())] if (effect := manifest.batch_effect) else []),

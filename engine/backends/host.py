@@ -94,7 +94,7 @@ def load_stage(
     added = False
     try:
         model, weights = spec.load_light() if maps_weights else LightGraph(spec.load(), None)
-        of_logits = spec.task.kind == "classification" and spec.form != "probabilities"
+        of_logits = spec.task.kind == "classification" and "log" in spec.form
         if spec.answer and not spec.confidence and of_logits:
             with_it = with_confidence(model, spec.answer)
             model, added = with_it or model, with_it is not None

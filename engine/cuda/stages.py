@@ -56,7 +56,7 @@ def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck 
         return None
     if spec.confidence is not None:
         kind, channels, scores = CheckKind.PROBABILITIES, 1, spec.confidence
-    elif spec.task.kind != "classification":
+    elif spec.task.kind != "classification" or spec.form == "values":
         return None  # computed on the host
     else:
         kind = CheckKind.PROBABILITIES if spec.form == "probabilities" else CheckKind.LOGITS

@@ -140,7 +140,7 @@ def test_untrained_bridges_are_the_networks_own_blocks(made: Made) -> None:
         (cut, _) = ort.InferenceSession(tensors).run(None, {"image": image.numpy()})
         blocks = blocks_until(made.network, image, cut)
         session = ort.InferenceSession(bridge.proto.SerializeToString())
-        (found,) = session.run([bridge.answer], {names[0]: cut})
+        (found,) = session.run([bridge.scores], {names[0]: cut})
         with torch.no_grad():
             expected = made.network.early(image, blocks).numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -122,6 +122,11 @@ def tune_methods(
             f"{asked}: entropy and patience are of classes; the bundle's task is "
             f"{manifest.answer.task.kind}"
         )
+    if manifest.answer.form == "values":
+        raise ValueError(
+            f"{asked}: the bundle's answers are on a scale of the model's own (they end with "
+            f"{', '.join(manifest.answer.tail)}), which no entropy can be read off"
+        )
     if not manifest.exits:
         raise ValueError(f"{asked}: the bundle has no exits")
     kept = ExitRecords.kept_by(bundle, TUNE)

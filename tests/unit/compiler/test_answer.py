@@ -31,12 +31,12 @@ def ending(*kinds: str, classes: int = 4, axis: int = -1):
         (("LogSoftmax",), "log-probabilities"),
         (("LogSoftmax", "Identity"), "log-probabilities"),
         (("Softmax", "Log"), "log-probabilities"),
-        (("Softmax", "Relu"), "logits"),
-        (("Sigmoid", "Log"), "logits"),
+        (("Softmax", "Relu"), "probabilities"),
+        (("Sigmoid", "Log"), "probabilities"),
         (("Identity",), "logits"),
     ],
 )
-def test_the_form_is_that_of_the_last_operator_that_computes(read, kinds, form, simplify):
+def test_the_form_is_that_of_the_activation_that_all_data_goes_through(read, kinds, form, simplify):
     assert read(ending(*kinds), simplify=simplify).answer.form == form
 
 

@@ -19,6 +19,7 @@ from offramp.compiler.bridged_exits import bridges_of
 from offramp.compiler.bridges import Bridge
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.slicing import Sliced
+from offramp.compiler.tail import giving
 from offramp.engine.assembly import assemble
 
 BUILDERS = {
@@ -44,10 +45,12 @@ def whole(bridges: list[Bridge]) -> list[Bridge]:
 
 
 def values_at(pieces: Sliced, names: list[str], inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the source model has of some tensors, and of its answer."""
+    """What the source model has of some tensors, and of its scores."""
     written = {name for segment in pieces.segments[:-1] for name in segment.outputs}
     wanted = [name for name in names if name in written]
-    session = ort.InferenceSession(assemble(pieces.graphs, [*wanted, pieces.model.answer.output]))
+    scores = pieces.model.taught.output
+    graphs = [giving(graph, scores) for graph in pieces.graphs]
+    session = ort.InferenceSession(assemble(graphs, [*wanted, scores]))
     fed = {i.name: inputs[i.name] for i in session.get_inputs()}
     found = session.run(None, fed)
     return {**inputs, **dict(zip(wanted, found, strict=False)), "": found[-1]}
@@ -80,7 +83,7 @@ def test_behind_the_last_block_a_bridge_is_the_model_itself(name: str) -> None:
     assert last.kept == last.dropped == 0
     values = values_at(pieces, list(last.reads), inputs_of(pieces, 3))
     session = ort.InferenceSession(last.proto.SerializeToString())
-    (found,) = session.run([last.answer], {tensor: values[tensor] for tensor in last.reads})
+    (found,) = session.run([last.scores], {tensor: values[tensor] for tensor in last.reads})
     np.testing.assert_allclose(found, values[""], rtol=1e-4, atol=1e-5)
 
 
@@ -144,8 +147,9 @@ def test_every_weight_is_a_copy_under_a_name_of_its_own() -> None:
         seen |= ours
 
 
-def test_what_classes_are_picked_from_is_given_too() -> None:
-    _, bridges = made("classes of pixels")
+def test_bridges_end_with_the_scores_that_classes_are_picked_from() -> None:
+    pieces, bridges = made("classes of pixels")
+    assert pieces.model.taught.output != pieces.model.answer.output
     for bridge in bridges:
-        assert bridge.scores != bridge.answer
+        assert bridge.scores.endswith(pieces.model.taught.output)
         assert bridge.scores_type.shape == ("batch", 5, 16, 16)

@@ -1,0 +1,270 @@
+"""Exits end as the model does, whatever comes between its scores and its output."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import tails
+from tests.models import mlp
+
+from offramp.bundle import Head
+from offramp.calibration.cut_tensors import CutTensor
+from offramp.calibration.dataset import Dataset
+from offramp.compiler.answer_ranges import check_ranges
+from offramp.compiler.asked_task import AskedTask
+from offramp.compiler.endings import CONFIDENCE
+from offramp.compiler.errors import ModelError
+from offramp.compiler.graph import Dataflow
+from offramp.compiler.heads import build_exit
+from offramp.compiler.model import SourceModel, read_model
+from offramp.compiler.runtime import GraphRunner
+from offramp.compiler.scores import settle_scores
+from offramp.compiler.tail import giving
+from offramp.engine.agreement import agreement_of
+
+SAMPLES = 256
+
+
+def vectors(samples: int = SAMPLES, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((samples, tails.INPUTS)).astype(np.float32)
+
+
+def settled(proto: onnx.ModelProto, task: Any = "auto") -> SourceModel:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(proto, path)
+        model = read_model(path, task=AskedTask(kind=task), simplify=False)
+    data = Dataset(inputs={"x": vectors()}, labels=None, sha256="")
+    return settle_scores(model, data, asked=task != "auto")
+
+
+def tensors(model: SourceModel, x: np.ndarray) -> dict[str, np.ndarray]:
+    """The model's scores and answers."""
+    graph = giving(model.proto.SerializeToString(), model.taught.output)
+    return GraphRunner(onnx.ModelProto.FromString(graph)).run({"x": x})
+
+
+def exit_of(model: SourceModel, weights: dict[str, np.ndarray]) -> GraphRunner:
+    """An exit after the first layer, whose head has these weights."""
+    assert model.tail is not None
+    cut = CutTensor(name="hidden0", dtype="float32", shape=("batch", tails.INPUTS))
+    exit_ = build_exit(
+        cut, Head(kind="vector"), weights, model.taught, "e/", answer_dtype=model.tail.dtype,
+        **model.versions,
+    )  # fmt: skip
+    ended = model.tail.end(exit_, "e/", ["e/" + model.answer.output, "e/" + CONFIDENCE])
+    return GraphRunner(onnx.ModelProto.FromString(ended))
+
+
+def heads(model: SourceModel, spread: float) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(7)
+    shape = (tails.INPUTS, model.taught.classes)
+    weight = (spread * rng.standard_normal(shape)).astype(np.float32)
+    return {"weight": weight, "bias": rng.standard_normal(shape[1]).astype(np.float32)}
+
+
+def check(model: SourceModel) -> None:
+    """An exit's answers are what the model's own operators make of its head's scores."""
+    tail = model.tail
+    assert tail is not None
+    found = tensors(model, vectors(seed=1))
+    wanted = found[model.answer.output]
+    again = tail.apply(found[tail.taught.output])
+    assert (np.abs(again - wanted) <= 1e-4 * max(np.ptp(wanted), 1e-9)).mean() > 0.99
+    agreement = agreement_of(model.answer)
+    for spread in (0.02, 0.3, 3.0):  # a head that knows nothing, one like the model, a sure one
+        weights = heads(model, spread)
+        hidden = np.maximum(vectors(seed=2), 0)
+        given = exit_of(model, weights).run({"hidden0": hidden})
+        scores = hidden @ weights["weight"] + weights["bias"]
+        if tail.taught.form != "logits":
+            soft = tail.taught.task.kind == "classification"
+            chances = np.exp(scores - scores.max(1, keepdims=True)) if soft else np.exp(scores)
+            scores = chances / (chances.sum(1, keepdims=True) if soft else 1 + chances)
+        said, expected = given["e/" + model.answer.output], tail.apply(scores)
+        near = np.abs(said - expected) <= 1e-3 * max(np.ptp(expected), 1e-9)
+        assert near.all(axis=1).mean() > 0.98  # halves of steps may be rounded either way
+        codes = [agreement.codes(agreement.reduce(values)) for values in (said, expected)]
+        assert (codes[0] == codes[1]).mean() > 0.98
+        if tail.bounds is not None:
+            least, most = tail.bounds
+            slack = 1e-3 * (most - least)
+            assert said.min() >= least - slack
+            assert said.max() <= most + slack
+            assert least <= wanted.min()
+            assert most >= wanted.max()
+        confidence = given["e/" + CONFIDENCE]
+        assert ((confidence >= 0) & (confidence <= 1 + 1e-6)).all()
+
+
+NAMES = st.lists(st.sampled_from(sorted(tails.STEPS)), min_size=1, max_size=3)
+
+
+def made(activation: str, names: list[str], *, kinds: dict[str, tails.Step]) -> onnx.ModelProto:
+    return tails.ending(kinds[activation], [tails.STEPS[name] for name in names])
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(tails.SOFT)), NAMES)
+def test_exits_end_as_a_model_of_classes_does(activation: str, names: list[str]) -> None:
+    model = settled(made(activation, names, kinds=tails.SOFT))
+    assert model.answer.task.kind == "classification"
+    assert model.answer.form != "logits"
+    if model.tail is not None:
+        assert model.taught.task.kind == "classification"
+        check(model)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(tails.LABELS)), NAMES)
+def test_exits_end_as_a_model_of_labels_does(activation: str, names: list[str]) -> None:
+    model = settled(made(activation, names, kinds=tails.LABELS), "multi-label")
+    assert (model.answer.task.kind, model.taught.task.kind) == ("multi-label",) * 2 or (
+        model.taught.form == "probabilities"  # of a softmax that makes classes of labels
+    )
+    if model.tail is not None:
+        known = model.answer.form == "probabilities"
+        assert len(model.answer.thresholds) == (0 if known else model.answer.classes)
+        check(model)
+
+
+@pytest.mark.parametrize("bound", sorted({*tails.BOUNDED} - {"clipped to the unit"}))
+def test_logits_that_are_bounded_or_rounded_are_so_at_exits(bound: str) -> None:
+    model = settled(tails.ending(tails.BOUNDED[bound]))
+    assert (model.answer.form, model.taught.form) == ("logits", "logits")
+    check(model)
+    given = exit_of(model, heads(model, 3.0)).run({"hidden0": vectors()})["e/p"]
+    own = tensors(model, 10 * vectors(4096))["p"]
+    assert given.min() >= own.min() - 1e-3
+    assert given.max() <= own.max() + 1e-3
+
+
+def test_the_step_of_a_quantised_answer_is_that_of_exits() -> None:
+    model = settled(made("softmax", ["quantised"], kinds=tails.SOFT))
+    given = exit_of(model, heads(model, 0.5)).run({"hidden0": vectors()})["e/p"]
+    np.testing.assert_allclose(given * 255, np.round(given * 255), atol=1e-3)
+    assert len(np.unique(given)) > 100
+
+
+@pytest.mark.parametrize("ending", [None, "Softmax", "LogSoftmax", "Sigmoid"])
+def test_a_model_that_ends_with_its_logits_or_one_activation_has_no_tail(
+    ending: str | None,
+) -> None:
+    model = settled(mlp(ending=ending))
+    assert model.tail is None
+    assert model.answer.tail == ()
+    assert model.taught is model.answer
+
+
+def test_one_probability_and_its_complement_are_two_classes() -> None:
+    model = settled(
+        tails.ending(tails.LABELS["sigmoid"], [tails.STEPS["with its complement"]], columns=1)
+    )
+    assert (model.answer.task.kind, model.answer.classes) == ("classification", 2)
+    assert (model.taught.classes, model.answer.form) == (1, "probabilities")
+    assert model.answer.tail == ("Sigmoid", "Sub", "Concat")
+    check(model)
+
+
+@pytest.mark.parametrize("step", ["reversed", "sliced", "halves", "shifted", "halved"])
+def test_logits_that_are_only_picked_or_scaled_are_imitated_as_they_are(step: str) -> None:
+    model = settled(tails.ending(tails.STEPS[step]))
+    assert (model.tail, model.answer.form) == (None, "logits")
+
+
+def test_a_quantised_sigmoid_is_a_set_of_labels() -> None:
+    model = settled(made("sigmoid", ["quantised"], kinds=tails.LABELS))
+    assert model.answer.task.kind == "multi-label"
+    assert (model.answer.form, model.answer.thresholds) == ("probabilities", ())
+    check(model)
+
+
+def test_labels_on_a_scale_of_the_model_have_its_thresholds() -> None:
+    steps = [tails.STEPS[name] for name in ("complement", "percent", "quantised")]
+    model = settled(tails.ending(tails.LABELS["sigmoid"], steps))
+    assert (model.answer.form, model.taught.form) == ("values", "logits")
+    assert model.answer.thresholds == pytest.approx([50] * 4, abs=1e-4)
+    wanted = tensors(model, vectors())["p"]
+    assert (agreement_of(model.answer).reduce(wanted) == (wanted > 50)).all()
+    check(model)
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        tails.ending(tails.LABELS["sigmoid in parts"]),
+        tails.ending(tails.LABELS["sigmoid"], [tails.STEPS["reversed"]]),
+        tails.ending(tails.BOUNDED["clipped to the unit"]),
+    ],
+    ids=["a sigmoid in parts", "a sigmoid whose columns are moved", "no activation at all"],
+)
+def test_what_may_be_one_class_or_labels_has_to_be_told(proto: onnx.ModelProto) -> None:
+    with pytest.raises(ModelError, match="--task classification or --task multi-label"):
+        settled(proto)
+    for task in ("classification", "multi-label"):
+        model = settled(proto, task)
+        assert (model.answer.task.kind, model.answer.form) == (task, "probabilities")
+        if model.tail is not None:
+            assert model.taught.task.kind == "multi-label"
+
+
+def test_probabilities_of_no_known_activation_are_imitated_as_probabilities() -> None:
+    def squared(b: Any, z: tails.Made) -> tails.Made:
+        mixing = np.random.default_rng(0).dirichlet(np.ones(z.width), z.width).astype(np.float32)
+        soft = tails.SOFT["softmax"](b, z)
+        return tails.Made(b.node("MatMul", soft.name, b.constant(mixing)), z.width)
+
+    model = settled(tails.ending(squared))
+    assert (model.answer.form, model.tail) == ("probabilities", None)
+
+
+def test_sums_of_a_scale_that_no_operator_explains_are_refused() -> None:
+    def scaled(b: Any, z: tails.Made) -> tails.Made:
+        mixing = 7 * np.random.default_rng(0).dirichlet(np.ones(z.width), z.width)
+        soft = tails.SOFT["softmax"](b, z)
+        return tails.Made(b.node("MatMul", soft.name, b.constant(mixing, np.float32)), z.width)
+
+    with pytest.raises(ModelError, match=r"sum to 7 for every sample, as probabilities do"):
+        settled(tails.ending(scaled))
+
+
+def test_operators_that_a_tail_may_not_cross_stay_before_it() -> None:
+    def hidden(b: Any, z: tails.Made) -> tails.Made:
+        return tails.Made(b.linear(b.node("Sigmoid", z.name), z.width, z.width), z.width)
+
+    model = settled(tails.ending(hidden))
+    assert (model.tail, model.answer.form, model.answer.task.kind) == (
+        None, "logits", "classification",
+    )  # fmt: skip
+    assert Dataflow(model.proto.graph).producers["p"].kind == "Identity"
+
+
+def test_exits_beyond_the_scale_of_the_model_are_refused() -> None:
+    model = settled(made("softmax", ["percent"], kinds=tails.SOFT))
+    ranges = np.array([[0.1, 99.0], [-1.85, 1.66], [0.0, 100.0]])
+    check_ranges(model, ranges, [0], slack=0)
+    with pytest.raises(Exception, match=r"from -1\.85 to 99, expected 0 to 100"):
+        check_ranges(model, ranges, [0, 1], slack=0)
+
+
+def test_pixels_and_tokens_have_scores_before_what_follows_their_softmax() -> None:
+    b = tails.Builder()
+    pixels = b.conv(b.input("x", ["batch", 3, 8, 8]), (3, 5))
+    soft = b.node("Softmax", pixels, axis=1, out="soft")
+    b.node("Mul", soft, b.constant(np.array(100, np.float32)), out="p")
+    b.output("p", ["batch", 5, 8, 8])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(b.build(), path)
+        model = read_model(path, simplify=False)
+    assert model.answer.task.kind == "segmentation"
+    assert (model.taught.output, model.taught.form) == ("soft", "probabilities")
+    assert model.tail is not None
+    assert model.tail.kinds == ("Mul",)
