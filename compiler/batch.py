@@ -10,13 +10,9 @@ from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import copied
 from offramp.compiler.rounding import rounding_of
 from offramp.compiler.rows import check_rows
-from offramp.compiler.runtime import (
-    GraphRunner,
-    describe_shapes,
-    random_inputs,
-    relative_difference,
-)
+from offramp.compiler.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.shapes import BATCH, annotate, forget_shapes
+from offramp.engine.differences import compare
 
 
 def free_batch(proto: onnx.ModelProto) -> None:
@@ -92,13 +88,17 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
         raise ModelError(f"{remedy}. ONNX Runtime says: {error}") from error
     for name, values in found.items():
         apart = [each[name] for each in wanted]
-        same = all(array.ndim and len(array) == old for array in apart)
-        difference = relative_difference(values, np.concatenate(apart)) if same else float("inf")
-        if not difference <= rounding_of(freed).batches:
+        if not all(array.ndim and len(array) == old for array in apart):
+            raise ModelError(
+                f"{remedy}. Output {name!r} is {list(apart[0].shape)} for {old} samples: its first "
+                "dimension has to be the batch"
+            )
+        difference = compare(values, np.concatenate(apart))
+        if not difference.share <= rounding_of(freed).batches:
             _name_mixing(freed, remedy)
             raise ModelError(
-                f"{remedy}. Output {name!r} of {rows} samples differs by {difference:.1e} of its "
-                f"largest value from what the model gives {old} at a time"
+                f"{remedy}. Output {name!r} of {rows} samples differs from what the model gives "
+                f"{old} at a time, by {difference.describe()}"
             )
 
 

@@ -18,16 +18,13 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from offramp.bundle import Answer
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, copied
 from offramp.compiler.rounding import SINGLE, rounding_of
-from offramp.compiler.runtime import (
-    GraphRunner,
-    describe_shapes,
-    random_inputs,
-    relative_difference,
-)
+from offramp.compiler.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.shapes import infer_types
+from offramp.engine.differences import Difference, Scales, compare, relative_difference
 
 _log = logging.getLogger(__name__)
 
@@ -93,15 +90,18 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
             f"the model runs one sample, but not {rows} in a batch, though its first dimension is "
             f"dynamic; export it with an example of two samples or more. ONNX Runtime says: {error}"
         ) from error
-    difference = max(
-        _apart(values, [one[name] for one in alone]) for name, values in together.items()
-    )
-    if difference <= SINGLE.batches:
-        return
+    outputs = [(values, [one[name] for one in alone]) for name, values in together.items()]
+    by_rows = all(_are_rows(*each) for each in outputs)
+    difference = None
+    if by_rows:
+        found = (compare(values, np.concatenate(ones)) for values, ones in outputs)
+        difference = max(found, key=lambda each: each.share)
+        if difference.share <= SINGLE.batches:
+            return
     structural = [op for op in _Rows(proto, feeds).mixing() if op.kind not in _SCALED_BY_BATCH]
     if structural:
         raise ModelError(_describe(structural, difference, rows))
-    if difference == float("inf"):
+    if not by_rows:
         raise ModelError(
             f"what the model gives {rows} samples is not {rows} times what it gives one: the first "
             "dimension of its output has to be the batch"
@@ -109,37 +109,41 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
 
 
 def compare_batches(
-    proto: onnx.ModelProto, samples: Arrays, answers: Mapping[int, NDArray[Any]]
+    proto: onnx.ModelProto,
+    samples: Arrays,
+    answers: Mapping[int, NDArray[Any]],
+    answer: Answer | None = None,
 ) -> None:
     """Compare answers to the same first rows, by batch size; ModelError if they differ.
 
-    Not of dynamically quantised models, whose difference is counted later.
+    ``answer`` describes them, where their decisions are compared too. Dynamically quantised models
+    are left out: their difference is counted later.
     """
     if scaled_by_batch(proto):
         return
     sizes, rounding = sorted(answers), rounding_of(proto)
+    scales = Scales.of(answers[sizes[-1]])
     for size, larger in pairwise(sizes):
-        difference = _apart(answers[larger][:size], [answers[size][i : i + 1] for i in range(size)])
-        if difference > rounding.batches:
+        difference = compare(answers[larger][:size], answers[size], scales=scales, answer=answer)
+        if difference.share > rounding.batches:
             check_rows(
                 proto, {name: array[: min(size, _ROWS) + 1] for name, array in samples.items()}
             )
             raise ModelError(
                 f"the first {size} samples are answered otherwise in a batch of {larger} than by "
-                f"themselves, by {difference:.1e} of the largest value, allowed are "
-                f"{rounding.batches:.0e} ({rounding.name}): let the model compute for each sample "
-                "by itself"
+                f"themselves, by {difference.describe()}; allowed are {rounding.batches:.0e} "
+                f"({rounding.name}): let the model compute for each sample by itself"
             )
 
 
-def _describe(mixing: list[Operator], difference: float, rows: int) -> str:
+def _describe(mixing: list[Operator], difference: Difference | None, rows: int) -> str:
     """Say which operators mix rows, and what to do about it."""
     shown = [f"{op.name or op.writes[0]!r} ({op.kind})" for op in mixing[:_SHOWN]]
     rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
     kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
-    apart = f", by {difference:.1e} of the largest value, allowed are {SINGLE.batches:.0e}"
-    if difference == float("inf"):
-        apart = ", the number of answers too"
+    apart = ", the number of answers too"
+    if difference is not None:
+        apart = f", by {difference.describe()}, allowed are {SINGLE.batches:.0e}"
     return (
         f"the answer of a sample depends on the other samples of its batch (found among {rows} "
         f"rows{apart}). It enters at {', '.join(shown)}{rest}: {_REMEDIES.get(kind, _OTHERWISE)}"
@@ -150,11 +154,10 @@ def _row(arrays: Arrays, i: int) -> dict[str, NDArray[Any]]:
     return {name: array[i : i + 1] for name, array in arrays.items()}
 
 
-def _apart(together: NDArray[Any], alone: list[NDArray[Any]]) -> float:
-    if any(not row.ndim or len(row) != 1 or row.shape != alone[0].shape for row in alone):
-        return float("inf")
-    difference = relative_difference(together, np.concatenate(alone))
-    return 0.0 if np.isnan(difference) else difference  # verification says so, with the place
+def _are_rows(together: NDArray[Any], alone: list[NDArray[Any]]) -> bool:
+    """Whether what rows give alone are rows of what they give together."""
+    shapes = {row.shape for row in alone}
+    return shapes == {(1, *together.shape[1:])} and len(together) == len(alone)
 
 
 class _Rows:
