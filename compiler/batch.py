@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
+from offramp.compiler.batch_conditions import check_conditions
 from offramp.compiler.batch_repair import REMEDY, repair
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import copied
@@ -19,9 +20,10 @@ def free_batch(proto: onnx.ModelProto) -> None:
     """Name dimension 0 of every graph input ``batch``, in place, and repair what was fixed to it.
 
     After the repair rows are run at another batch size, and compared with the original. Whatever
-    the batch was, rows alone and together have to agree (:mod:`.rows`). ModelError if an input has
-    no batch dimension, the model cannot be made to work at another batch size, or rows change each
-    other's answers.
+    the batch was, nothing may be chosen for all rows by data of some (:mod:`.batch_conditions`),
+    and rows alone and together have to agree (:mod:`.rows`). ModelError if an input has no batch
+    dimension, the model cannot be made to work at another batch size, or rows change each other's
+    answers.
     """
     old = _fixed_size(proto)
     original = None if old is None else copied(proto)
@@ -32,6 +34,7 @@ def free_batch(proto: onnx.ModelProto) -> None:
     annotate(proto)  # ONNX Runtime folds by the shapes that a model states, stale ones too
     if original is not None and old is not None:
         _check_freed(original, proto, old)
+    check_conditions(proto)
     check_rows(proto)
 
 
