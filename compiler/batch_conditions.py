@@ -56,6 +56,11 @@ _DISCRETE: Final = frozenset({
     "LessOrEqual", "NonZero", "Not", "Or", "Round", "Sign", "Unique", "Xor",
 })  # fmt: skip
 """Operators whose result jumps: rows that are run may all be on one side."""
+_GATES: Final = frozenset({
+    "Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max", "Min", "Relu", "Selu", "Sigmoid",
+    "Softplus", "ThresholdedRelu",
+})  # fmt: skip
+"""Operators whose result may stay the same for most values, and change for few."""
 _STEERED: Final[Mapping[str, tuple[int, ...]]] = {
     "Compress": (1,), "ConstantOfShape": (0,), "Expand": (1,), "Gather": (1,),
     "GatherElements": (1,), "GatherND": (1,), "OneHot": (0, 1), "Pad": (1,), "Range": (0, 1, 2),
@@ -132,7 +137,9 @@ class _Followed:
             if found.values >= Level.ROWS:
                 raise self._refusal(op, tensor, found)
         jumps = op.kind in _DISCRETE or self._becomes_whole(op)
-        places = tuple(range(len(op.proto.input))) if jumps else _STEERED.get(op.kind, ())
+        places = list(range(len(op.proto.input))) if jumps else [*_STEERED.get(op.kind, ())]
+        if op.kind in _GATES:
+            places = [i for i, name in enumerate(op.proto.input) if self._is_one_for_all(name)]
         for tensor, found in self._inputs(op, places):
             counts = op.kind == "Where" and found.values is Level.COUNTED and not self._whole(op)
             if found.values is Level.MIXED or counts:
@@ -142,6 +149,11 @@ class _Followed:
         for place in places:
             if place < len(op.proto.input) and (tensor := op.proto.input[place]):
                 yield tensor, self._known.get(tensor, FIXED)
+
+    def _is_one_for_all(self, tensor: str) -> bool:
+        """Whether a tensor has no value for each row."""
+        shape = self._shape(tensor)
+        return shape is not None and UNKNOWN not in shape and not _batch_axes(shape)
 
     def _becomes_whole(self, op: Operator) -> bool:
         targets = [a.i for a in op.proto.attribute if a.name == "to"]

@@ -9,6 +9,7 @@ pass it on.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -101,6 +102,10 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
     structural = [op for op in _Rows(proto, feeds).mixing() if op.kind not in _SCALED_BY_BATCH]
     if structural:
         raise ModelError(_describe(structural, difference, rows))
+    rounding = max(_MIXED, rounding_of(proto).batches)
+    beyond = difference is not None and rounding < difference.share < math.inf
+    if beyond and not scaled_by_batch(proto):
+        raise ModelError(_describe([], difference, rows))
     if not by_rows:
         raise ModelError(
             f"what the model gives {rows} samples is not {rows} times what it gives one: the first "
@@ -114,8 +119,10 @@ def compare_batches(
     answers: Mapping[int, NDArray[Any]],
     answer: Answer | None = None,
 ) -> None:
-    """Compare answers to the same first rows, by batch size; ModelError if they differ.
+    """Compare answers to the same rows, by batch size; ModelError if they differ.
 
+    The rows of a batch are the middle ones of the next larger (:func:`middle`), which what runs
+    along a batch reaches from both ends.
     ``answer`` describes them, where their decisions are compared too. Dynamically quantised models
     are left out: their difference is counted later.
     """
@@ -124,29 +131,36 @@ def compare_batches(
     sizes, rounding = sorted(answers), rounding_of(proto)
     scales = Scales.of(answers[sizes[-1]])
     for size, larger in pairwise(sizes):
-        difference = compare(answers[larger][:size], answers[size], scales=scales, answer=answer)
+        same = answers[larger][middle(size, sizes[-1]) - middle(larger, sizes[-1])[0]]
+        difference = compare(same, answers[size], scales=scales, answer=answer)
         if difference.share > rounding.batches:
             check_rows(
                 proto, {name: array[: min(size, _ROWS) + 1] for name, array in samples.items()}
             )
             raise ModelError(
-                f"the first {size} samples are answered otherwise in a batch of {larger} than by "
-                f"themselves, by {difference.describe()}; allowed are {rounding.batches:.0e} "
+                f"{size} samples are answered otherwise in a batch of {larger} than by themselves, "
+                f"by {difference.describe()}; allowed are {rounding.batches:.0e} "
                 f"({rounding.name}): let the model compute for each sample by itself"
             )
+
+
+def middle(size: int, largest: int) -> NDArray[np.intp]:
+    """Return which rows of the largest batch are the middle ones, [size]."""
+    return np.arange(size) + (largest - size) // 2
 
 
 def _describe(mixing: list[Operator], difference: Difference | None, rows: int) -> str:
     """Say which operators mix rows, and what to do about it."""
     shown = [f"{op.name or op.writes[0]!r} ({op.kind})" for op in mixing[:_SHOWN]]
     rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
-    kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
+    kind = next((k for k in _REMEDIES for op in mixing[:1] if op.kind.startswith(k)), "")
+    where = f"at {', '.join(shown)}{rest}" if mixing else "where no single operator shows it"
     apart = ", the number of answers too"
     if difference is not None:
         apart = f", by {difference.describe()}, allowed are {SINGLE.batches:.0e}"
     return (
         f"the answer of a sample depends on the other samples of its batch (found among {rows} "
-        f"rows{apart}). It enters at {', '.join(shown)}{rest}: {_REMEDIES.get(kind, _OTHERWISE)}"
+        f"rows{apart}). It enters {where}: {_REMEDIES.get(kind, _OTHERWISE)}"
     )
 
 
@@ -161,21 +175,26 @@ def _are_rows(together: NDArray[Any], alone: list[NDArray[Any]]) -> bool:
 
 
 class _Rows:
-    """All tensors of a model for some rows together, and for the first of them alone."""
+    """All tensors of a model for some rows together, and for the middle one of them alone.
+
+    What runs along the rows reaches it from one side or the other.
+    """
 
     def __init__(self, proto: onnx.ModelProto, feeds: Arrays) -> None:
         self._proto = proto
         self._flow = Dataflow(proto.graph)
         self._rows = len(next(iter(feeds.values())))
+        self._at = self._rows // 2
         exposed = _exposed(proto, self._flow)
         self._types = {o.name: o.type.tensor_type.elem_type for o in exposed.graph.output}
         runner = GraphRunner(exposed)
         self._together = {**feeds, **runner.run(feeds)}
-        self._alone = {**_row(feeds, 0), **runner.run(_row(feeds, 0))}
+        alone = _row(feeds, self._at)
+        self._alone = {**alone, **runner.run(alone)}
         self._constants = {t.name: t for t in proto.graph.initializer}
 
     def mixing(self) -> Iterator[Operator]:
-        """Yield operators whose first row, on the same input, is another alone than together."""
+        """Yield operators whose middle row, on the same input, is another alone than together."""
         for op in self._flow.operators:
             moving = op.kind in _MOVING or self._flow.is_constant(op)
             if not moving and self._mixes(op):
@@ -186,23 +205,26 @@ class _Rows:
         if any(t not in self._together for t in variable):
             return False
         feeds = {t: self._together[t] for t in variable}
-        first = {t: self._first(t) for t in variable}
-        if all(feeds[t].shape == first[t].shape for t in variable):
+        one = {t: self._one(t) for t in variable}
+        if all(feeds[t].shape == one[t].shape for t in variable):
             return False
         try:
             runner = GraphRunner(self._single(op, variable))
-            whole, part = runner.run(feeds), runner.run(first)
+            whole, part = runner.run(feeds), runner.run(one)
         except (RuntimeError, ModelError):
             return False
         return any(self._differs(whole[t], part[t]) for t in op.writes if t in whole)
 
-    def _first(self, tensor: str) -> NDArray[Any]:
-        """Give the first row of a tensor, or what it is alone if it is a size."""
+    def _one(self, tensor: str) -> NDArray[Any]:
+        """Return the middle row of a tensor, or what it is alone if it is a size."""
         together, alone = self._together[tensor], self._alone[tensor]
         axis = self._axis(together, alone)
         if axis is not None:
-            return together.take(range(alone.shape[axis]), axis)
+            return self._taken(together, axis, alone.shape[axis])
         return alone if together.dtype in (np.int32, np.int64) else together
+
+    def _taken(self, whole: NDArray[Any], axis: int, size: int) -> NDArray[Any]:
+        return whole.take(range(self._at * size, (self._at + 1) * size), axis)
 
     def _axis(self, together: NDArray[Any], alone: NDArray[Any]) -> int | None:
         if together.ndim != alone.ndim:
@@ -218,7 +240,7 @@ class _Rows:
             axis = self._axis(whole, part)
             if axis is None:
                 return False
-            whole = whole.take(range(part.shape[axis]), axis)
+            whole = self._taken(whole, axis, part.shape[axis])
         return not relative_difference(part, whole) <= _MIXED
 
     def _single(self, op: Operator, variable: list[str]) -> onnx.ModelProto:

@@ -15,7 +15,7 @@ from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.rounding import rounding_of
-from offramp.compiler.rows import compare_batches, scaled_by_batch
+from offramp.compiler.rows import compare_batches, middle, scaled_by_batch
 from offramp.compiler.runtime import GraphRunner
 from offramp.compiler.slicing import SegmentModel
 from offramp.engine.differences import Difference, Scales, compare, relative_difference
@@ -47,7 +47,8 @@ def verify(
     samples change each other's answers, or a cut behind which they do.
     """
     answer = model.answer.output
-    fed = [{k: v[np.arange(size) % len(v)] for k, v in samples.items()} for size in batch_sizes]
+    rows = [middle(size, max(batch_sizes)) for size in batch_sizes]
+    fed = [{k: v[chosen % len(v)] for k, v in samples.items()} for chosen in rows]
     wanted = [values[answer] for values in _run_alone(model.proto, fed)]
     chained: list[dict[str, NDArray[np.generic]]] = [dict(feeds) for feeds in fed]
     largest = int(np.argmax(batch_sizes))

@@ -109,7 +109,7 @@ def compare(
         return Difference(share=math.inf, worst=f"shape {_sized(found)}, expected {_sized(wanted)}")
     actual, right = found.astype(np.float64), wanted.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        apart = np.abs(actual - right)
+        apart = np.asarray(np.abs(actual - right))
     apart[(actual == right) | (np.isnan(actual) & np.isnan(right))] = 0.0
     apart[np.isnan(apart)] = np.inf
     if not apart.any():

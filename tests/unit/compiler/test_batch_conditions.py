@@ -142,7 +142,13 @@ def picked(b: Builder, value: str, x: str) -> str:
     return b.node("Mul", x, b.node("Gather", b.weight(2, WIDTH), number(b, value)))
 
 
+def gated(b: Builder, value: str, x: str) -> str:
+    beyond = b.node("Relu", b.node("Sub", value, constant(b, NEVER, np.float32)))
+    return b.node("Add", x, b.node("Mul", beyond, b.matmul(x, WIDTH, WIDTH)))
+
+
 SCALAR_USES = {
+    "Relu": gated,
     "If": conditional,
     "Where": selected,
     "product": weighted,
@@ -151,7 +157,7 @@ SCALAR_USES = {
     "trips": lambda b, value, x: looped(b, value, x, goes_on=False),
     "while": lambda b, value, x: looped(b, value, x, goes_on=True),
 }
-ROW_USES = {"Where": selected, "product": weighted}
+ROW_USES = {"Relu": gated, "Where": selected, "product": weighted}
 
 
 def model(make: Made, use: Callable[[Builder, str, str], str], *, mixed: bool) -> onnx.ModelProto:
@@ -168,7 +174,7 @@ def model(make: Made, use: Callable[[Builder, str, str], str], *, mixed: bool) -
     return proto
 
 
-@settings(deadline=None, max_examples=49)
+@settings(deadline=None, max_examples=56)
 @given(st.sampled_from(sorted(MIXED)), st.sampled_from(sorted(SCALAR_USES)))
 def test_choices_by_several_rows_are_refused(made: str, use: str) -> None:
     proto = model(MIXED[made], SCALAR_USES[use], mixed=True)
@@ -226,9 +232,9 @@ def test_a_branchynet_is_refused_however_it_was_exported(batch: int | str) -> No
         free_batch(proto)
     assert str(caught.value) == (
         "'large' (Greater) chooses for a whole batch by the data of its samples, at 'sure', which "
-        "'sure' (ReduceMax) makes of several samples, and 'exit' (If) goes by it: a sample would be "
-        "answered otherwise among others; let each sample choose for itself (torch.where, with a "
-        "condition for each row), or export the model without that choice: exits are what "
+        "'sure' (ReduceMax) makes of several samples, and 'exit' (If) goes by it: a sample would "
+        "be answered otherwise among others; let each sample choose for itself (torch.where, with "
+        "a condition for each row), or export the model without that choice: exits are what "
         "eecompile adds"
     )
 
