@@ -9,7 +9,6 @@ pass it on.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -102,10 +101,6 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
     structural = [op for op in _Rows(proto, feeds).mixing() if op.kind not in _SCALED_BY_BATCH]
     if structural:
         raise ModelError(_describe(structural, difference, rows))
-    rounding = max(_MIXED, rounding_of(proto).batches)
-    beyond = difference is not None and rounding < difference.share < math.inf
-    if beyond and not scaled_by_batch(proto):
-        raise ModelError(_describe([], difference, rows))
     if not by_rows:
         raise ModelError(
             f"what the model gives {rows} samples is not {rows} times what it gives one: the first "
@@ -153,14 +148,13 @@ def _describe(mixing: list[Operator], difference: Difference | None, rows: int) 
     """Say which operators mix rows, and what to do about it."""
     shown = [f"{op.name or op.writes[0]!r} ({op.kind})" for op in mixing[:_SHOWN]]
     rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
-    kind = next((k for k in _REMEDIES for op in mixing[:1] if op.kind.startswith(k)), "")
-    where = f"at {', '.join(shown)}{rest}" if mixing else "where no single operator shows it"
+    kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
     apart = ", the number of answers too"
     if difference is not None:
         apart = f", by {difference.describe()}, allowed are {SINGLE.batches:.0e}"
     return (
         f"the answer of a sample depends on the other samples of its batch (found among {rows} "
-        f"rows{apart}). It enters {where}: {_REMEDIES.get(kind, _OTHERWISE)}"
+        f"rows{apart}). It enters at {', '.join(shown)}{rest}: {_REMEDIES.get(kind, _OTHERWISE)}"
     )
 
 
@@ -175,26 +169,22 @@ def _are_rows(together: NDArray[Any], alone: list[NDArray[Any]]) -> bool:
 
 
 class _Rows:
-    """All tensors of a model for some rows together, and for the middle one of them alone.
-
-    What runs along the rows reaches it from one side or the other.
-    """
+    """All tensors of a model for some rows together, and for each of them alone."""
 
     def __init__(self, proto: onnx.ModelProto, feeds: Arrays) -> None:
         self._proto = proto
         self._flow = Dataflow(proto.graph)
         self._rows = len(next(iter(feeds.values())))
-        self._at = self._rows // 2
         exposed = _exposed(proto, self._flow)
         self._types = {o.name: o.type.tensor_type.elem_type for o in exposed.graph.output}
         runner = GraphRunner(exposed)
         self._together = {**feeds, **runner.run(feeds)}
-        alone = _row(feeds, self._at)
-        self._alone = {**alone, **runner.run(alone)}
+        each = [_row(feeds, i) for i in range(self._rows)]
+        self._alone = [{**row, **runner.run(row)} for row in each]
         self._constants = {t.name: t for t in proto.graph.initializer}
 
     def mixing(self) -> Iterator[Operator]:
-        """Yield operators whose middle row, on the same input, is another alone than together."""
+        """Yield operators of which a row, on the same input, is another alone than together."""
         for op in self._flow.operators:
             moving = op.kind in _MOVING or self._flow.is_constant(op)
             if not moving and self._mixes(op):
@@ -205,26 +195,26 @@ class _Rows:
         if any(t not in self._together for t in variable):
             return False
         feeds = {t: self._together[t] for t in variable}
-        one = {t: self._one(t) for t in variable}
-        if all(feeds[t].shape == one[t].shape for t in variable):
+        rows = [{t: self._row_of(t, i) for t in variable} for i in range(self._rows)]
+        if all(feeds[t].shape == rows[0][t].shape for t in variable):
             return False
         try:
             runner = GraphRunner(self._single(op, variable))
-            whole, part = runner.run(feeds), runner.run(one)
+            whole, parts = runner.run(feeds), [runner.run(row) for row in rows]
         except (RuntimeError, ModelError):
             return False
-        return any(self._differs(whole[t], part[t]) for t in op.writes if t in whole)
+        given = [t for t in op.writes if t in whole]
+        return any(
+            self._differs(whole[t], part[t], i) for i, part in enumerate(parts) for t in given
+        )
 
-    def _one(self, tensor: str) -> NDArray[Any]:
-        """Return the middle row of a tensor, or what it is alone if it is a size."""
-        together, alone = self._together[tensor], self._alone[tensor]
+    def _row_of(self, tensor: str, i: int) -> NDArray[Any]:
+        """Return a row of a tensor, or what it is alone if it is a size."""
+        together, alone = self._together[tensor], self._alone[i][tensor]
         axis = self._axis(together, alone)
         if axis is not None:
-            return self._taken(together, axis, alone.shape[axis])
+            return _taken(together, axis, i, alone.shape[axis])
         return alone if together.dtype in (np.int32, np.int64) else together
-
-    def _taken(self, whole: NDArray[Any], axis: int, size: int) -> NDArray[Any]:
-        return whole.take(range(self._at * size, (self._at + 1) * size), axis)
 
     def _axis(self, together: NDArray[Any], alone: NDArray[Any]) -> int | None:
         if together.ndim != alone.ndim:
@@ -233,14 +223,14 @@ class _Rows:
         fits = len(axes) == 1 and together.shape[axes[0]] == self._rows * alone.shape[axes[0]]
         return axes[0] if fits else None
 
-    def _differs(self, whole: NDArray[Any], part: NDArray[Any]) -> bool:
+    def _differs(self, whole: NDArray[Any], part: NDArray[Any], i: int) -> bool:
         if whole.dtype in (np.int32, np.int64):  # sizes, and what is computed from them
             return False
         if whole.shape != part.shape:
             axis = self._axis(whole, part)
             if axis is None:
                 return False
-            whole = self._taken(whole, axis, part.shape[axis])
+            whole = _taken(whole, axis, i, part.shape[axis])
         return not relative_difference(part, whole) <= _MIXED
 
     def _single(self, op: Operator, variable: list[str]) -> onnx.ModelProto:
@@ -261,6 +251,10 @@ class _Rows:
         array = self._together[tensor]
         kind = self._types.get(tensor) or helper.np_dtype_to_tensor_dtype(array.dtype)
         return helper.make_tensor_value_info(tensor, kind, [None] * array.ndim)
+
+
+def _taken(whole: NDArray[Any], axis: int, i: int, size: int) -> NDArray[Any]:
+    return whole.take(range(i * size, (i + 1) * size), axis)
 
 
 def _exposed(proto: onnx.ModelProto, flow: Dataflow) -> onnx.ModelProto:
