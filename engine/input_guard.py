@@ -58,5 +58,6 @@ class InputGuard:
 
 def _is_one_of(values: NDArray[Any], known: Sequence[float]) -> NDArray[np.bool_]:
     """Find elements that equal one of some values, NaN included."""
-    found = np.isnan(values) if any(map(math.isnan, known)) else np.zeros(values.shape, np.bool_)
-    return found | np.isin(values, known)
+    each = [np.isnan(values) if math.isnan(one) else values == one for one in known]
+    found: NDArray[np.bool_] = np.logical_or.reduce(each)
+    return found
