@@ -98,16 +98,16 @@ def test_other_shapes_differ_infinitely() -> None:
 
 
 # Each column is ten times as large as the last: no gap shows what is apart.
-LADDER = np.array([[1.0, 1.5, -10.0, -100.0, -1e3, -1e4, -1e5, -1e6, -1e7]])
+CONTINUOUS = np.array([[1.0, 1.5, -10.0, -100.0, -1e3, -1e4, -1e5, -1e6, -1e7]])
 
 
 def test_another_decision_counts_whatever_the_scale() -> None:
-    found = LADDER.copy()
+    found = CONTINUOUS.copy()
     found[0, 0] = 1.6
-    difference = compare(found, LADDER, answer=answer())
+    difference = compare(found, CONTINUOUS, answer=answer())
     assert difference.share == pytest.approx(0.5 / 2 / 1.5)
     assert difference.worst.startswith("another decision for sample 0")
-    assert relative_difference(found, LADDER) < difference.share
+    assert relative_difference(found, CONTINUOUS) < difference.share
 
 
 def test_ties_within_rounding_may_be_decided_otherwise() -> None:
