@@ -32,7 +32,7 @@ class Padding:
     limit: int | None = field(default=None, metadata=LEFT_OUT)
     """Greatest size that the model takes, where it was seen to fail at one more."""
     difference: float
-    """Largest difference that was found, relative to the largest value of an answer."""
+    """Largest difference that was found, relative to the scale of each value."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "longest", "limit", least=1)
@@ -45,7 +45,7 @@ class Padding:
         return (
             f"samples of different `{self.size}` are padded into one batch, up to {self.longest}: "
             f"under the mask {self.mask!r} that changed answers and confidences by "
-            f"{self.difference:.0e} of the largest value"
+            f"{self.difference:.0e} of their scale"
         )
 
 

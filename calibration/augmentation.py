@@ -104,7 +104,11 @@ class MadeSamples:
             return self._spliced(name, rows)
         first, other = (self.base.column(name, of[rows]) for of in (self.first, self.partner))
         share = self.share[rows].reshape(-1, *(1,) * (first.ndim - 1))
-        mixed = first * share + other * (1 - share)
+        with np.errstate(invalid="ignore"):
+            mixed = first * share + other * (1 - share)
+        if first.dtype.kind == "f":
+            # What is missing or masked is so in the first sample: a mean of that means nothing.
+            mixed = np.where(np.isfinite(first) & np.isfinite(other), mixed, first)
         return (np.rint(mixed) if first.dtype.kind == "u" else mixed).astype(first.dtype)
 
     def _spliced(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:

@@ -90,7 +90,8 @@ class BridgeObjective:
         if answer.form == "probabilities":
             logarithms = scores.clamp_min(_LEAST).log()
         else:
-            logarithms = scores.log_softmax(axis)
+            # A class that is masked by −∞ has the chance 0 and the logarithm −∞.
+            logarithms = scores.log_softmax(axis).clamp_min(torch.finfo(scores.dtype).min)
         each = -(chances * logarithms).sum(axis)
         if mask is None:
             return each.mean()

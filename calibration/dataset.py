@@ -10,7 +10,6 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
@@ -101,6 +100,20 @@ class Dataset:
             return copy_rows(self.inputs.whole[name], self.inputs.rows[rows])
         return copy_rows(self.inputs[name], rows)
 
+    def not_finite(self) -> NDArray[np.intp]:
+        """Return the samples, [k], that hold NaN or infinity in an input."""
+        found = np.zeros(len(self), np.bool_)
+        for name in self.inputs:
+            one = self.column(name, slice(1))
+            if one.dtype.kind != "f" or not one.size:
+                continue
+            size = max(1, _BLOCK_BYTES // one.nbytes)
+            for start in range(0, len(self), size):
+                rows = slice(start, min(start + size, len(self)))
+                finite = np.isfinite(self.column(name, rows))
+                found[rows] |= ~finite.reshape(len(finite), -1).all(axis=1)
+        return np.flatnonzero(found)
+
     def batches(self, size: int = 64) -> Iterator[dict[str, NDArray[Any]]]:
         """Give the inputs of all samples, so many at a time."""
         for start in range(0, len(self), size):
@@ -125,7 +138,8 @@ def read_dataset(
     The data may hold the inputs that nothing reads (``unread``): they are checked, then left aside.
 
     A ``DataError`` where a file cannot be read, an array's name, dtype or shape is not what the
-    model takes, arrays have different lengths, or values are NaN or infinite.
+    model takes, or arrays have different lengths. Values may be NaN or infinite: whether the model
+    answers such samples is seen when it runs (:func:`offramp.calibration.running.check_unusual`).
     """
     arrays, digest = _load_folder(path) if path.is_dir() else _load(path, scratch or ScratchSpace())
     names = {spec.name for spec in specs}
@@ -141,8 +155,6 @@ def read_dataset(
         raise DataError(f"{path}: labels are one number, expected one for each sample")
     _check_lengths(path, arrays, labels)
     truth = None if labels is None else _codes_of(path, labels, answer)
-    for name, array in arrays.items():
-        _check_finite(path, name, array)
     return Dataset(inputs=arrays, labels=truth, sha256=digest)
 
 
@@ -265,21 +277,6 @@ def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArra
         return agreement_of(answer).codes(np.asarray(labels) != 0).astype(np.int64)
     _log.info("%s, and are left aside: accuracy is reported of classes and labels alone.", found)
     return None
-
-
-def _check_finite(path: Path, name: str, array: NDArray[Any]) -> None:
-    if array.dtype.kind != "f":
-        return
-    size = max(1, _BLOCK_BYTES * len(array) // max(array.nbytes, 1))
-    bad: list[int] = []
-    for start in range(0, len(array), size):
-        block = copy_rows(array, slice(start, start + size)).reshape(-1, prod(array.shape[1:]))
-        bad += (start + np.flatnonzero(~np.isfinite(block).all(axis=1))).tolist()
-    if bad:
-        raise DataError(
-            f"{path}: input {name!r} has NaN or infinite values in {len(bad)} of "
-            f"{len(array)} samples, first in sample {bad[0]}; remove or mend them"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import POOLINGS, family_of
 from offramp.calibration.preconditioning import LARGEST, SAMPLES, Preconditioner
 from offramp.calibration.running import BATCH_SIZE, Graphs, check_answers, run_over
+from offramp.engine.agreement import agreement_of
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def record(
     read = _masks(directory, masks, dataset, made)
     wanted = [answer.output, *store.names]
     for rows, (answered, *values) in run_over(model, wanted, dataset, threads=threads):
-        check_answers(answered, dataset.rows[rows])
+        check_answers(answered, dataset.rows[rows], answer)
         store.keep(0, rows, answered, values)
     if made is not None:
         try:
@@ -114,7 +115,7 @@ def record(
         except DataError as error:
             _log.warning("Heads train without some of the made samples: %s.", error)
     # In the place of what the model cannot answer stands, once more, the sample it was made of.
-    bad = np.flatnonzero(~np.isfinite(store.answers).all(axis=1))
+    bad = np.flatnonzero(~agreement_of(answer).decided(store.answers))
     if made is not None and len(bad):
         arrays: list[NDArray[Any]] = [store.answers, *store.files.values(), *read.values()]
         for array in arrays:

@@ -110,7 +110,7 @@ def record_answers(
     for rows, (*exits, final) in run_over(
         model, wanted, dataset, threads=threads, batch_size=batch_size
     ):
-        check_answers(final, dataset.rows[rows])
+        check_answers(final, dataset.rows[rows], answer)
         ends = agreement.reduce(final)
         mask = None if answer.task.mask is None else dataset.column(answer.task.mask, rows)
         records.final_prediction[rows] = agreement.codes(ends)

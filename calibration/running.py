@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.bundle import Answer
 from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import DataError, Dataset
+from offramp.engine.agreement import agreement_of
 from offramp.engine.backends.onnxruntime import make_session
 
+_log = logging.getLogger(__name__)
+
 BATCH_SIZE = 64
+_UNUSUAL = 1024
+"""Samples whose inputs are not finite, and that are tried before anything is trained."""
 
 Graphs: TypeAlias = bytes | Sequence[bytes]
 """A graph, or several that share no names of outputs: those of a cascade may be of different
@@ -84,15 +91,39 @@ def _first_failing(
     return 0
 
 
-def check_answers(answers: NDArray[Any], sources: NDArray[np.intp]) -> None:
-    """Refuse answers [rows, …] of the source model that are not finite: nothing can agree.
+def check_answers(values: NDArray[Any], sources: NDArray[np.intp], answer: Answer) -> None:
+    """Refuse answers [rows, …] of the source model that decide nothing: nothing can agree.
 
     ``sources`` [rows] are the samples' places in the file.
     """
-    finite = np.isfinite(answers).all(axis=tuple(range(1, answers.ndim)))
-    if not finite.all():
-        bad = sources[np.flatnonzero(~finite)[0]]
+    decided = agreement_of(answer).decided(values)
+    if not decided.all():
+        bad = sources[np.flatnonzero(~decided)[0]]
         raise DataError(
             f"the source model answers calibration sample {bad} with NaN or infinity; "
             "mend the model or remove the sample"
         )
+
+
+def check_unusual(
+    graph: Callable[[], bytes], dataset: Dataset, answer: Answer, *, threads: int
+) -> None:
+    """Run a model on samples with NaN or infinity in an input, :data:`_UNUSUAL` at most.
+
+    An imputer in the graph, or a mask that is added, takes them, and they are samples like others;
+    else they are broken data, which is a ``DataError``. ``graph`` makes the model's bytes.
+    """
+    rows = dataset.not_finite()
+    if not len(rows):
+        return
+    found = (
+        f"{len(rows):,} of {len(dataset):,} samples have NaN or infinite values in an input, first "
+        f"sample {dataset.rows[rows[0]]}"
+    )
+    try:
+        some = dataset.subset(rows[:_UNUSUAL])
+        for part, (values,) in run_over(graph(), [answer.output], some, threads=threads):
+            check_answers(values, some.rows[part], answer)
+    except DataError as error:
+        raise DataError(f"{found}; {error}") from error
+    _log.warning("%s; the model's answers to them are finite, so they are used.", found)

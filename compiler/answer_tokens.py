@@ -78,7 +78,7 @@ def answer_with_tokens(proto: onnx.ModelProto, tokens: Sequence[int], answer: st
     difference = check_equal(proto, made, wanted)
     _log.info(
         "%s is reduced to the tokens %s behind the last one%s; equal on %d prompts of %d lengths "
-        "(largest difference %.1e of the largest value)",
+        "(largest difference %.1e of its scale)",
         output,
         ", ".join(map(str, tokens)),
         f", without {dropped} inputs of a cache" if dropped else "",

@@ -5,27 +5,25 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
+from offramp.compiler.batch_conditions import check_conditions
 from offramp.compiler.batch_repair import REMEDY, repair
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import copied
 from offramp.compiler.rounding import rounding_of
 from offramp.compiler.rows import check_rows
-from offramp.compiler.runtime import (
-    GraphRunner,
-    describe_shapes,
-    random_inputs,
-    relative_difference,
-)
+from offramp.compiler.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.shapes import BATCH, annotate, forget_shapes
+from offramp.engine.differences import compare
 
 
 def free_batch(proto: onnx.ModelProto) -> None:
     """Name dimension 0 of every graph input ``batch``, in place, and repair what was fixed to it.
 
     After the repair rows are run at another batch size, and compared with the original. Whatever
-    the batch was, rows alone and together have to agree (:mod:`.rows`). ModelError if an input has
-    no batch dimension, the model cannot be made to work at another batch size, or rows change each
-    other's answers.
+    the batch was, nothing may be chosen for all rows by data of some (:mod:`.batch_conditions`),
+    and rows alone and together have to agree (:mod:`.rows`). ModelError if an input has no batch
+    dimension, the model cannot be made to work at another batch size, or rows change each other's
+    answers.
     """
     old = _fixed_size(proto)
     original = None if old is None else copied(proto)
@@ -36,6 +34,7 @@ def free_batch(proto: onnx.ModelProto) -> None:
     annotate(proto)  # ONNX Runtime folds by the shapes that a model states, stale ones too
     if original is not None and old is not None:
         _check_freed(original, proto, old)
+    check_conditions(proto)
     check_rows(proto)
 
 
@@ -92,13 +91,17 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
         raise ModelError(f"{remedy}. ONNX Runtime says: {error}") from error
     for name, values in found.items():
         apart = [each[name] for each in wanted]
-        same = all(array.ndim and len(array) == old for array in apart)
-        difference = relative_difference(values, np.concatenate(apart)) if same else float("inf")
-        if not difference <= rounding_of(freed).batches:
+        if not all(array.ndim and len(array) == old for array in apart):
+            raise ModelError(
+                f"{remedy}. Output {name!r} is {list(apart[0].shape)} for {old} samples: its first "
+                "dimension has to be the batch"
+            )
+        difference = compare(values, np.concatenate(apart))
+        if not difference.share <= rounding_of(freed).batches:
             _name_mixing(freed, remedy)
             raise ModelError(
-                f"{remedy}. Output {name!r} of {rows} samples differs by {difference:.1e} of its "
-                f"largest value from what the model gives {old} at a time"
+                f"{remedy}. Output {name!r} of {rows} samples differs from what the model gives "
+                f"{old} at a time, by {difference.describe()}"
             )
 
 

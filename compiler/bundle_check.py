@@ -24,10 +24,10 @@ from offramp.compiler.errors import VerificationError
 from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.rounding import SINGLE
-from offramp.compiler.runtime import relative_difference
 from offramp.compiler.staged_answers import AnsweringStages, batches_of_many_sizes
 from offramp.engine.agreement import Codes, agreement_of
 from offramp.engine.backends.custom_ops import open_runnable
+from offramp.engine.differences import Scales, compare
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.whole_promise import end_evidence, whole_policy
 
@@ -54,8 +54,8 @@ class BundleCheck:
     shares: Mapping[int, float]
     """Of the samples that each exit answered; of the model's end by :data:`MODEL_END`."""
     end_difference: float
-    """Largest difference of answers from the model's end, relative to the largest value. Of a
-    dynamically quantised model that is no error: who is left of a batch is rounded otherwise."""
+    """Largest difference of answers from the model's end, relative to the scale of each value. Of
+    a dynamically quantised model that is no error: who is left of a batch is rounded otherwise."""
     accuracy: float | None
     """Of the bundle's answers, where the data have labels."""
     source_accuracy: float | None
@@ -109,6 +109,7 @@ class _Runs:
         self._source = plain_session(bundle.read(manifest.source.file), options.threads)
         self._reads = [tensor.name for tensor in self._source.get_inputs()]
         self._output = manifest.answer.output
+        self._answer = manifest.answer
         self._agreement = agreement_of(manifest.answer)
         # Who is left of a batch is another batch than the whole one that the model is given.
         self._tolerance = max(manifest.verified_tolerance, SINGLE.batches)
@@ -128,7 +129,7 @@ class _Runs:
             where = f"samples {rows.start} to {rows.stop - 1}"
             reason = str(error).splitlines()[0]
             raise DataError(f"{self._data}: the model fails on {where}: {reason}") from error
-        check_answers(whole, dataset.rows[rows])
+        check_answers(whole, dataset.rows[rows], self._answer)
         given = self._stages.run(tensors)
         if (ended := np.flatnonzero(given.exit == MODEL_END)).size:
             self._check_end(given.answer[ended], whole, rows.start, ended)
@@ -140,14 +141,14 @@ class _Runs:
     def _check_end(
         self, answer: NDArray[Any], whole: NDArray[Any], start: int, rows: NDArray[np.intp]
     ) -> None:
-        difference = relative_difference(answer, whole[rows])
-        if not self._varies and not difference <= self._tolerance:
+        difference = compare(answer, whole[rows], scales=Scales.of(whole), answer=self._answer)
+        if not self._varies and not difference.share <= self._tolerance:
             raise VerificationError(
                 f"the model's end answers sample {start + rows[0]} and its batch mates otherwise "
-                f"than the unmodified model, by {difference:.1e} of the largest value "
-                f"({self._tolerance:.0e} allowed); compile the model again on this machine"
+                f"than the unmodified model, by {difference.describe()} ({self._tolerance:.0e} "
+                "allowed); compile the model again on this machine"
             )
-        self.end_difference = max(self.end_difference, difference)
+        self.end_difference = max(self.end_difference, difference.share)
 
 
 def _made_of(bundle: Bundle) -> set[str]:

@@ -29,11 +29,11 @@ from offramp.compiler.graph import Dataflow, default_opset, refill, rename_graph
 from offramp.compiler.model import MIN_OPSET, SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.preparation import name_operators, remove_unused
-from offramp.compiler.runtime import relative_difference
 from offramp.compiler.shapes import annotate, declared_types
 from offramp.compiler.slicing import SegmentModel, Sliced, cut_tensors, split
 from offramp.compiler.tail import giving
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.differences import compare
 
 PREFIX = "offramp_front/"
 """What all names of a copy begin with, but those of graph inputs."""
@@ -263,7 +263,7 @@ def verify_front(
     """Run the copy's segments in a chain as they are served, and compare with the whole copy.
 
     ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
-    ``tolerance`` is relative to the largest value of the copy's answer.
+    ``tolerance`` is relative to the scale of each value (:mod:`offramp.engine.differences`).
 
     Gives the largest difference found. VerificationError if it is beyond ``tolerance``, or a value
     is no number; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
@@ -279,14 +279,14 @@ def verify_front(
         for session, segment in zip(chain, sliced.segments, strict=False):
             found = _run(session, segment.outputs, tensors)
             tensors |= dict(zip(segment.outputs, found, strict=True))
-        difference = relative_difference(tensors[answer], wanted)
-        if not difference <= tolerance:
+        difference = compare(tensors[answer], wanted)
+        if not difference.share <= tolerance:
             raise VerificationError(
-                f"chained segments of the {sliced.copy} copy differ from it by {difference:.1e} of "
-                f"its largest value at batch {size}, allowed are {tolerance:.1e}; compile without "
-                "it (--precision fp32, --train frozen)"
+                f"chained segments of the {sliced.copy} copy differ from it at batch {size}, by "
+                f"{difference.describe()}; allowed are {tolerance:.1e}. Compile without it "
+                "(--precision fp32, --train frozen)"
             )
-        worst = max(worst, difference)
+        worst = max(worst, difference.share)
     return worst
 
 

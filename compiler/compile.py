@@ -13,13 +13,13 @@ from offramp.bundle import Bundle, InputRanges, Padding, SharingCost, write_bund
 from offramp.bundle.bundle import check_target
 from offramp.bundle.placing import check_space
 from offramp.calibration import limits
-from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
+from offramp.calibration.dataset import DataError, Dataset, DataSplit, read_dataset, split
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
-from offramp.calibration.running import BATCH_SIZE
+from offramp.calibration.running import BATCH_SIZE, check_unusual
 from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
 from offramp.compiler.answer_ranges import check_ranges
@@ -30,11 +30,11 @@ from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
-from offramp.compiler.graph import weight_bytes
+from offramp.compiler.graph import serialised, weight_bytes
 from offramp.compiler.joint import choose_training
 from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.memory import GivingBack, give_back
-from offramp.compiler.model import read_model
+from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
 from offramp.compiler.padding import find_paddings, length_ranges, symbolic_sizes
@@ -105,6 +105,7 @@ def compile_model(
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
         seed=options.seed,
     )
+    _check_unusual(model, dataset, options)
     with _naming(options.model):
         model = settle_task(model, parts.train, options)
     check_teacher(dataset, model.answer, options)
@@ -331,6 +332,15 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
             100 * late,
             100 * tolerated,
         )
+
+
+def _check_unusual(model: SourceModel, dataset: Dataset, options: CompileOptions) -> None:
+    try:
+        check_unusual(
+            lambda: serialised(model.proto), dataset, model.answer, threads=options.threads
+        )
+    except DataError as error:
+        raise DataError(f"{options.data}: {error}") from error
 
 
 @contextmanager

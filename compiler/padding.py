@@ -23,10 +23,10 @@ from offramp.calibration.dataset import Dataset
 from offramp.compiler.model import SourceModel
 from offramp.compiler.rounding import SINGLE, STEPS, rounding_of
 from offramp.compiler.rows import scaled_by_batch
-from offramp.compiler.runtime import relative_difference
 from offramp.compiler.slicing import find_masks
 from offramp.engine.answering_graphs import answering_graphs
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.differences import Scales, relative_difference
 from offramp.engine.plan import ModelStructure
 
 _log = logging.getLogger(__name__)
@@ -197,8 +197,8 @@ class _Trial:
             where, difference = self._padded(alone, everybody, targets, content)
             if not difference <= self.allowed:
                 return (
-                    f"padded to {longest}, `{where}` differs by {difference:.1e} of its largest "
-                    f"value from samples alone, allowed are {self.allowed:.0e} ({self.precision}): "
+                    f"padded to {longest}, `{where}` differs by {difference:.1e} of its scale "
+                    f"from samples alone, allowed are {self.allowed:.0e} ({self.precision}): "
                     f"the mask {new.mask!r} does not hide all of what is padded"
                 )
             worst = max(worst, difference)
@@ -256,11 +256,12 @@ class _Trial:
         except RuntimeError as error:
             return str(error), float("inf")
         differences = {
-            name: relative_difference(array, alone.outputs[name][list(rows)])
+            name: relative_difference(
+                array, alone.outputs[name][list(rows)], Scales.of(alone.outputs[name])
+            )
             for name, array in found.items()
         }
-        # A difference that is no number is the largest there is.
-        where = max(differences, key=lambda n: np.nan_to_num(differences[n], nan=np.inf))
+        where = max(differences, key=lambda name: differences[name])
         return where, differences[where]
 
     def _filled(

@@ -15,10 +15,11 @@ from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, refill, rename_tensor
 from offramp.compiler.rounding import rounding_of
-from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.compiler.shapes import FLOATING, dtype_name
 from offramp.compiler.simplifier import LIMIT_S, SimplifierError, slim
 from offramp.compiler.weights import weight_file_if_large
+from offramp.engine.differences import relative_difference
 
 _log = logging.getLogger(__name__)
 

@@ -346,7 +346,7 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
         say(f"  further outputs: {escape(done.names.exit)}, {escape(done.names.confidence)}")
     verified = done.verified
     apart = verified.largest_difference
-    how = f"within {apart:.1e} of the largest value" if apart else "bit for bit"
+    how = f"within {apart:.1e} of their scale" if apart else "bit for bit"
     say(
         f"Verified on {verified.samples} samples of {escape(str(data))}: the bundle's exits, its "
         f"answers {how}; {1 - verified.exit_shares.get(-1, 0.0):.1%} left early."
@@ -368,7 +368,7 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
     if MODEL_END in check.shares:
         say(
             "The model's end is the unmodified model's (largest difference "
-            f"{check.end_difference:.1e} of the largest value)."
+            f"{check.end_difference:.1e} of a value's scale)."
         )
     share = check.disagreements / check.samples
     say(

@@ -63,7 +63,7 @@ def _result_line(building: Building, results: Sequence[UnitResult]) -> str:
     return (
         f"{line}, {size:.1f} MiB for batches {batches} in [bold]{escape(path)}[/bold]\n"
         "Measured: the time of building, and the largest difference from ONNX Runtime on the CPU, "
-        "as a share of the output's largest magnitude."
+        "relative to the scale of each value."
     )
 
 

@@ -15,8 +15,9 @@ from offramp.compiler.decoder_cache import is_cache, read_past
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.rounding import rounding_of
-from offramp.compiler.runtime import GraphRunner, relative_difference, table_size
+from offramp.compiler.runtime import GraphRunner, table_size
 from offramp.compiler.shapes import dtype_name
+from offramp.engine.differences import compare
 
 _WIDTHS = (3, 8, 13)
 """Lengths that batches of prompts are padded to."""
@@ -196,14 +197,14 @@ def check_equal(
     output, allowed = proto.graph.output[0].name, rounding_of(proto).batches
     worst = 0.0
     for values, right in zip(_run(proto, batches), wanted, strict=True):
-        difference = relative_difference(values[output], right)
-        if not difference <= allowed:
+        difference = compare(values[output], right)
+        if not difference.share <= allowed:
             raise ModelError(
-                f"the logits of the answers' tokens alone differ by {difference:.1e} of their "
-                f"largest value from the model's, {allowed:.0e} is allowed; this is a defect, "
-                "report it with the model"
+                "the logits of the answers' tokens alone differ from the model's by "
+                f"{difference.describe()}; {allowed:.0e} is allowed. This is a defect, report it "
+                "with the model"
             )
-        worst = max(worst, difference)
+        worst = max(worst, difference.share)
     return worst
 
 

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Rounding(NamedTuple):
-    """Differences that are no fault, relative to the largest value of an answer."""
+    """Differences that are no fault, relative to the scale of each value of an answer."""
 
     name: str
     """Of the precision, for messages."""

@@ -18,16 +18,13 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from offramp.bundle import Answer
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, copied
 from offramp.compiler.rounding import SINGLE, rounding_of
-from offramp.compiler.runtime import (
-    GraphRunner,
-    describe_shapes,
-    random_inputs,
-    relative_difference,
-)
+from offramp.compiler.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.shapes import infer_types
+from offramp.engine.differences import Difference, Scales, compare, relative_difference
 
 _log = logging.getLogger(__name__)
 
@@ -93,15 +90,18 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
             f"the model runs one sample, but not {rows} in a batch, though its first dimension is "
             f"dynamic; export it with an example of two samples or more. ONNX Runtime says: {error}"
         ) from error
-    difference = max(
-        _apart(values, [one[name] for one in alone]) for name, values in together.items()
-    )
-    if difference <= SINGLE.batches:
-        return
+    outputs = [(values, [one[name] for one in alone]) for name, values in together.items()]
+    by_rows = all(_are_rows(*each) for each in outputs)
+    difference = None
+    if by_rows:
+        found = (compare(values, np.concatenate(ones)) for values, ones in outputs)
+        difference = max(found, key=lambda each: each.share)
+        if difference.share <= SINGLE.batches:
+            return
     structural = [op for op in _Rows(proto, feeds).mixing() if op.kind not in _SCALED_BY_BATCH]
     if structural:
         raise ModelError(_describe(structural, difference, rows))
-    if difference == float("inf"):
+    if not by_rows:
         raise ModelError(
             f"what the model gives {rows} samples is not {rows} times what it gives one: the first "
             "dimension of its output has to be the batch"
@@ -109,37 +109,49 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
 
 
 def compare_batches(
-    proto: onnx.ModelProto, samples: Arrays, answers: Mapping[int, NDArray[Any]]
+    proto: onnx.ModelProto,
+    samples: Arrays,
+    answers: Mapping[int, NDArray[Any]],
+    answer: Answer | None = None,
 ) -> None:
-    """Compare answers to the same first rows, by batch size; ModelError if they differ.
+    """Compare answers to the same rows, by batch size; ModelError if they differ.
 
-    Not of dynamically quantised models, whose difference is counted later.
+    The rows of a batch are the middle ones of the next larger (:func:`middle`), which what runs
+    along a batch reaches from both ends.
+    ``answer`` describes them, where their decisions are compared too. Dynamically quantised models
+    are left out: their difference is counted later.
     """
     if scaled_by_batch(proto):
         return
     sizes, rounding = sorted(answers), rounding_of(proto)
+    scales = Scales.of(answers[sizes[-1]])
     for size, larger in pairwise(sizes):
-        difference = _apart(answers[larger][:size], [answers[size][i : i + 1] for i in range(size)])
-        if difference > rounding.batches:
+        same = answers[larger][middle(size, sizes[-1]) - middle(larger, sizes[-1])[0]]
+        difference = compare(same, answers[size], scales=scales, answer=answer)
+        if difference.share > rounding.batches:
             check_rows(
                 proto, {name: array[: min(size, _ROWS) + 1] for name, array in samples.items()}
             )
             raise ModelError(
-                f"the first {size} samples are answered otherwise in a batch of {larger} than by "
-                f"themselves, by {difference:.1e} of the largest value, allowed are "
-                f"{rounding.batches:.0e} ({rounding.name}): let the model compute for each sample "
-                "by itself"
+                f"{size} samples are answered otherwise in a batch of {larger} than by themselves, "
+                f"by {difference.describe()}; allowed are {rounding.batches:.0e} "
+                f"({rounding.name}): let the model compute for each sample by itself"
             )
 
 
-def _describe(mixing: list[Operator], difference: float, rows: int) -> str:
+def middle(size: int, largest: int) -> NDArray[np.intp]:
+    """Return which rows of the largest batch are the middle ones, [size]."""
+    return np.arange(size) + (largest - size) // 2
+
+
+def _describe(mixing: list[Operator], difference: Difference | None, rows: int) -> str:
     """Say which operators mix rows, and what to do about it."""
     shown = [f"{op.name or op.writes[0]!r} ({op.kind})" for op in mixing[:_SHOWN]]
     rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
     kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
-    apart = f", by {difference:.1e} of the largest value, allowed are {SINGLE.batches:.0e}"
-    if difference == float("inf"):
-        apart = ", the number of answers too"
+    apart = ", the number of answers too"
+    if difference is not None:
+        apart = f", by {difference.describe()}, allowed are {SINGLE.batches:.0e}"
     return (
         f"the answer of a sample depends on the other samples of its batch (found among {rows} "
         f"rows{apart}). It enters at {', '.join(shown)}{rest}: {_REMEDIES.get(kind, _OTHERWISE)}"
@@ -150,15 +162,14 @@ def _row(arrays: Arrays, i: int) -> dict[str, NDArray[Any]]:
     return {name: array[i : i + 1] for name, array in arrays.items()}
 
 
-def _apart(together: NDArray[Any], alone: list[NDArray[Any]]) -> float:
-    if any(not row.ndim or len(row) != 1 or row.shape != alone[0].shape for row in alone):
-        return float("inf")
-    difference = relative_difference(together, np.concatenate(alone))
-    return 0.0 if np.isnan(difference) else difference  # verification says so, with the place
+def _are_rows(together: NDArray[Any], alone: list[NDArray[Any]]) -> bool:
+    """Whether what rows give alone are rows of what they give together."""
+    shapes = {row.shape for row in alone}
+    return shapes == {(1, *together.shape[1:])} and len(together) == len(alone)
 
 
 class _Rows:
-    """All tensors of a model for some rows together, and for the first of them alone."""
+    """All tensors of a model for some rows together, and for each of them alone."""
 
     def __init__(self, proto: onnx.ModelProto, feeds: Arrays) -> None:
         self._proto = proto
@@ -168,11 +179,12 @@ class _Rows:
         self._types = {o.name: o.type.tensor_type.elem_type for o in exposed.graph.output}
         runner = GraphRunner(exposed)
         self._together = {**feeds, **runner.run(feeds)}
-        self._alone = {**_row(feeds, 0), **runner.run(_row(feeds, 0))}
+        each = [_row(feeds, i) for i in range(self._rows)]
+        self._alone = [{**row, **runner.run(row)} for row in each]
         self._constants = {t.name: t for t in proto.graph.initializer}
 
     def mixing(self) -> Iterator[Operator]:
-        """Yield operators whose first row, on the same input, is another alone than together."""
+        """Yield operators of which a row, on the same input, is another alone than together."""
         for op in self._flow.operators:
             moving = op.kind in _MOVING or self._flow.is_constant(op)
             if not moving and self._mixes(op):
@@ -183,22 +195,25 @@ class _Rows:
         if any(t not in self._together for t in variable):
             return False
         feeds = {t: self._together[t] for t in variable}
-        first = {t: self._first(t) for t in variable}
-        if all(feeds[t].shape == first[t].shape for t in variable):
+        rows = [{t: self._row_of(t, i) for t in variable} for i in range(self._rows)]
+        if all(feeds[t].shape == rows[0][t].shape for t in variable):
             return False
         try:
             runner = GraphRunner(self._single(op, variable))
-            whole, part = runner.run(feeds), runner.run(first)
+            whole, parts = runner.run(feeds), [runner.run(row) for row in rows]
         except (RuntimeError, ModelError):
             return False
-        return any(self._differs(whole[t], part[t]) for t in op.writes if t in whole)
+        given = [t for t in op.writes if t in whole]
+        return any(
+            self._differs(whole[t], part[t], i) for i, part in enumerate(parts) for t in given
+        )
 
-    def _first(self, tensor: str) -> NDArray[Any]:
-        """Give the first row of a tensor, or what it is alone if it is a size."""
-        together, alone = self._together[tensor], self._alone[tensor]
+    def _row_of(self, tensor: str, i: int) -> NDArray[Any]:
+        """Return a row of a tensor, or what it is alone if it is a size."""
+        together, alone = self._together[tensor], self._alone[i][tensor]
         axis = self._axis(together, alone)
         if axis is not None:
-            return together.take(range(alone.shape[axis]), axis)
+            return _taken(together, axis, i, alone.shape[axis])
         return alone if together.dtype in (np.int32, np.int64) else together
 
     def _axis(self, together: NDArray[Any], alone: NDArray[Any]) -> int | None:
@@ -208,14 +223,14 @@ class _Rows:
         fits = len(axes) == 1 and together.shape[axes[0]] == self._rows * alone.shape[axes[0]]
         return axes[0] if fits else None
 
-    def _differs(self, whole: NDArray[Any], part: NDArray[Any]) -> bool:
+    def _differs(self, whole: NDArray[Any], part: NDArray[Any], i: int) -> bool:
         if whole.dtype in (np.int32, np.int64):  # sizes, and what is computed from them
             return False
         if whole.shape != part.shape:
             axis = self._axis(whole, part)
             if axis is None:
                 return False
-            whole = whole.take(range(part.shape[axis]), axis)
+            whole = _taken(whole, axis, i, part.shape[axis])
         return not relative_difference(part, whole) <= _MIXED
 
     def _single(self, op: Operator, variable: list[str]) -> onnx.ModelProto:
@@ -236,6 +251,10 @@ class _Rows:
         array = self._together[tensor]
         kind = self._types.get(tensor) or helper.np_dtype_to_tensor_dtype(array.dtype)
         return helper.make_tensor_value_info(tensor, kind, [None] * array.ndim)
+
+
+def _taken(whole: NDArray[Any], axis: int, i: int, size: int) -> NDArray[Any]:
+    return whole.take(range(i * size, (i + 1) * size), axis)
 
 
 def _exposed(proto: onnx.ModelProto, flow: Dataflow) -> onnx.ModelProto:

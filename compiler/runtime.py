@@ -1,4 +1,4 @@
-"""Running graphs at compile time on ONNX Runtime, and comparing what they give."""
+"""Running graphs at compile time on ONNX Runtime, with random inputs."""
 
 from __future__ import annotations
 
@@ -182,14 +182,3 @@ def table_size(proto: onnx.ModelProto, graph: Dataflow, name: str) -> int:
         if op.kind == "Cast" and (rows := table_size(proto, graph, op.writes[0])):
             return rows
     return 0
-
-
-def relative_difference(actual: NDArray[np.generic], wanted: NDArray[np.generic]) -> float:
-    """Largest difference relative to the largest value wanted; NaN if any value is NaN."""
-    if actual.shape != wanted.shape:
-        return float("inf")
-    a, b = actual.astype(np.float64), wanted.astype(np.float64)
-    if not a.size:
-        return 0.0
-    scale = float(np.max(np.abs(b)))
-    return float(np.max(np.abs(a - b))) / (scale or 1.0)

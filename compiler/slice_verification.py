@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,13 +10,15 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from offramp.bundle import Answer
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.rounding import rounding_of
-from offramp.compiler.rows import compare_batches, scaled_by_batch
-from offramp.compiler.runtime import GraphRunner, relative_difference
+from offramp.compiler.rows import compare_batches, middle, scaled_by_batch
+from offramp.compiler.runtime import GraphRunner
 from offramp.compiler.slicing import SegmentModel
+from offramp.engine.differences import Difference, Scales, compare, relative_difference
 
 VERIFIED_SAMPLES = 64
 """Calibration samples that chained segments and what was cut must agree on."""
@@ -35,16 +38,17 @@ def verify(
     """Run the segments in a chain at some batch sizes, and compare with the source model.
 
     ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
-    ``tolerance`` is relative to the largest value of the source's answer.
+    ``tolerance`` is relative to the scale of each value (:mod:`offramp.engine.differences`).
 
     Behind each cut some samples go on without the others too, as they do once those have left.
 
     Gives the largest difference found. VerificationError names the first segment that diverges,
-    beyond ``tolerance`` or with a value that is no number; ModelError operators by which samples
-    change each other's answers, or a cut behind which they do.
+    beyond ``tolerance`` or by NaN or infinity on one side alone; ModelError operators by which
+    samples change each other's answers, or a cut behind which they do.
     """
-    answer, answers = model.answer.output, dict[int, NDArray[np.generic]]()
-    fed = [{k: v[np.arange(size) % len(v)] for k, v in samples.items()} for size in batch_sizes]
+    answer = model.answer.output
+    rows = [middle(size, max(batch_sizes)) for size in batch_sizes]
+    fed = [{k: v[chosen % len(v)] for k, v in samples.items()} for chosen in rows]
     wanted = [values[answer] for values in _run_alone(model.proto, fed)]
     chained: list[dict[str, NDArray[np.generic]]] = [dict(feeds) for feeds in fed]
     largest = int(np.argmax(batch_sizes))
@@ -53,24 +57,30 @@ def verify(
         chained, left = _through(segment, chained, left)
         if segment is not segments[-1]:
             left += _survivors(chained[largest], segment)
-    worst = 0.0
+    worst, scales = 0.0, Scales.of(wanted[largest])
     for size, feeds, right, values in zip(batch_sizes, fed, wanted, chained, strict=True):
-        difference = relative_difference(values[answer], right)
-        if not difference <= tolerance:
+        difference = compare(values[answer], right, scales=scales, answer=model.answer)
+        if not difference.share <= tolerance:
             raise VerificationError(
-                f"chained segments differ from the source model by {difference:.1e} of its "
-                f"largest value at batch {size}, allowed are {tolerance:.1e} of a model in "
+                f"chained segments differ from the source model at batch {size}, by "
+                f"{difference.describe()}; allowed are {tolerance:.1e} of a model in "
                 f"{rounding_of(model.proto).name}; "
                 + _diagnosis(model, segments, feeds, values, tolerance)
-                + f". If only rounding differs, allow it with --tolerance {2 * difference:.0e}"
+                + _allowance(difference)
             )
-        answers[size] = right
-        worst = max(worst, difference)
-    compare_batches(model.proto, samples, answers)
+        worst = max(worst, difference.share)
+    answers = dict(zip(batch_sizes, wanted, strict=True))
+    compare_batches(model.proto, samples, answers, model.answer)
     if not scaled_by_batch(model.proto):
         for survivors in left:
-            survivors.check(wanted[largest], answer, rounding_of(model.proto).batches)
+            survivors.check(wanted[largest], model.answer, rounding_of(model.proto).batches)
     return worst
+
+
+def _allowance(difference: Difference) -> str:
+    if not math.isfinite(difference.share):
+        return ". No tolerance allows that; report it with the model"
+    return f". If only rounding differs, allow it with --tolerance {2 * difference.share:.0e}"
 
 
 def _through(
@@ -99,14 +109,13 @@ class _Survivors(NamedTuple):
             reason = str(error)
             raise ModelError(f"{self._where()} cannot go on: {reason}; {_APART}") from error
 
-    def check(self, wanted: NDArray[np.generic], answer: str, tolerance: float) -> None:
+    def check(self, wanted: NDArray[np.generic], answer: Answer, tolerance: float) -> None:
         """Compare with what the source model answers them in the whole batch."""
-        found, right = self.values[answer], wanted[self.rows]
-        same = found.shape == right.shape
-        difference = relative_difference(found, right) if same else float("inf")
-        if not difference <= tolerance:
+        found, right = self.values[answer.output], wanted[self.rows]
+        difference = compare(found, right, scales=Scales.of(wanted), answer=answer)
+        if not difference.share <= tolerance:
             raise ModelError(
-                f"{self._where()} are answered otherwise, by {difference:.1e} of the largest value "
+                f"{self._where()} are answered otherwise, by {difference.describe()} "
                 f"({tolerance:.0e} allowed); {_APART}"
             )
 
@@ -157,8 +166,6 @@ def _diagnosis(
     inner = [name for s in segments for name in s.outputs if name in known]
     exposed.graph.output.extend(known[name] for name in inner)
     wanted = GraphRunner(exposed).run(feeds)
-    if not np.isfinite(wanted[model.answer.output]).all():
-        return "the source model itself answers with values that are no numbers"
     for segment in segments:
         for name in segment.outputs:
             if not relative_difference(chained[name], wanted[name]) <= tolerance:

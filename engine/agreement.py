@@ -48,6 +48,24 @@ class Agreement(ABC):
         ``mask`` [b, tokens] is the task's, where it has one.
         """
 
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """[b]: whether answers [b, …] decide anything: they hold neither NaN nor infinities.
+
+        Where the largest of several scores decides, −∞ rules its class out, as a mask does; one
+        class must be left.
+        """
+        return _all_of(np.isfinite(values))
+
+    def margins(
+        self, ours: NDArray[Any], ends: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """Return by how much the end's own scores prefer its decisions, and the scores that win.
+
+        Both are [b, decisions], of whole answers [b, …]; ``None`` where answers are no scores.
+        """
+        del ours, ends
+        return None
+
     def codes(self, ends: NDArray[Any]) -> Codes:
         """[b]: the codes of the model's own reduced answers."""
         return np.full(len(ends), AGREED, np.int32)
@@ -90,6 +108,14 @@ class ClassAgreement(Equality):
         classes: NDArray[np.intp] = values.argmax(axis=1)
         return classes
 
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Ask for a class that is finite; none may be +∞ or NaN."""
+        return _all_of(np.isfinite(values.max(axis=1)))
+
+    def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Compare the scores of both classes."""
+        return _lead(ours, ends)
+
     def codes(self, ends: NDArray[Any]) -> Codes:
         """Take the class itself."""
         return ends.astype(np.int32, copy=False)
@@ -100,10 +126,22 @@ class LabelAgreement(Equality):
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """[b, labels]: whether the sample has the label."""
-        bound = HALF if self.answer.form == "probabilities" else 0.0
-        bounds = np.asarray(self.answer.thresholds or bound, values.dtype)
-        given: NDArray[np.bool_] = values >= bounds
+        given: NDArray[np.bool_] = values >= self._bounds(values)
         return given
+
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Refuse NaN: an infinite logit is a sure yes or no."""
+        return _all_of(~np.isnan(values))
+
+    def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Double the distance of the scores from the bound, where they are on either side of it."""
+        other = self.reduce(ours) != self.reduce(ends)
+        return np.where(other, 2 * np.abs(ends - self._bounds(ends)), 0.0), ends
+
+    def _bounds(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the values from which on labels are given, in the type of the answers."""
+        bound = HALF if self.answer.form == "probabilities" else 0.0
+        return np.asarray(self.answer.thresholds or bound, values.dtype)
 
     def codes(self, ends: NDArray[Any]) -> Codes:
         """Give each set its number."""
@@ -121,13 +159,26 @@ class PlaceAgreement(Agreement):
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """[b, places]: the classes, in as few bytes as they take."""
-        if self.answer.form == "classes":
-            classes = values
-        else:
-            axis = values.ndim - 1 if self.task.kind == "token-classification" else 1
-            classes = values.argmax(axis=axis)
+        classes = values if self.answer.form == "classes" else values.argmax(axis=self._axis)
         narrow = np.uint8 if self.answer.classes <= np.iinfo(np.uint8).max else np.int32
         return classes.reshape(len(values), -1).astype(narrow)
+
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Ask for a class that is finite at every place."""
+        scores = values if self.answer.form == "classes" else values.max(axis=self._axis)
+        return _all_of(np.isfinite(scores))
+
+    def margins(
+        self, ours: NDArray[Any], ends: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """Compare the scores of both classes at each place."""
+        if self.answer.form == "classes":
+            return None
+        return _lead(*(np.moveaxis(scores, self._axis, -1) for scores in (ours, ends)))
+
+    @property
+    def _axis(self) -> int:
+        return -1 if self.task.kind == "token-classification" else 1
 
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
@@ -154,6 +205,14 @@ class PoseAgreement(Agreement):
         rows, columns = np.divmod(places, width)
         side = np.full_like(rows, max(height, width))
         return np.stack([rows, columns, side], axis=2).astype(np.int32)
+
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Ask for a place that is finite in every map."""
+        return _all_of(np.isfinite(values.max(axis=(2, 3))))
+
+    def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Compare the values of both places in each map."""
+        return _lead(*(maps.reshape(*maps.shape[:2], -1) for maps in (ours, ends)))
 
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
@@ -184,6 +243,20 @@ class ValueAgreement(Agreement):
             apart = np.abs(ours - ends).max(axis=1)
         near: NDArray[np.bool_] = apart <= self.task.within
         return near
+
+
+def _all_of(found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[b]: whether all of [b, …] are true."""
+    every: NDArray[np.bool_] = np.asarray(found.reshape(len(found), -1).all(axis=1))
+    return every
+
+
+def _lead(ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Compare the end's scores [b, …, choices] of its choice and ours; [b, …] each."""
+    winning = ends.max(axis=-1)
+    chosen = np.take_along_axis(ends, ours.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    with np.errstate(invalid="ignore"):
+        return winning - chosen, winning
 
 
 _BY_KIND: Final[Mapping[TaskKind, type[Agreement]]] = {

@@ -2,16 +2,17 @@
 
 Thresholds were certified, and are tested while serving, on the answers to samples. Anybody who may
 send requests could feed the controller noise, have it find that samples have changed, and so turn
-exits off for all. A sample with an element that is no finite number, or far outside of what the
-calibration data had, is therefore no evidence, and no exit is sure of it: it runs to the model's
-end, where its answer is the unmodified model's (unless a scheduling policy ends its batch before,
-which is marked as forced). Noise within the range still counts, as it may be what the model is for;
-it is told by the drift alarm, and may cost exits.
+exits off for all. A sample with an element that is no finite number, where the calibration data
+had none such, or far outside of what they had, is therefore no evidence, and no exit is sure of it:
+it runs to the model's end, where its answer is the unmodified model's (unless a scheduling policy
+ends its batch before, which is marked as forced). Noise within the range still counts, as it may be
+what the model is for; it is told by the drift alarm, and may cost exits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +33,7 @@ class InputGuard:
 
     def __init__(self, ranges: InputRanges) -> None:
         self._bounds = {}
+        self._beyond = {r.name: [float(each) for each in r.beyond] for r in ranges.inputs}
         for seen in ranges.inputs:
             margin = MARGIN * (seen.highest - seen.lowest)
             self._bounds[seen.name] = (seen.lowest - margin, seen.highest + margin)
@@ -43,6 +45,8 @@ class InputGuard:
         found = np.ones(len(next(iter(inputs.values()))), np.bool_)
         for name, (lowest, highest) in self._bounds.items():
             rows = inputs[name].reshape(len(found), -1)
+            if beyond := self._beyond[name]:  # missing or masked, as in the calibration data
+                rows = np.where(_is_one_of(rows, beyond), lowest, rows)
             if rows.shape[1]:  # a NaN is neither at least nor at most anything
                 least, most = (ends.astype(np.float64) for ends in (rows.min(1), rows.max(1)))
                 found &= (least >= lowest) & (most <= highest)
@@ -50,3 +54,10 @@ class InputGuard:
             length = (inputs[seen.mask] == 1).sum(axis=1)
             found &= (length >= seen.shortest) & (length <= seen.longest)
         return found
+
+
+def _is_one_of(values: NDArray[Any], known: Sequence[float]) -> NDArray[np.bool_]:
+    """Find elements that equal one of some values, NaN included."""
+    each = [np.isnan(values) if math.isnan(one) else values == one for one in known]
+    found: NDArray[np.bool_] = np.logical_or.reduce(each)
+    return found

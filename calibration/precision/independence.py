@@ -15,11 +15,13 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.differences import Scales, relative_difference
 
 TOLERANCE = 1e-3
-"""Of the largest magnitude among all answers. Float32 kernels add up in an order that depends on
-the batch size, which moves the last bits (1e-7), and where what follows is rounded to 255 steps,
-now and then an activation by one step. Scales that are taken over a batch move them all."""
+"""Of the scale of each number (:mod:`offramp.engine.differences`). Float32 kernels add up in an
+order that depends on the batch size, which moves the last bits (1e-7), and where what follows is
+rounded to 255 steps, now and then an activation by one step. Scales that are taken over a batch
+move them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +32,12 @@ class BatchDependence:
     changed: int
     """Rows whose largest class was another in some batch."""
     difference: float
-    """The largest difference of a number, as a share of the largest magnitude; 0 is bit for bit."""
+    """The largest difference of a number, relative to its scale; 0 is no difference."""
 
     @property
     def depends(self) -> bool:
         """Whether answers differ by more than rounding explains (:data:`TOLERANCE`)."""
-        return not self.difference <= TOLERANCE  # NaN depends
+        return not self.difference <= TOLERANCE
 
 
 def depends_on_batch_mates(
@@ -51,15 +53,13 @@ def depends_on_batch_mates(
         raise ValueError(f"{rows} samples have no batch mates; give 2 at least, 16 do well")
     session = make_session(graph, threads)
     together = _run(session, samples, np.arange(rows), answer)
-    largest = float(np.abs(together).max()) or 1.0
-    difference, changed = 0.0, np.zeros(rows, bool)
+    scales = Scales.of(together)
+    difference = np.inf if np.isnan(together).any() else 0.0
+    changed = np.zeros(rows, bool)
     for chosen in _batches(rows):
         found = _run(session, samples, chosen, answer)
-        apart = np.abs(found - together[chosen]).max() / largest
-        difference = float(np.fmax(difference, apart)) if np.isfinite(apart) else np.nan
+        difference = max(difference, relative_difference(found, together[chosen], scales))
         changed[chosen] |= found.argmax(axis=1) != together[chosen].argmax(axis=1)
-        if np.isnan(difference):
-            break
     return BatchDependence(rows=rows, changed=int(changed.sum()), difference=difference)
 
 

@@ -58,7 +58,7 @@ class UnitResult:
     entry: EngineEntry | None = None
     """The engine that is in the store now, if it is good."""
     error: float | None = None
-    """Largest difference from ONNX Runtime, as a share of the output's largest magnitude,
+    """Largest difference from ONNX Runtime, relative to the scale of each value,
     measured; only of what was built."""
     problem: str = ""
     """Why it failed."""

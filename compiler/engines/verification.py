@@ -32,9 +32,10 @@ from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, bound
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.errors import EngineBuildError, VerificationError
-from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.engine.agreement import Agreement, agreement_of
 from offramp.engine.assembly import assemble
+from offramp.engine.differences import Scales, compare
 from offramp.engine.exit_check import exits
 from offramp.engine.plan import Mode, StageSpec, make_plan
 from offramp.engine.tensorrt.lookup import TOLERANCES
@@ -71,11 +72,12 @@ class Verifier:
     def check(self, unit: Unit, graph: bytes, profiles: Sequence[SizedProfile], run: Run) -> float:
         """Run an engine at the best and the least shapes of every profile.
 
-        Gives the largest difference found, as a share of the output's largest magnitude.
+        Gives the largest difference found, relative to each value's scale.
 
         Raises:
-            EngineBuildError: An output is missing, has another type or shape, is no number, or
-                differs beyond the tolerance; or the graph itself gives no finite number.
+            EngineBuildError: An output is missing, has another type or shape, or differs beyond
+                the tolerance; or the graph itself gives NaN or infinity, but for the −infinity of
+                what is masked.
         """
         proto = onnx.load_from_string(rounded(graph))
         reads = [info.name for info in proto.graph.input]
@@ -112,19 +114,19 @@ class Verifier:
                     f"output {name!r} of the engine is {actual.dtype} {list(actual.shape)}, that "
                     f"of its graph {value.dtype} {list(value.shape)} ({where})"
                 )
-            if not np.isfinite(value).all():
+            if np.isnan(value).any() or np.isposinf(value).any():
                 raise EngineBuildError(
                     f"output {name!r} of the graph itself is not finite on a CPU ({where}); build "
                     "it with a finer --precision (tf32 or fp32) or give other --data"
                 )
-            difference = relative_difference(actual, value)
-            if not difference <= allowed[name]:  # NaN is no agreement
+            difference = compare(actual, value)
+            if not difference.share <= allowed[name]:
                 raise EngineBuildError(
                     f"output {name!r} of the engine differs from ONNX Runtime's by "
-                    f"{difference:.1e} of its largest magnitude, allowed are {allowed[name]:.1e} "
-                    f"({where}); please report this with the versions of TensorRT and the driver"
+                    f"{difference.describe()}; allowed are {allowed[name]:.1e} ({where}); please "
+                    "report this with the versions of TensorRT and the driver"
                 )
-            worst = max(worst, difference)
+            worst = max(worst, difference.share)
         return worst
 
     def _allowed(self, unit: Unit, wanted: Tensors) -> dict[str, float]:
@@ -133,8 +135,8 @@ class Verifier:
         manifest = self._bundle.manifest
         if unit.exit is not None and manifest.answer.form != "probabilities":
             exit_ = manifest.exits[unit.exit]
-            largest = float(np.abs(wanted[exit_.output].astype(np.float64)).max(initial=0.0))
-            allowed[exit_.confidence] = self._tolerance * max(1.0, largest)
+            scale = Scales.of(wanted[exit_.output]).ordinary
+            allowed[exit_.confidence] = self._tolerance * max(1.0, scale)
         return allowed
 
     def _prefix(self, unit: Unit) -> GraphRunner | None:

@@ -16,13 +16,13 @@ from offramp.calibration.dataset import Dataset
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.export.nesting import Names
 from offramp.compiler.graph import bodies
-from offramp.compiler.runtime import relative_difference
 from offramp.compiler.staged_answers import (
     AnsweringStages,
     GivenAnswers,
     batches_of_many_sizes,
 )
 from offramp.engine.backends.custom_ops import load_session, session_options
+from offramp.engine.differences import compare
 from offramp.engine.plan import Plan, exit_label
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -34,7 +34,7 @@ class Verified:
 
     samples: int
     largest_difference: float
-    """Of answers, relative to the largest value of their batch; 0: bit for bit the same."""
+    """Of answers, relative to the scale of each value; 0: the same."""
     exit_shares: dict[int, float]
     """Share of the samples that each exit answered, by exit index."""
 
@@ -53,8 +53,9 @@ def verify(
 
     ``plan`` is in ``leave`` mode, ``models`` are by what messages call them; if they give exits,
     these are compared too. ``unread`` names the inputs that nothing reads, and data lack. Answers
-    may differ by ``tolerance``, relative to the largest of the batch; ``progress`` is called with
-    the number of samples of each batch.
+    may differ by ``tolerance``, relative to the scale of each value
+    (:mod:`offramp.engine.differences`); ``progress`` is called with the number of samples of each
+    batch.
 
     Raises:
         VerificationError: A model cannot be run, answers another sample at another exit than the
@@ -130,15 +131,18 @@ def _compare_exits(
 
 
 def _difference(given: NDArray[Any], wanted: NDArray[Any], tolerance: float, where: str) -> float:
-    if given.dtype == wanted.dtype and np.array_equal(given, wanted, equal_nan=True):
-        return 0.0
-    difference = relative_difference(given, wanted)
-    if given.dtype != wanted.dtype or not difference <= tolerance:
+    if given.dtype != wanted.dtype:
         raise VerificationError(
-            f"{where}: answers differ from the bundle's by {difference:.1e} of the largest, "
-            f"allowed are {tolerance:.1e}; nothing was written"
+            f"{where}: answers are {given.dtype}, expected {wanted.dtype} as the bundle's; nothing "
+            "was written"
         )
-    return difference
+    difference = compare(given, wanted)
+    if not difference.share <= tolerance:
+        raise VerificationError(
+            f"{where}: answers differ from the bundle's by {difference.describe()}; allowed are "
+            f"{tolerance:.1e}, nothing was written"
+        )
+    return difference.share
 
 
 def _has_half_precision(graph: onnx.GraphProto) -> bool:

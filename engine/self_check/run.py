@@ -205,7 +205,7 @@ def _load(
 
 
 def tolerance_of(bundle: Bundle, backend: Backend, options: EngineOptions) -> float:
-    """Tell how far a stage may be from the segments in float32, relative to the largest magnitude.
+    """Tell how far a stage may be from the segments in float32, relative to its scale.
 
     At least what slicing was verified to. In half precision and below both the engine's rounding
     and that of its graph count, each as much as a build allows.

@@ -24,9 +24,9 @@ from offramp.engine.self_check.results import (
 from offramp.engine.self_check.subject import (
     CheckSubject,
     StageAnswer,
+    confidence_scale,
     difference,
     fail_beyond,
-    magnitude,
 )
 
 SLOTS = 2
@@ -79,9 +79,9 @@ def check_graphs(subject: CheckSubject, limit: TimeLimit) -> Facts:
             facts["graphs"] += slot.graphs
         _tell_apart(plain, captured_with, subject, facts)
         for a, b in zip(launched, plain, strict=True):
-            scale = magnitude(b.answer)
-            found = difference(a.answer, b.answer, scale)
-            found = max(found, difference(a.confidence, b.confidence, max(1.0, scale)))
+            found = difference(a.answer, b.answer)
+            scale = confidence_scale(b.answer)
+            found = max(found, difference(a.confidence, b.confidence, scale))
             facts["bit_for_bit"] &= a.answer.tobytes() == b.answer.tobytes()
             worst = max(worst, found)
             facts["largest_difference"] = worst

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from offramp.certify import NEVER
 from offramp.engine.cuda.batch import CudaBatch
+from offramp.engine.differences import Scales
 from offramp.engine.exit_check import confidence_of
 from offramp.engine.plan import StageSpec
 from offramp.engine.self_check.bench import read_tensors
@@ -24,14 +25,15 @@ from offramp.engine.self_check.results import (
 from offramp.engine.self_check.subject import (
     CheckSubject,
     StageAnswer,
+    confidence_scale,
     difference,
     fail_beyond,
-    magnitude,
 )
 
 _CONFIDENCE_RTOL = 1e-5
 """Both sides add up float32 values in orders of their own; as for the kernels' tests."""
 _BROKEN_ROWS = 2
+_ONE = Scales.fixed(1.0)
 
 
 def check_answers(subject: CheckSubject, limit: TimeLimit) -> Facts:
@@ -46,11 +48,10 @@ def check_answers(subject: CheckSubject, limit: TimeLimit) -> Facts:
                 stage = subject.truth[spec.index]
                 assert stage.answer is not None
                 assert stage.confidence is not None
-                largest = magnitude(stage.answer)
-                found = difference(answer, stage.answer[rows], largest)
+                found = difference(answer, stage.answer[rows], Scales.of(stage.answer))
                 worst[spec.index] = max(worst[spec.index], found)
-                # A softmax passes on the absolute error of its logits.
-                found = difference(confidence, stage.confidence[rows], max(1.0, largest))
+                scale = confidence_scale(stage.answer)
+                found = difference(confidence, stage.confidence[rows], scale)
                 sure[spec.index] = max(sure[spec.index], found)
     facts["largest_difference"] = max(worst.values())
     facts["by_stage"] = {f"stage {index}": found for index, found in worst.items()}
@@ -79,7 +80,7 @@ def check_carry(subject: CheckSubject, limit: TimeLimit) -> Facts:
                     raise CheckSkippedError("this backend's tensors cannot be read")
                 for name, wanted in subject.truth[spec.index].carried.items():
                     found = difference(
-                        _comparable(tensors[name], wanted), wanted[rows], magnitude(wanted)
+                        _comparable(tensors[name], wanted), wanted[rows], Scales.of(wanted)
                     )
                     key = f"stage {spec.index}: {name}"
                     worst[key] = max(worst.get(key, 0.0), found)
@@ -125,7 +126,7 @@ def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
                         f"{confidence[finite].max()}, expected 0 to 1",
                         facts,
                     )
-                worst = max(worst, difference(confidence[finite], own[finite], 1.0))
+                worst = max(worst, difference(confidence[finite], own[finite], _ONE))
     facts["largest_difference"] = worst
     # Where the graph computes it in half precision, its steps are wider than float32's.
     facts["allowed"] = allowed = max(_CONFIDENCE_RTOL, subject.tolerance)
@@ -139,7 +140,7 @@ def _follows(subject: CheckSubject, spec: StageSpec) -> bool:
     if stage.answer is None or stage.confidence is None:
         return False
     own = confidence_of(stage.answer, spec.form, spec.task)
-    return difference(stage.confidence, own, 1.0) <= subject.tolerance
+    return difference(stage.confidence, own, _ONE) <= subject.tolerance
 
 
 def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
@@ -221,11 +222,10 @@ def _row_difference(alone: list[StageAnswer], together: list[StageAnswer], place
     """Largest difference of the answers to one sample, alone and in its place of a batch."""
     worst = 0.0
     for one, many in zip(alone, together, strict=True):
-        largest = magnitude(one.answer)
         row = slice(place, place + 1)
-        worst = max(worst, difference(many.answer[row], one.answer, largest))
-        sure = difference(many.confidence[row], one.confidence, max(1.0, largest))
-        worst = max(worst, sure)
+        worst = max(worst, difference(many.answer[row], one.answer))
+        scale = confidence_scale(one.answer)
+        worst = max(worst, difference(many.confidence[row], one.confidence, scale))
     return worst
 
 

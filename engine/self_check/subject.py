@@ -15,6 +15,7 @@ from offramp.bundle import Bundle
 from offramp.certify import MODEL_END, NEVER
 from offramp.engine.backends import Backend, Slot, StageResult, TensorBatch
 from offramp.engine.backends.base import Stage
+from offramp.engine.differences import Scales, relative_difference
 from offramp.engine.exit_check import confidence_of
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
@@ -56,7 +57,7 @@ class CheckSubject:
     stages: tuple[Stage, ...]
     max_rows: int
     tolerance: float
-    """Difference from the reference that is allowed, relative to a tensor's largest magnitude."""
+    """Difference from the reference that is allowed, relative to an element's scale."""
     threads: int = 1
     """Of the reference."""
 
@@ -178,43 +179,27 @@ def _parting(stage: TrueStage) -> float:
     return float(sure[widest] + sure[widest + 1]) / 2
 
 
-def difference(found: NDArray[Any], wanted: NDArray[Any], scale: float | None = None) -> float:
-    """Largest difference over rows that are finite in ``wanted``, relative to ``scale``.
+def difference(found: NDArray[Any], wanted: NDArray[Any], scales: Scales | None = None) -> float:
+    """Return the largest difference over elements that are finite in ``wanted``.
 
-    That is the largest magnitude of all of ``wanted`` unless it is given. Infinite where ``found``
-    is not finite, or of another shape; 0 where there is nothing to compare.
+    It is relative to ``scales``, those of ``wanted`` unless they are given. Infinite where
+    ``found`` alone is not finite, or of another shape; 0 where there is nothing to compare.
     """
-    if found.shape != wanted.shape:
-        return float("inf")
-    a, b = widened(found), widened(wanted)
-    if not b.size:
-        return 0.0
-    rows = np.isfinite(b.reshape(len(b), -1)).all(axis=1)
-    a, b = a[rows], b[rows]
-    if not len(b):
-        return 0.0
-    if not np.isfinite(a).all():
-        return float("inf")
-    largest = float(np.max(np.abs(b))) if scale is None else scale
-    return float(np.max(np.abs(a - b))) / (largest or 1.0)
+    if found.shape == wanted.shape:
+        wanted = wanted.astype(np.float64)
+        found = np.where(np.isfinite(wanted), found.astype(np.float64), wanted)
+    return relative_difference(found, wanted, scales)
 
 
-def widened(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Give values of any type as float64."""
-    wide: NDArray[np.float64] = values.astype(np.float64)
-    return wide
-
-
-def magnitude(values: NDArray[Any]) -> float:
-    """The largest magnitude among what is finite, or 1 if that is nothing or 0."""
-    wide = np.abs(widened(values))
-    return float(wide[np.isfinite(wide)].max(initial=0.0)) or 1.0
+def confidence_scale(answers: NDArray[Any]) -> Scales:
+    """Return what confidences are measured by: a softmax passes on its logits' absolute error."""
+    return Scales.fixed(max(1.0, Scales.of(answers).ordinary))
 
 
 def fail_beyond(allowed: float, worst: float, where: str, facts: dict[str, Any]) -> None:
     """Raise CheckFailedError if a difference is larger than allowed."""
     if not worst <= allowed:
         raise CheckFailedError(
-            f"{where} differs by {worst:.1e} of the largest magnitude, allowed are {allowed:.1e}",
+            f"{where} differs by {worst:.1e} of its scale, allowed are {allowed:.1e}",
             facts,
         )

@@ -39,7 +39,7 @@ TOLERANCES: Final[Mapping[Precision, float]] = {
     "fp16": 2e-2,  # each side rounds elsewhere: rounding less, or sums too, differed by 0.011
     "int8": 0.15,  # roundings to either side of a step add up: two kernels on a CPU differ by 0.044
 }
-"""Difference allowed, relative to an output's largest magnitude. A wrong engine differs by far
+"""Difference allowed, relative to the scale of each value. A wrong engine differs by far
 more: a missing layer or a swapped input changes most of an output."""
 
 

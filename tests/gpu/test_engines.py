@@ -17,8 +17,9 @@ from offramp.compiler.cli import main
 from offramp.compiler.engines.options import PARTS, BuildSettings
 from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.runtime import GraphRunner, relative_difference
+from offramp.compiler.runtime import GraphRunner
 from offramp.compiler.tensorrt import TensorRTBuilder
+from offramp.engine.differences import relative_difference
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.lookup import TOLERANCES

@@ -116,7 +116,9 @@ def test_data_that_are_no_numbers(capfd) -> None:
     x = np.ones((800, 16), np.float32)
     x[7, 3] = np.nan
     np.savez("data.npz", x=x)
-    assert "NaN or infinite values in 1 of 800 samples, first in sample 7" in compiling(capfd)
+    told = compiling(capfd)
+    assert "1 of 800 samples have NaN or infinite values in an input, first sample 7; the " in told
+    assert "source model answers calibration sample 7 with NaN or infinity; mend the model" in told
 
 
 def test_too_few_samples(capfd) -> None:

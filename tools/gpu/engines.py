@@ -20,8 +20,8 @@ from offramp.bundle.engines import Precision, ShapeProfile, ShapeRange
 from offramp.compiler.engines.halving import halve
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.engines.units import UnitGraphs, units_of
-from offramp.compiler.runtime import relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
+from offramp.engine.differences import relative_difference
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.lookup import TOLERANCES
 from offramp.engine.tensorrt.standalone import PreparedEngine, StandaloneEngine

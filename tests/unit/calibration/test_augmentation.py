@@ -52,6 +52,17 @@ def test_mixed_samples_are_weighted_means_of_pairs() -> None:
     assert (made.partner != np.arange(50)).all()
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_missing_or_masked_is_so_in_the_first_of_a_pair() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((50, 6)).astype(np.float32)
+    values[rng.random(values.shape) < 0.3] = np.nan
+    mask = np.where(rng.random((50, 6)) < 0.5, -np.inf, 0).astype(np.float32)
+    made = MadeSamples.draw(dataset(x=values, mask=mask), "mixup", seed=1).take(slice(None))
+    np.testing.assert_array_equal(np.isnan(made["x"]), np.isnan(values))
+    np.testing.assert_array_equal(made["mask"], mask)
+
+
 def test_mixed_bytes_are_rounded_and_stay_in_range() -> None:
     data = dataset(x=np.array([[[0]], [[255]]], np.uint8))
     made = MadeSamples(

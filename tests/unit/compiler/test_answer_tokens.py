@@ -38,7 +38,8 @@ from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError
 from offramp.compiler.model import SourceModel
 from offramp.compiler.prompts import check_lengths
-from offramp.compiler.runtime import GraphRunner, relative_difference
+from offramp.compiler.runtime import GraphRunner
+from offramp.engine.differences import relative_difference
 
 Read = Callable[..., SourceModel]
 Feeds = dict[str, NDArray[Any]]
@@ -250,7 +251,7 @@ def test_another_answer_is_a_defect_that_is_found(
     read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_tokens._Reduction, "_taken", lambda _s, t, _a, _t: t)
-    with pytest.raises(ModelError, match="differ by inf of their largest value"):
+    with pytest.raises(ModelError, match="differ from the model's by inf: "):
         read(summing(), answer_tokens=TOKENS)
 
     def others(self: Any, tensor: str, axis: int, tokens: tuple[int, ...]) -> str:
@@ -259,7 +260,7 @@ def test_another_answer_is_a_defect_that_is_found(
     monkeypatch.undo()
     taken = answer_tokens._Reduction._taken
     monkeypatch.setattr(answer_tokens._Reduction, "_taken", others)
-    with pytest.raises(ModelError, match=r"alone differ by .* this is a defect, report it"):
+    with pytest.raises(ModelError, match=r"alone differ from .* This is a defect, report it"):
         read(summing(), answer_tokens=TOKENS)
 
 

@@ -12,8 +12,9 @@ from tests import models
 
 from offramp.compiler.batch import free_batch
 from offramp.compiler.errors import ModelError
-from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.compiler.shapes import annotate
+from offramp.engine.differences import relative_difference
 
 Make = Callable[[int], onnx.ModelProto]
 

@@ -28,6 +28,7 @@ from offramp.calibration import torch_graph
 from offramp.compiler import preparation, simplifier, slice_verification
 from offramp.compiler.cli import main
 from offramp.compiler.source_file import MAX_BYTES
+from offramp.engine.differences import Difference
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,11 @@ def test_samples_that_change_each_others_answers(capfd) -> None:
     assert told.startswith(
         "eecompile: model.onnx: the answer of a sample depends on the other samp"
     )
-    assert re.search(r"found among 3 rows, by \d\.\de[+-]\d\d of the largest value, allowed", told)
+    assert re.search(
+        r"found among 3 rows, by \d\.\de[+-]\d\d: \S+ instead of \S+ \(sample \d, value \d; "
+        r"its scale is \S+\), allowed are 1e-04\)",
+        told,
+    )
     assert "allowed are 1e-04). It enters at 'mean' (ReduceMean): it reduces over the sampl" in told
     assert "let it reduce over other dimensions than the first, which has to be the batch" in told
     assert "batch_first=True" in told
@@ -291,13 +296,14 @@ def halved() -> onnx.ModelProto:
 
 def test_pieces_that_round_more_than_is_allowed(capfd, monkeypatch) -> None:
 
+    found = Difference(share=2.5e-2, worst="3 instead of 4 (sample 0, class 1; its scale is 40)")
+    monkeypatch.setattr(slice_verification, "compare", lambda *_, **__: found)
     monkeypatch.setattr(slice_verification, "relative_difference", lambda *_: 2.5e-2)
     told = compiling(capfd, halved(), "--max-disagreement", "0.05", x=samples(16))
     assert told.startswith(
-        "eecompile: model.onnx: chained segments differ from the source model by"
-    )
-    assert (
-        "by 2.5e-02 of its largest value at batch 1, allowed are 1.0e-02 of a model in half" in told
+        "eecompile: model.onnx: chained segments differ from the source model at batch 1, by "
+        "2.5e-02: 3 instead of 4 (sample 0, class 1; its scale is 40); allowed are 1.0e-02 of a "
+        "model in half precision; "
     )
     assert "the first that diverges is segment 0, at `" in told
     assert "If only rounding differs, allow it with --tolerance 5e-02" in told

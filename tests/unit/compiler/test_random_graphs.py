@@ -17,9 +17,10 @@ from offramp.compiler.cut_points import CutAnalysis
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.compiler.slice_verification import verify
 from offramp.compiler.slicing import split
+from offramp.engine.differences import relative_difference
 
 TOLERANCE = 1e-5
 """float32 sums in another order; the graphs are a few layers deep."""

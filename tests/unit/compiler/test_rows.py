@@ -125,11 +125,11 @@ def test_operators_that_round_by_the_batch_are_found():
 
 def test_answers_to_the_same_rows_are_compared_across_batch_sizes():
     x = np.random.default_rng(0).standard_normal((7, 8)).astype(np.float32)
-    few, many = x[:1, :3], x[:7, :3]
+    few, many = x[3:4, :3], x[:7, :3]
     compare_batches(centred(1), {"x": x}, {1: few, 7: many})
     compare_batches(quantised(), {"x": x}, {1: few + 1, 7: many})
 
-    told = r"first 1 samples are answered otherwise in a batch of 7 .* allowed are 1e-04 \(single"
+    told = r"1 samples are answered otherwise in a batch of 7 .* allowed are 1e-04 \(single"
     with pytest.raises(ModelError, match=told):
         compare_batches(centred(1), {"x": x}, {1: few + 0.01, 7: many})
     with pytest.raises(ModelError, match=r"enters at 'mean' \(ReduceMean\)"):

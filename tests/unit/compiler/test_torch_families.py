@@ -12,10 +12,11 @@ from tests.torch_families import FAMILIES, export
 from offramp.calibration.families import family_of
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
-from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.compiler.slice_verification import verify
 from offramp.compiler.slicing import split
 from offramp.engine.assembly import assemble
+from offramp.engine.differences import relative_difference
 
 TOLERANCE = 1e-5
 """float32 sums in another order; the models are a few layers deep."""

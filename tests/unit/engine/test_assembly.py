@@ -17,9 +17,9 @@ from offramp.bundle.parts import given_behind
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.families import joined_width, masks_of
 from offramp.compiler.heads import build_exit
-from offramp.compiler.runtime import relative_difference
 from offramp.engine.assembly import CONFIDENCE, assemble, with_confidence
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.differences import relative_difference
 from offramp.engine.exit_check import confidence_of
 
 TOLERANCE = 1e-5

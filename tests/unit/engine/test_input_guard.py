@@ -41,6 +41,20 @@ def test_a_little_beyond_is_in_range_and_far_beyond_or_no_number_is_not() -> Non
     assert guard.in_range({"x": rows}).tolist() == [True, True, True, False, False, False]
 
 
+def test_what_calibration_had_beside_finite_numbers_is_in_range() -> None:
+    """An imputer in the graph takes NaN; a mask that is added, -infinity."""
+    seen = np.array([[0.0, np.nan], [1.0, 2.0]], np.float32)
+    mask = np.array([[0.0, -np.inf], [0.0, 0.0]], np.float32)
+    ranges = InputRanges.of({"x": seen, "mask": mask, "y": mask + 1}, {"y": seen})
+    assert [(r.name, r.lowest, r.highest, r.beyond) for r in ranges.inputs] == [
+        ("x", 0.0, 2.0, ("nan",)),
+        ("y", 0.0, 2.0, ("-inf", "nan")),
+    ]
+    rows = np.array([[np.nan, 1.0], [np.nan, np.nan], [np.inf, 1.0], [-np.inf, 1.0], [9.0, np.nan]])
+    given = {"x": rows.astype(np.float32), "mask": rows, "y": np.zeros((5, 2), np.float32)}
+    assert InputGuard(ranges).in_range(given).tolist() == [True, True, False, False, False]
+
+
 @pytest.mark.filterwarnings("error")
 def test_ranges_may_be_wider_than_the_dtype() -> None:
     rows = np.array([[0.0, 60_000.0]], np.float16)

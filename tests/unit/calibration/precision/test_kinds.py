@@ -30,8 +30,8 @@ from offramp.calibration.precision.graphs import CONTRIB, PREFIX, PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.calibration.profiling import TimedGraph
 from offramp.compiler.cuts import find_cuts
-from offramp.compiler.runtime import relative_difference
 from offramp.compiler.slicing import split
+from offramp.engine.differences import relative_difference
 
 NEAR = {
     CpuPrecision.STATIC: 0.1,

@@ -25,7 +25,8 @@ from offramp.compiler.engines.units import (
     units_of,
 )
 from offramp.compiler.errors import ModelError
-from offramp.compiler.runtime import GraphRunner, relative_difference
+from offramp.compiler.runtime import GraphRunner
+from offramp.engine.differences import relative_difference
 from offramp.engine.plan import make_plan
 
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-5, "tf32": 1e-5, "fp16": 1e-2, "int8": 0.15}

@@ -15,7 +15,8 @@ from tests.models import Builder
 from tests.sliced import BUILDERS, inputs_of, sliced
 
 from offramp.compiler.engines.halving import halve, rounded
-from offramp.compiler.runtime import GraphRunner, relative_difference
+from offramp.compiler.runtime import GraphRunner
+from offramp.engine.differences import relative_difference
 from offramp.engine.onnx_subset import has_half_precision
 
 Tensors = Mapping[str, NDArray[Any]]
