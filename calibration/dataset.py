@@ -69,6 +69,8 @@ class Dataset:
     """[n], only for reporting accuracy."""
     sha256: str
     """Hash of the file, or of all that are in a folder, for the manifest."""
+    group: NDArray[np.int64] | None = None
+    """[n]: numbers of what the user says belongs together; ``None`` where nothing was said."""
     taken: NDArray[np.intp] | None = None
     """[n]: the samples of the file that these are; ``None`` is all of them."""
 
@@ -85,10 +87,11 @@ class Dataset:
     def subset(self, rows: NDArray[np.intp]) -> Dataset:
         """Give some samples as a data set (of the same file), without copying their inputs."""
         labels = None if self.labels is None else self.labels[rows]
+        group = None if self.group is None else self.group[rows]
         inputs = TakenInputs(whole=self.inputs, rows=rows)
         if isinstance(self.inputs, TakenInputs):
             inputs = TakenInputs(whole=self.inputs.whole, rows=self.inputs.rows[rows])
-        return replace(self, inputs=inputs, labels=labels, taken=self.rows[rows])
+        return replace(self, inputs=inputs, labels=labels, group=group, taken=self.rows[rows])
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Give the inputs of some samples."""

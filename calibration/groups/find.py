@@ -1,0 +1,62 @@
+"""The search for rows that are no independent samples, from the surest reason to the least sure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.groups.copies import near_copies
+from offramp.calibration.groups.groups import Groups, components
+from offramp.calibration.groups.series import film_blocks, overlapping_windows
+from offramp.calibration.groups.sketch import RowSketch, sketch
+
+DEFAULT_WITHIN: Final = 0.05
+"""Share of the typical distance between rows within which they may be copies."""
+
+
+def find_groups(dataset: Dataset, *, within: float = DEFAULT_WITHIN) -> Groups:
+    """Partition the rows of a data set into what counts as one sample each.
+
+    In turn, each step on the representatives of the one before: rows of one number in
+    ``dataset.group``, equal rows, nearly equal rows (:mod:`.copies`), overlapping windows, and
+    consecutive rows that are alike (:mod:`.series`). The same data give the same groups. With
+    ``within`` 0 only the first two steps are done.
+    """
+    groups = _named(dataset, Groups.singletons(len(dataset)))
+    rows = sketch(dataset)
+    groups = _equal(rows, groups)
+    return groups if within == 0 else _in_series(rows, _near(rows, groups, within))
+
+
+def _named(dataset: Dataset, groups: Groups) -> Groups:
+    if dataset.group is None:
+        return groups
+    return groups.joined(dataset.group, "{:,} are in the group of another (--group)")
+
+
+def _equal(rows: RowSketch, groups: Groups) -> Groups:
+    """Join groups that have any two equal rows."""
+    order = np.argsort(rows.whole, kind="stable")
+    same = np.flatnonzero(rows.whole[order[1:]] == rows.whole[order[:-1]])
+    number = groups.number[order]
+    label = components(len(groups), number[same], number[same + 1])
+    return groups.joined(label, "{:,} are duplicates of another")
+
+
+def _near(rows: RowSketch, groups: Groups, within: float) -> Groups:
+    chosen = groups.representative
+    if not rows.position.shape[1]:
+        return groups
+    label = near_copies(rows.position[chosen], rows.fixed[chosen], within)
+    return groups.joined(label, "{:,} are nearly the same as another")
+
+
+def _in_series(rows: RowSketch, groups: Groups) -> Groups:
+    found = overlapping_windows(rows, groups.representative)
+    if found is not None:
+        label, shared = found
+        groups = groups.joined(label, "{:,} overlap with another, as windows do", shared=shared)
+    label = film_blocks(rows.position[groups.representative])
+    return groups.joined(label, "{:,} resemble the row before or after them, as in a film")
