@@ -17,6 +17,7 @@ from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.criteria import PROBABILITY, Criterion
 from offramp.bundle.custom_ops import OperatorLibrary
+from offramp.bundle.distinct import DistinctSamples
 from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.joint_training import JointTraining
 from offramp.bundle.manifest_checks import (
@@ -155,6 +156,9 @@ class Calibration:
     """Batch size whose profiled times the savings were predicted with."""
     source_accuracy: float | None = None
     """Accuracy of the source model on the certify split, where there were labels."""
+    distinct: DistinctSamples | None = field(default=None, metadata=LEFT_OUT)
+    """Distinct samples, of which each counts once; ``None`` where every row is one. The samples of
+    the tune and certify splits are distinct ones, those of training all rows of their groups."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "train_samples", "tune_samples", "certify_samples", least=0)

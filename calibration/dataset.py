@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, Manifest, TensorSpec
 from offramp.bundle.mapped import copy_rows
 from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
+from offramp.calibration.groups.groups import Groups
+from offramp.calibration.groups.key import GroupKey
 from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.engine.agreement import agreement_of
 from offramp.engine.validation import check_tensors
@@ -114,6 +116,7 @@ def read_dataset(
     specs: Sequence[TensorSpec],
     *,
     answer: Answer | None = None,
+    group: GroupKey | None = None,
     scratch: ScratchSpace | None = None,
 ) -> Dataset:
     """Read an npz file, or a folder of npy files, and check it against the model's inputs.
@@ -122,7 +125,8 @@ def read_dataset(
     done. What is compressed in a large npz is unpacked once, into a file without a name in
     ``scratch`` (``None``: the system's folder for temporary files). In a folder, ``NAME.npy`` is
     the array of the input ``NAME``, and ``label.npy`` holds the classes. Of models with other
-    answers than classes (``answer``) labels are sets of labels [n, labels], or are left aside.
+    answers than classes (``answer``) labels are sets of labels [n, labels], or are left aside. The
+    array that ``group`` names is no input: rows with equal values in it are one group.
 
     A ``DataError`` where a file cannot be read, an array's name, dtype or shape is not what the
     model takes, arrays have different lengths, or values are NaN or infinite.
@@ -133,6 +137,10 @@ def read_dataset(
     if len(found) > 1:
         raise DataError(f"{path}: has both {' and '.join(found)}; keep one of them")
     labels = arrays.pop(found[0]) if found else None
+    try:
+        groups = None if group is None else group.take(arrays, names)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from error
     if wrong := check_tensors(specs, arrays):
         raise DataError(f"{path}: {wrong}")
     if labels is not None and labels.ndim == 0:
@@ -141,7 +149,7 @@ def read_dataset(
     truth = None if labels is None else _codes_of(path, labels, answer)
     for name, array in arrays.items():
         _check_finite(path, name, array)
-    return Dataset(inputs=arrays, labels=truth, sha256=digest)
+    return Dataset(inputs=arrays, labels=truth, group=groups, sha256=digest)
 
 
 _ArraysAndHash = tuple[dict[str, NDArray[Any]], str]
@@ -221,9 +229,17 @@ def _check_lengths(
         raise DataError(f"{path}: arrays differ in length: {lengths}; every sample needs all")
 
 
-def read_samples(path: Path, manifest: Manifest) -> Dataset:
-    """Read samples for the model of a bundle, as :func:`read_dataset` does."""
-    return read_dataset(path, manifest.inputs, answer=manifest.answer)
+def read_samples(path: Path, manifest: Manifest, *, group: str | None = None) -> Dataset:
+    """Read samples for the model of a bundle, as :func:`read_dataset` does.
+
+    Where no ``group`` is named, it is the one of the compilation, if the data have it.
+    """
+    known, asked = manifest.calibration.distinct, None
+    if group is not None:
+        asked = GroupKey(key=group)
+    elif known is not None and known.key is not None:
+        asked = GroupKey(key=known.key, needed=False)
+    return read_dataset(path, manifest.inputs, answer=manifest.answer, group=asked)
 
 
 def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArray[np.int64] | None:
@@ -280,14 +296,17 @@ def _check_finite(path: Path, name: str, array: NDArray[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplit:
-    """The training, tuning and certify splits of a data set; every sample is in one of them."""
+    """The training, tuning and certify splits of a data set; every group is in one of them."""
 
     train: Dataset
-    """Trains the heads."""
+    """Trains the heads; all rows of its groups."""
     tune: Dataset
-    """Chooses heads, active exits, and the path of policies."""
+    """Chooses heads, active exits, and the path of policies; one row for each group."""
     certify: Dataset
-    """Finds how far along the path the promise holds; nothing else ever sees it."""
+    """Finds how far along the path the promise holds; nothing else ever sees it. One row for each
+    group: the promise is about distinct samples, as many as there are."""
+    groups: Groups
+    """Groups of all rows."""
 
 
 TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
@@ -295,25 +314,56 @@ TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
 flattens beyond some 5,000 samples."""
 
 
-def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> DataSplit:
-    """Split a data set at random.
+def split(
+    dataset: Dataset, *, certify_at_least: int, seed: int, groups: Groups | None = None
+) -> DataSplit:
+    """Split a data set at random, by groups (default: each row is one).
 
     ``certify_at_least`` are the samples without which not even a policy that never errs can be
     certified (:func:`offramp.certify.learn_then_test.samples_needed`); a ``DataError`` says how
     many samples are needed where there are too few.
     """
-    samples = len(dataset)
+    groups = groups or Groups.singletons(len(dataset))
+    samples = len(groups)
     sizes = _sizes(samples, certify_at_least)
     if sizes is None:
         needed = next(n for n in itertools.count(samples + 1) if _sizes(n, certify_at_least))
-        raise DataError(
-            f"{samples} calibration samples are too few: the promise alone needs "
-            f"{certify_at_least}, and heads must be trained on others; give at least "
-            f"{needed} (10,000 serve well), or relax --max-disagreement or --confidence"
+        raise DataError(_too_few(groups, needed, certify_at_least))
+    return part(dataset, groups, sizes, seed=seed)
+
+
+def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int) -> DataSplit:
+    """Split a data set at random into so many groups to train and to tune with; others certify.
+
+    The same data, groups, sizes and seed give the same parts.
+    """
+    order = groups.shuffled(seed)
+    train, tune, certify = (np.sort(rows) for rows in np.split(order, np.cumsum(sizes)))
+    return DataSplit(
+        train=dataset.subset(groups.members(groups.number[train])),
+        tune=dataset.subset(tune),
+        certify=dataset.subset(certify),
+        groups=groups,
+    )
+
+
+def _too_few(groups: Groups, needed: int, certify_at_least: int) -> str:
+    """Say that there are too few samples, and what helps."""
+    found, remedy = f"{len(groups)} calibration samples are too few", ""
+    if groups.joins:
+        found = (
+            f"{len(groups)} distinct calibration samples are too few ({groups.rows} rows, of which "
+            f"{'; '.join(groups.found)}, so that they are no evidence of their own)"
         )
-    order = np.random.default_rng(seed).permutation(samples)
-    train, tune, certify = (dataset.subset(np.sort(p)) for p in np.split(order, np.cumsum(sizes)))
-    return DataSplit(train=train, tune=tune, certify=certify)
+        remedy = (
+            ". If rows that are nearly the same, overlap or resemble each other are independent "
+            "samples all the same, add --copies-within 0"
+        )
+    return (
+        f"{found}: the promise alone needs {certify_at_least}, and heads must be trained on "
+        f"others; give at least {needed} (10,000 serve well), or relax --max-disagreement or "
+        f"--confidence{remedy}"
+    )
 
 
 def _sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:

@@ -21,6 +21,7 @@ from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.calibration.running import check_answers
 from offramp.certify import MODEL_END, binomial_cdf, upper_bound
 from offramp.compiler.errors import VerificationError
+from offramp.compiler.grouping import groups_again
 from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.rounding import SINGLE
@@ -49,6 +50,8 @@ class BundleCheck:
     """What was found; shares are of the samples."""
 
     samples: int
+    distinct_samples: int
+    """Those that are no copies of others; the verdict rests on these alone."""
     disagreements: int
     """Samples whose answer is of another class than the unmodified model's."""
     shares: Mapping[int, float]
@@ -82,21 +85,24 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
             runs.answer(dataset, rows, advance) for rows in batches_of_many_sizes(len(dataset))
         ]
     answer, exits, source = (np.concatenate(part) for part in zip(*found, strict=True))
-    disagreements = int((answer != source).sum())
+    differs = answer != source
+    counted = differs[groups_again(bundle.manifest, dataset).representative]
+    disagreements = int(counted.sum())
     places, counts = np.unique(exits, return_counts=True)
     labels = dataset.labels
     promise = whole_policy(bundle.policy, end_evidence(bundle)).promise
     level = promise.confidence_level if promise else DEFAULT_CONFIDENCE_LEVEL
     return BundleCheck(
         samples=len(dataset),
-        disagreements=disagreements,
+        distinct_samples=len(counted),
+        disagreements=int(differs.sum()),
         shares={int(e): int(n) / len(dataset) for e, n in zip(places, counts, strict=True)},
         end_difference=runs.end_difference,
         accuracy=None if labels is None else float((answer == labels).mean()),
         source_accuracy=None if labels is None else float((source == labels).mean()),
         on_calibration_data=dataset.sha256 in _made_of(bundle),
-        verdict=_verdict(promise if bundle.policy.active else None, disagreements, len(dataset)),
-        at_most=upper_bound(disagreements, len(dataset), level),
+        verdict=_verdict(promise if bundle.policy.active else None, disagreements, len(counted)),
+        at_most=upper_bound(disagreements, len(counted), level),
     )
 
 

@@ -16,6 +16,7 @@ from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
+from offramp.calibration.groups.key import GroupKey
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
@@ -30,6 +31,7 @@ from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import weight_bytes
+from offramp.compiler.grouping import grouped
 from offramp.compiler.joint import choose_training
 from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.memory import GivingBack, give_back
@@ -94,13 +96,18 @@ def compile_model(
     warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, weight_bytes(model.proto))
     with progress.step("Read the data", 1):
-        dataset = read_dataset(options.data, model.inputs, answer=model.answer, scratch=scratch)
+        key = None if options.group is None else GroupKey(key=options.group)
+        dataset = read_dataset(
+            options.data, model.inputs, answer=model.answer, group=key, scratch=scratch
+        )
         if options.answer_tokens:
             check_lengths(model.inputs, dataset)
+        groups = grouped(dataset, options.data, within=options.copies_within)
     parts = split(
         dataset,
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
         seed=options.seed,
+        groups=groups,
     )
     with _naming(options.model):
         model = settle_task(model, parts.train, options)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from offramp.bundle.bundle import check_target
+from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.joint_training import Teacher
 from offramp.bundle.placing import check_writable
 from offramp.calibration.training_options import TrainingOptions
@@ -76,6 +77,11 @@ class CompileOptions:
     """What it learns: the unmodified model's answers, or the data's labels."""
     joint_rate: float = 1e-4
     """Its learning rate, at the peak."""
+    group: str | None = None
+    """Array of the data whose equal values say which samples belong together."""
+    copies_within: float = COPIES_WITHIN
+    """Share of the typical distance between samples within which they may be copies; 0 takes equal
+    samples alone as copies, and no rows as a series."""
     max_disagreement: float = 0.01
     confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
     max_overhead: float | None = None
@@ -165,6 +171,8 @@ class RehearseOptions(RewriteOptions):
     """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
 
     data: Path
+    group: str | None = None
+    copies_within: float | None = None
     anew: bool = False
     """Search the exits from scratch instead of adapting the policy."""
     max_disagreement: float | None = None

@@ -37,6 +37,7 @@ from offramp.calibration.trade_offs import RecordedVariant
 from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, exit_prefix
+from offramp.compiler.grouping import distinct_samples
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.part_sizes import sized_segments
 from offramp.compiler.report import render_report
@@ -95,6 +96,9 @@ def make_manifest(
             sample_shapes={name: array.shape[1:] for name, array in row.items()},
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
+            distinct=distinct_samples(
+                parts.groups, key=options.group, within=options.copies_within
+            ),
         ),
         verified_tolerance=sliced.tolerance(options),
         precision="int8" if quantised else "fp32",

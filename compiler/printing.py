@@ -50,6 +50,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
                 f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
             )
         say(_promised(policy.promise, "the calibration set"))
+        if manifest.calibration.distinct is not None:
+            say(f"{words.rests_on(policy.promise, manifest.calibration.distinct)}.")
         for line in _brought(bundle, policy.promise):
             say(line)
     task = manifest.answer.task
@@ -344,6 +346,8 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
     """Print what ``eecompile verify`` found."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     like = "samples"
+    if check.distinct_samples < check.samples:
+        like = f"samples, {check.distinct_samples:,} of them distinct, which alone count as evidence"
     if check.on_calibration_data:
         like = "samples that it was made of, which prove little"
     say(f"[bold]{escape(str(path))}[/bold]: {check.samples:,} {like}")

@@ -3,8 +3,3 @@
 May import what :mod:`offramp.calibration` may. Start with :mod:`.find`. A group is on one side of
 every split, and counts once in tuning and certificate, by its representative row.
 """
-
-from offramp.calibration.groups.find import DEFAULT_WITHIN, find_groups
-from offramp.calibration.groups.groups import Groups
-
-__all__ = ["DEFAULT_WITHIN", "Groups", "find_groups"]

@@ -14,14 +14,18 @@ _PAIRS: Final = 4096
 """Random pairs that the typical distance is the median of."""
 _ASKED: Final = 256
 """Rows whose distances to all others are looked at."""
-_STEP: Final = 3.0
-"""Factor between two distances at which pairs are counted."""
-_STEPS: Final = 12
-_MOST_GROWTH: Final = 0.5
-"""Further pairs, as a share, that a step may bring if those before it are copies. Numbers that
-spread over one dimension bring 2 (three times as many pairs), over more dimensions more."""
-_LEAST_PAIRS: Final = 10
-_TABLES, _CELL_DIRECTIONS, _CELL_WIDTH = 10, 8, 8.0
+_STEPS_OF_TWO: Final = 2
+"""Steps in which a distance at which pairs are counted doubles."""
+_STEPS: Final = 34
+_MOST_GROWTH: Final = 0.25
+"""Further pairs, as a share, within twice a distance, if those within it are copies. Numbers that
+spread over one dimension bring 1 (twice as many pairs), over more dimensions more."""
+_LEAST_PAIRS: Final = 20
+_WIDE: Final = 4.0
+"""Dimensions from which on chance brings no two rows near each other."""
+_MOST_SHARE: Final = 0.05
+"""Share of all rows that are copies of a row on average, at most: larger groups are classes."""
+_TABLES, _CELL_DIRECTIONS, _CELL_WIDTH = 10, 8, 6.0
 """Hash tables, the directions that each cuts space by, and how wide cells are in distances."""
 _AT_ONCE: Final = 2**22
 """Numbers of differences that are held at once."""
@@ -58,43 +62,50 @@ def _copy_distance(position: Float32Array, within: float) -> float:
     of distances. Samples of a continuous spread do not: pairs within a distance grow at least in
     proportion to it (their correlation dimension is at least 1; Grassberger and Procaccia 1983).
     So there is a gap above the distance of copies, also where data of few dimensions are so dense
-    that single distances say nothing. 0 where there is none. In many dimensions independent samples
-    are never near, and single pairs count, too.
+    that single distances say nothing. 0 where there is none. In many dimensions independent rows
+    are never near, so that there the gap may be above no pair at all: rare copies are then found
+    by the search that follows. Groups that hold a large share of the rows are no copies but tight
+    classes.
     """
-    distances = within / _STEP ** np.arange(-1, _STEPS)
-    pairs = _count_pairs(position, distances)
-    for place in range(1, len(distances)):
-        more = pairs[place - 1] - pairs[place]
-        if pairs[place] >= _LEAST_PAIRS and more <= _MOST_GROWTH * pairs[place]:
-            return float(distances[place])
-    return float(distances[1]) if pairs[0] < _LEAST_PAIRS and _is_wide(position) else 0.0
+    distances = 2 * within / 2 ** (np.arange(_STEPS) / _STEPS_OF_TWO)
+    pairs, asked = _count_pairs(position, distances)
+    wide = _is_wide(position)
+    most = max(_MOST_SHARE * len(position), 1) * asked
+    for distance, near, around in zip(
+        distances[_STEPS_OF_TWO:], pairs[_STEPS_OF_TWO:], pairs, strict=False
+    ):
+        growth = around - near
+        gap = near >= _LEAST_PAIRS and growth <= _MOST_GROWTH * near
+        if near <= most and (gap or (wide and not growth)):
+            return float(distance)
+    return 0.0
 
 
 def _is_wide(position: Float32Array) -> bool:
-    """Whether rows spread over so many dimensions that chance brings no two near each other.
+    """Whether rows spread over many dimensions, by the variances along the principal axes.
 
-    The dimension is the participation ratio of the variances along the principal axes.
+    The number of dimensions is their participation ratio.
     """
-    if len(position) < 2:
-        return False
-    variances = np.clip(np.linalg.eigvalsh(np.cov(position, rowvar=False)), 0, None)
-    total = variances.sum()
-    return bool(total > 0 and total**2 / (variances**2).sum() >= 4)
+    variances = np.linalg.eigvalsh(np.cov(position, rowvar=False))
+    return bool(variances.sum() ** 2 >= _WIDE * (variances**2).sum())
 
 
-def _count_pairs(position: Float32Array, distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Count the pairs of some rows with all others within each distance, falling."""
+def _count_pairs(
+    position: Float32Array, distances: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], int]:
+    """Count pairs of some rows with all others within each distance, falling; and those rows."""
     rng = np.random.default_rng(2)
     rows = len(position)
     asked = rng.choice(rows, min(_ASKED, rows), replace=False)
-    counts = np.zeros(len(distances))
+    counts = np.zeros(len(distances), np.int64)
     size = max(_AT_ONCE // max(position.size, 1), 1)
     for start in range(0, len(asked), size):
         some = asked[start : start + size]
-        apart = ((position[some][:, None] - position[None]) ** 2).sum(axis=2)
-        apart[np.arange(len(some)), some] = np.inf
-        counts += [np.count_nonzero(apart <= distance**2) for distance in distances]
-    return counts
+        squares = ((position[some][:, None] - position[None]) ** 2).sum(axis=2)
+        squares[np.arange(len(some)), some] = np.inf
+        apart = np.sqrt(squares[squares <= distances[0] ** 2])
+        counts += np.searchsorted(np.sort(apart), distances, side="right")
+    return counts, len(asked)
 
 
 def _near_pairs(

@@ -12,17 +12,18 @@ from offramp.calibration.groups.groups import Groups, components
 from offramp.calibration.groups.series import film_blocks, overlapping_windows
 from offramp.calibration.groups.sketch import RowSketch, sketch
 
-DEFAULT_WITHIN: Final = 0.05
-"""Share of the typical distance between rows within which they may be copies."""
+_LEAST_COPIES: Final = 0.001
+"""Share of the rows that must be nearly the same as others, or no such rows are joined: so few
+change no certificate, and large sets of pictures have some."""
 
 
-def find_groups(dataset: Dataset, *, within: float = DEFAULT_WITHIN) -> Groups:
+def find_groups(dataset: Dataset, *, within: float) -> Groups:
     """Partition the rows of a data set into what counts as one sample each.
 
     In turn, each step on the representatives of the one before: rows of one number in
     ``dataset.group``, equal rows, nearly equal rows (:mod:`.copies`), overlapping windows, and
     consecutive rows that are alike (:mod:`.series`). The same data give the same groups. With
-    ``within`` 0 only the first two steps are done.
+    ``within`` 0 only the first two steps are done: the user says that the others are independent.
     """
     groups = _named(dataset, Groups.singletons(len(dataset)))
     rows = sketch(dataset)
@@ -50,7 +51,8 @@ def _near(rows: RowSketch, groups: Groups, within: float) -> Groups:
     if not rows.position.shape[1]:
         return groups
     label = near_copies(rows.position[chosen], rows.fixed[chosen], within)
-    return groups.joined(label, "{:,} are nearly the same as another")
+    joined = groups.joined(label, "{:,} are nearly the same as another")
+    return joined if len(groups) - len(joined) >= _LEAST_COPIES * groups.rows else groups
 
 
 def _in_series(rows: RowSketch, groups: Groups) -> Groups:

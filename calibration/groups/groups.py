@@ -39,6 +39,14 @@ class Groups:
         """Whether any group has more rows than one."""
         return len(self) < self.rows
 
+    def shuffled(self, seed: int) -> NDArray[np.intp]:
+        """Return the representatives in a random order.
+
+        It is a part of an order of all rows: a few copies leave the other rows in their places.
+        """
+        order = np.random.default_rng(seed).permutation(self.rows)
+        return order[self.representative[self.number[order]] == order]
+
     def members(self, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return all rows of some groups, rising."""
         wanted = np.zeros(len(self), np.bool_)

@@ -47,13 +47,13 @@ def film_blocks(position: Float32Array) -> IntArray:
     next row is nearer than a random one, but so is the 61st, and the samples are as independent as
     in any other order. Rows count as a film only if they are like the next one more often (by a
     tenth of all rows) than they are like the 70th, which happens by chance in data of few
-    dimensions. A run of alike rows is one block, or several where it is longer than twice the lag
+    dimensions, and unless they are sorted by the only number that they have. A run of alike rows is one block, or several where it is longer than twice the lag
     at which the distance has reached nine tenths of its largest value: a film of one scene gives
     as many samples as it has stretches that no longer resemble each other.
     """
     rows = len(position)
     single = np.arange(rows)
-    if rows < _LEAST_ROWS or not position.shape[1]:
+    if rows < _LEAST_ROWS or _is_sorted(position):
         return single
     around = _neighbourhood(position)
     near = _alike(position, around, 1)
@@ -68,6 +68,12 @@ def film_blocks(position: Float32Array) -> IntArray:
         np.concatenate([one + 1, next_but_one + 1, next_but_one + 2]),
     )
     return _cut(run, _BLOCK_LAGS * _decay_lag(position, run))
+
+
+def _is_sorted(position: Float32Array) -> bool:
+    """Whether rows rise or fall throughout along any direction, or have none."""
+    steps = np.diff(position, axis=0)
+    return bool(((steps >= 0).all(axis=0) | (steps <= 0).all(axis=0)).any() or not steps.shape[1])
 
 
 def _neighbourhood(position: Float32Array) -> NDArray[np.float64]:

@@ -22,9 +22,10 @@ VALUES: Final = 64
 _SAMPLED_ROWS: Final = 256
 """Rows that the scale of each number is taken from, in chunks."""
 _CHUNK_ROWS: Final = 16
-_LEAST_SCALE: Final = 0.05
-"""Least scale of a number, as a share of the median one: a pixel that is nearly always black must
-not make two shots of one scene different."""
+_LEAST_SCALE, _LEAST_SCALE_OF_MANY = 0.25, 1.0
+"""Least scale of a number, as a share of the median one, where a row has one dimension and where it
+has more (pictures, sound): a pixel that is nearly always black must not make two shots of one scene
+different, while the columns of a table have scales of their own."""
 _BATCH_NUMBERS: Final = 2**22
 _RUN: Final = 8
 """Integers in a row that are one value: single ones occur everywhere, phrases do not."""
@@ -120,7 +121,8 @@ def _projections(dataset: Dataset, measured: Mapping[str, NDArray[Any]]) -> dict
     for name in measured:
         part, _ = _finite(dataset.column(name, sampled))
         flat = part.reshape(count, -1).astype(np.float64)
-        scale = _scales(flat[rng.permutation(count)])
+        least = _LEAST_SCALE if part.ndim < 3 else _LEAST_SCALE_OF_MANY
+        scale = _scales(flat[rng.permutation(count)], least)
         bits = rng.integers(0, 2, (flat.shape[1], DIRECTIONS), np.int8)
         found[name] = _Projection(
             centre=np.median(flat, axis=0).astype(part.dtype if part.dtype.kind == "f" else "f4"),
@@ -130,8 +132,8 @@ def _projections(dataset: Dataset, measured: Mapping[str, NDArray[Any]]) -> dict
     return found
 
 
-def _scales(flat: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the spread of each number, float64[numbers], above 0.
+def _scales(flat: NDArray[np.float64], least: float) -> NDArray[np.float64]:
+    """Return the spread of each number, float64[numbers], at least a share of the median one.
 
     The median of the standard deviations of chunks, which a few outliers do not change; the mean
     where most chunks have none, as of a number that is rarely set.
@@ -141,8 +143,8 @@ def _scales(flat: NDArray[np.float64]) -> NDArray[np.float64]:
     scale = np.median(spread, axis=0)
     scale = np.where(scale > 0, scale, spread.mean(axis=0))
     typical = float(np.median(scale[scale > 0])) if (scale > 0).any() else 1.0
-    least: NDArray[np.float64] = np.maximum(scale, _LEAST_SCALE * typical)
-    return least
+    found: NDArray[np.float64] = np.maximum(scale, least * typical)
+    return found
 
 
 def _finite(array: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int8] | None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from offramp.bundle import Manifest, Measured, MeasuredSize, Profile, Ratio
+from offramp.bundle import Manifest, Measured, MeasuredSize, Profile, Promise, Ratio
+from offramp.bundle.distinct import DistinctSamples
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
@@ -60,6 +61,8 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
         f"confidence on {numbers.plural(made.certify_samples, 'certify sample')} with "
         f"{numbers.plural(made.certify_errors, 'error')}."
     )
+    if (distinct := found.manifest.calibration.distinct) is not None:
+        promised += f" {rests_on(made, distinct)}."
     bound = numbers.plain_percent(made.max_disagreement)
     unlike = "unmodified model's" if effect is None else "model's in a batch of the same size"
     tested = (
@@ -69,6 +72,15 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
         f"drift; that is watched while serving."
     )
     return promised, tested
+
+
+def rests_on(made: Promise, distinct: DistinctSamples) -> str:
+    """Say how many distinct samples a promise rests on; a sentence without its end."""
+    return (
+        f"The promise rests on {made.certify_samples:,} distinct samples, and is about such: of "
+        f"{distinct.rows:,} rows of calibration data {distinct.samples:,} are distinct "
+        f"({'; '.join(distinct.found) or 'all'})"
+    )
 
 
 def warning(
