@@ -73,6 +73,8 @@ class Dataset:
     """Hash of the file, or of all that are in a folder, for the manifest."""
     group: NDArray[np.int64] | None = None
     """[n]: numbers of what the user says belongs together; ``None`` where nothing was said."""
+    copies: NDArray[np.int64] | None = None
+    """[n]: rows of the file that each sample stands for, itself included; ``None`` is one each."""
     taken: NDArray[np.intp] | None = None
     """[n]: the samples of the file that these are; ``None`` is all of them."""
 
@@ -90,10 +92,17 @@ class Dataset:
         """Give some samples as a data set (of the same file), without copying their inputs."""
         labels = None if self.labels is None else self.labels[rows]
         group = None if self.group is None else self.group[rows]
+        copies = None if self.copies is None else self.copies[rows]
         inputs = TakenInputs(whole=self.inputs, rows=rows)
         if isinstance(self.inputs, TakenInputs):
             inputs = TakenInputs(whole=self.inputs.whole, rows=self.inputs.rows[rows])
-        return replace(self, inputs=inputs, labels=labels, group=group, taken=self.rows[rows])
+        return replace(
+            self, inputs=inputs, labels=labels, group=group, copies=copies, taken=self.rows[rows]
+        )
+
+    def distinct(self, rows: NDArray[np.intp], groups: Groups) -> Dataset:
+        """Return some rows as distinct samples, each for all rows of its group."""
+        return replace(self.subset(rows), copies=groups.copies(rows))
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Give the inputs of some samples."""
@@ -308,6 +317,10 @@ class DataSplit:
     groups: Groups
     """Groups of all rows."""
 
+    def distinct_train(self) -> Dataset:
+        """Return one row for each group of the training split."""
+        return self.train.subset(np.flatnonzero(self.groups.represents[self.train.rows]))
+
 
 TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
 """The shares of the data that do not train: heads gain most from more data, while certification
@@ -341,8 +354,8 @@ def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int)
     train, tune, certify = (np.sort(rows) for rows in np.split(order, np.cumsum(sizes)))
     return DataSplit(
         train=dataset.subset(groups.members(groups.number[train])),
-        tune=dataset.subset(tune),
-        certify=dataset.subset(certify),
+        tune=dataset.distinct(tune, groups),
+        certify=dataset.distinct(certify, groups),
         groups=groups,
     )
 

@@ -13,6 +13,7 @@ from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
 from offramp.certify import allowed_errors, samples_needed, walk
+from offramp.certify.learn_then_test import count_errors
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
@@ -191,23 +192,25 @@ def limit_of_certificate(
     conservative to aggressive; ``certify`` are records of the certify split, of all exits.
     """
     rows = list(active)
-    walked = walk(path, certify.confidence[rows], certify.agrees[rows])
-    samples = certify.confidence.shape[1]
-    allowed = terms.allowed_errors(samples)
-    leaving = samples - walked.counts[:, -1]
-    passed = (walked.errors <= allowed).cumprod(dtype=bool)
+    confidence, agrees = certify.confidence[rows], certify.agrees[rows]
+    leaving = confidence.shape[1] - walk(path, confidence, agrees).counts[:, -1]
+    counted = count_errors(path, confidence, agrees, certify.copies)
+    passing = [(c.errors <= terms.allowed_errors(c.of)).cumprod(dtype=bool) for c in counted]
+    strictest = int(np.argmin([levels.sum() for levels in passing]))
+    passed, counts = passing[strictest], counted[strictest]
+    samples, allowed = counts.of, terms.allowed_errors(counts.of)
     some = np.flatnonzero(leaving > 0)
     if len(some) and not passed[some[0]]:
-        errors = int(walked.errors[some[0]])
+        errors = int(counts.errors[some[0]])
         found = (
             f"the most conservative policy that lets any sample leave disagreed on {errors} of "
-            f"{samples} certify samples, where at most {allowed} may"
+            f"{samples} {counts.unit}, where at most {allowed} may"
         )
     else:
-        share = float(leaving[passed].max(initial=0)) / samples
-        errors = int(walked.errors[~passed].min(initial=samples)) if len(some) else 0
+        share = float(leaving[passed].max(initial=0)) / confidence.shape[1]
+        errors = int(counts.errors[~passed].min(initial=samples)) if len(some) else 0
         found = (
-            f"of {samples} certify samples at most {allowed} may disagree, and up to there "
+            f"of {samples} {counts.unit} at most {allowed} may disagree, and up to there "
             f"only {share:.1%} of them leave, which saves less than exits cost"
         )
     needed = _samples_for(errors / samples, terms)

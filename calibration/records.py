@@ -35,6 +35,8 @@ class ExitRecords:
     """[samples]."""
     labels: NDArray[np.int64] | None
     """[samples], where the data has labels."""
+    copies: NDArray[np.int64] | None = None
+    """[samples]: rows of the data that each sample stands for; ``None`` is one each."""
 
     @classmethod
     def kept_by(cls, bundle: Bundle, split: int) -> ExitRecords:
@@ -47,6 +49,7 @@ class ExitRecords:
             final_prediction=kept["final_prediction"][rows],
             final_confidence=kept["final_confidence"][rows],
             labels=kept["label"][rows] if "label" in kept else None,
+            copies=kept["copies"][rows] if "copies" in kept else None,
         )
 
     @property
@@ -99,6 +102,7 @@ def record_answers(
         final_prediction=np.empty(len(dataset), np.int32),
         final_confidence=np.empty(len(dataset), np.float32),
         labels=dataset.labels,
+        copies=dataset.copies,
     )
     agreement = agreement_of(answer)
     criterion = host_criterion(answer.criterion)
@@ -134,6 +138,8 @@ def kept_records(tune: ExitRecords, certify: ExitRecords) -> dict[str, NDArray[A
     arrays["split"] = np.repeat(np.array([TUNE, CERTIFY], np.uint8), sizes)
     if tune.labels is not None and certify.labels is not None:
         arrays["label"] = np.concatenate([tune.labels, certify.labels])
+    if tune.copies is not None and certify.copies is not None:
+        arrays["copies"] = np.concatenate([tune.copies, certify.copies])
     return arrays
 
 

@@ -161,11 +161,13 @@ def certified_policy(
     max_disagreement: float,
     confidence_level: float,
     whole: bool = False,
+    copies: NDArray[np.int64] | None = None,
 ) -> ExitPolicy:
     """Find how far along the path the promise holds (Learn then Test).
 
     ``path`` [levels, active] has the thresholds of the ``active`` exits, fixed without the certify
-    split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits. The
+    split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits, and
+    ``copies`` [samples] how many rows of the data each sample stands for, where not one. The
     certificate holds with probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
     The policy has no active exits if nothing passed or nothing was worth it; all of ``active``, at
     ``NEVER`` where the certificate needs none, if it is to be ``whole``.
@@ -179,6 +181,7 @@ def certified_policy(
         agrees[rows],
         max_disagreement=max_disagreement,
         confidence_level=confidence_level,
+        copies=copies,
     )
     if certificate is None or not (used := certificate.thresholds < NEVER).any():
         return _NO_EXITS

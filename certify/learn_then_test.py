@@ -19,12 +19,13 @@ nothing is promised; that is what monitoring while serving is for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from offramp.certify.binomial import allowed_errors, binomial_cdf
-from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray
-from offramp.certify.path import walk
+from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray, IntArray
+from offramp.certify.path import outlook, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +41,7 @@ class Certificate:
     samples: int
     """Certify samples."""
     p_value: float
-    """P(Binomial(samples, max_disagreement) <= errors)."""
+    """P(Binomial(samples, max_disagreement) <= errors), or that of rows if it is larger."""
 
 
 def certify(
@@ -50,6 +51,7 @@ def certify(
     *,
     max_disagreement: float,
     confidence_level: float = 0.95,
+    copies: IntArray | None = None,
 ) -> Certificate | None:
     """Walk the path while the bound is certified; keep the last level that passed.
 
@@ -59,20 +61,56 @@ def certify(
     conservative to aggressive, no threshold rising (:func:`.agreement.common_path`), fixed without
     the float[exits, samples] confidences and bool[exits, samples] given here.
 
+    Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are no
+    evidence of their own, so samples count once. But where frequent inputs come back in service as
+    often as they are in the data, the disagreement is that of rows. Which of both holds cannot be
+    told from data, so a level has to pass twice, counted by samples and counted by rows.
+
     ``None`` if not even the first level passed: too few samples (:func:`.binomial.samples_needed`),
     or a path that starts too aggressively. Serve without exits then.
     """
     path = np.asarray(path_thresholds, dtype=np.float64)
-    errors = walk(path, confidence, agrees).errors
-    samples = int(np.shape(confidence)[1])
-    failed = errors > allowed_errors(samples, max_disagreement, confidence_level)
+    counted = count_errors(path, confidence, agrees, copies)
+    failed = np.any(
+        [c.errors > allowed_errors(c.of, max_disagreement, confidence_level) for c in counted],
+        axis=0,
+    )
     index = (int(failed.argmax()) if failed.any() else len(failed)) - 1
     if index < 0:
         return None
     return Certificate(
         index=index,
         thresholds=path[index].copy(),
-        errors=int(errors[index]),
-        samples=samples,
-        p_value=binomial_cdf(int(errors[index]), samples, max_disagreement),
+        errors=int(counted[0].errors[index]),
+        samples=counted[0].of,
+        p_value=max(binomial_cdf(int(c.errors[index]), c.of, max_disagreement) for c in counted),
     )
+
+
+class ErrorCount(NamedTuple):
+    """Errors at every level of a path, and what they are counted by."""
+
+    errors: IntArray
+    """int64[levels]."""
+    of: int
+    """Number of samples, or of rows."""
+    unit: str
+    """What is counted, in words."""
+
+
+def count_errors(
+    path: FloatArray,
+    confidence: ConfidenceArray,
+    agrees: BoolArray,
+    copies: IntArray | None = None,
+) -> list[ErrorCount]:
+    """Count errors by samples; where samples have ``copies``, by rows, too."""
+    samples = int(np.shape(confidence)[1])
+    counted = [ErrorCount(walk(path, confidence, agrees).errors, samples, "certify samples")]
+    if copies is not None:
+        loss = (~np.asarray(agrees)).astype(np.float64)
+        shares = outlook(path, np.asarray(confidence), loss, copies.astype(np.float64)).risk
+        rows = int(copies.sum())
+        errors = np.rint(shares * rows).astype(np.int64)
+        counted.append(ErrorCount(errors, rows, "rows that certify samples stand for"))
+    return counted

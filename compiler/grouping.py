@@ -7,6 +7,7 @@ from pathlib import Path
 
 from offramp.bundle import Manifest
 from offramp.bundle.distinct import COPIES_WITHIN, DistinctSamples
+from offramp.bundle.manifest import Calibration
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.groups.find import find_groups
 from offramp.calibration.groups.groups import Groups
@@ -46,3 +47,12 @@ def groups_again(manifest: Manifest, dataset: Dataset) -> Groups:
     if dataset.sha256 == calibration.data_sha256:
         return Groups.singletons(len(dataset))
     return find_groups(dataset, within=COPIES_WITHIN)
+
+
+def may_be_of(calibration: Calibration, groups: Groups) -> bool:
+    """Whether a bundle may have been compiled with data of these groups, by their numbers."""
+    known = calibration.distinct
+    if known is not None:
+        return (known.rows, known.samples) == (groups.rows, len(groups))
+    counts = (calibration.train_samples, calibration.tune_samples, calibration.certify_samples)
+    return sum(counts) == groups.rows

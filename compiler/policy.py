@@ -186,6 +186,7 @@ class PolicyChoice:
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
             whole=self.structure.answer.criterion.depends_on_earlier,
+            copies=certify.copies,
         )
 
     def terms(self, max_overhead: float | None) -> limits.PolicyTerms:

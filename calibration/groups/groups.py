@@ -39,13 +39,25 @@ class Groups:
         """Whether any group has more rows than one."""
         return len(self) < self.rows
 
+    @property
+    def represents(self) -> NDArray[np.bool_]:
+        """Whether each row counts for its group, bool[rows]."""
+        found = np.zeros(self.rows, np.bool_)
+        found[self.representative] = True
+        return found
+
     def shuffled(self, seed: int) -> NDArray[np.intp]:
         """Return the representatives in a random order.
 
         It is a part of an order of all rows: a few copies leave the other rows in their places.
         """
         order = np.random.default_rng(seed).permutation(self.rows)
-        return order[self.representative[self.number[order]] == order]
+        chosen: NDArray[np.intp] = order[self.represents[order]]
+        return chosen
+
+    def copies(self, rows: NDArray[np.intp]) -> IntArray | None:
+        """Return how many rows the group of each row has; ``None`` where each row is one."""
+        return np.bincount(self.number)[self.number[rows]] if self.joins else None
 
     def members(self, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return all rows of some groups, rising."""

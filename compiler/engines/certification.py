@@ -179,6 +179,7 @@ def _recorded(
         final_prediction=np.zeros(samples, np.int32),
         final_confidence=np.zeros(samples, np.float32),
         labels=dataset.labels,
+        copies=dataset.copies,
     )
     form, task = bundle.manifest.answer.form, bundle.manifest.answer.task
     agreement = agreement_of(bundle.manifest.answer)

@@ -22,11 +22,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
 from offramp.bundle.engines import Precision
-from offramp.bundle.manifest import Calibration
 from offramp.bundle.parts import given_behind
 from offramp.bundle.records import CERTIFY
 from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.groups.groups import Groups
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
 from offramp.certify.binomial import binomial_cdf, upper_bound
@@ -34,7 +32,7 @@ from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, bound
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.errors import EngineBuildError, VerificationError
-from offramp.compiler.grouping import groups_again
+from offramp.compiler.grouping import groups_again, may_be_of
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
 from offramp.engine.agreement import Agreement, agreement_of
 from offramp.engine.assembly import assemble
@@ -263,24 +261,16 @@ def part_data(
     own = dataset.sha256 == made_with.data_sha256
     fitted = len(groups) - made_with.certify_samples
     trained = fitted - made_with.tune_samples
-    if own and _counts_match(made_with, groups) and fitted > 0 and trained >= 0:
-        judged = dataset.subset(np.sort(order[fitted:]))
+    if own and may_be_of(made_with, groups) and fitted > 0 and trained >= 0:
+        judged = dataset.distinct(np.sort(order[fitted:]), groups)
         if _is_certify_split(bundle, judged, threads):
             ranges = dataset.subset(np.sort(order[:fitted][:RANGE_SAMPLES]))
-            tune = dataset.subset(np.sort(order[trained:fitted]))
+            tune = dataset.distinct(np.sort(order[trained:fitted]), groups)
             return PrecisionData(ranges, tune, judged, unseen=True, certifies=True)
     half = max(len(order) // 2, 1)
     ranges = dataset.subset(np.sort(order[:half][:RANGE_SAMPLES]))
     tune, judged = (dataset.subset(np.sort(part)) for part in (order[:half], order[half:]))
     return PrecisionData(ranges, tune, judged, unseen=not own, certifies=False)
-
-
-def _counts_match(made_with: Calibration, groups: Groups) -> bool:
-    """Whether a bundle may have been compiled with data of these groups, by their numbers."""
-    if made_with.distinct is not None:
-        return made_with.distinct.rows == groups.rows and made_with.distinct.samples == len(groups)
-    counts = (made_with.train_samples, made_with.tune_samples, made_with.certify_samples)
-    return sum(counts) == groups.rows
 
 
 def measure_precision(
