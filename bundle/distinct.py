@@ -33,7 +33,5 @@ class DistinctSamples:
 
     def describe(self) -> str:
         """Return a sentence without its end."""
-        return (
-            f"{self.rows:,} rows of calibration data hold {self.samples:,} distinct samples: "
-            f"{'; '.join(self.found)}"
-        )
+        why = "; ".join(self.found) or "none belong together"
+        return f"of {self.rows:,} rows of calibration data {why}"

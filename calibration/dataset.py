@@ -353,7 +353,7 @@ def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int)
     order = groups.shuffled(seed)
     train, tune, certify = (np.sort(rows) for rows in np.split(order, np.cumsum(sizes)))
     return DataSplit(
-        train=dataset.subset(groups.members(groups.number[train])),
+        train=dataset.subset(groups.apart(groups.members(groups.number[train]), order[sizes[0] :])),
         tune=dataset.distinct(tune, groups),
         certify=dataset.distinct(certify, groups),
         groups=groups,

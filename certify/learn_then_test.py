@@ -61,10 +61,10 @@ def certify(
     conservative to aggressive, no threshold rising (:func:`.agreement.common_path`), fixed without
     the float[exits, samples] confidences and bool[exits, samples] given here.
 
-    Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are no
-    evidence of their own, so samples count once. But where frequent inputs come back in service as
-    often as they are in the data, the disagreement is that of rows. Which of both holds cannot be
-    told from data, so a level has to pass twice, counted by samples and counted by rows.
+    Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are
+    no evidence of their own, so samples count once. But where inputs come back in service as often
+    as they are in the data, the disagreement is that of rows. Which of both holds cannot be told
+    from data, so a level has to pass twice, counted by samples and counted by rows.
 
     ``None`` if not even the first level passed: too few samples (:func:`.binomial.samples_needed`),
     or a path that starts too aggressively. Serve without exits then.

@@ -50,10 +50,10 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
                 f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
             )
         say(_promised(policy.promise, "the calibration set"))
-        if manifest.calibration.distinct is not None:
-            say(f"{words.rests_on(policy.promise, manifest.calibration.distinct)}.")
         for line in _brought(bundle, policy.promise):
             say(line)
+    if manifest.calibration.distinct is not None:
+        say(escape(words.distinct_samples(manifest.calibration)))
     task = manifest.answer.task
     if task.kind != "classification":
         say(
@@ -347,7 +347,9 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
     say = partial(console.print, highlight=False, soft_wrap=True)
     like = "samples"
     if check.distinct_samples < check.samples:
-        like = f"samples, {check.distinct_samples:,} of them distinct, which alone count as evidence"
+        like = (
+            f"samples, {check.distinct_samples:,} of them distinct, which alone count as evidence"
+        )
     if check.on_calibration_data:
         like = "samples that it was made of, which prove little"
     say(f"[bold]{escape(str(path))}[/bold]: {check.samples:,} {like}")

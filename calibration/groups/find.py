@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.groups.copies import near_copies
-from offramp.calibration.groups.groups import Groups, components
-from offramp.calibration.groups.series import film_blocks, overlapping_windows
+from offramp.calibration.groups.films import film_blocks
+from offramp.calibration.groups.groups import Groups, Overlaps, components
 from offramp.calibration.groups.sketch import RowSketch, sketch
+from offramp.calibration.groups.windows import overlapping_windows
 
 _LEAST_COPIES: Final = 0.001
 """Share of the rows that must be nearly the same as others, or no such rows are joined: so few
@@ -21,8 +23,8 @@ def find_groups(dataset: Dataset, *, within: float) -> Groups:
     """Partition the rows of a data set into what counts as one sample each.
 
     In turn, each step on the representatives of the one before: rows of one number in
-    ``dataset.group``, equal rows, nearly equal rows (:mod:`.copies`), overlapping windows, and
-    consecutive rows that are alike (:mod:`.series`). The same data give the same groups. With
+    ``dataset.group``, equal rows, nearly equal rows (:mod:`.copies`), overlapping windows
+    (:mod:`.windows`), and consecutive rows that are alike (:mod:`.films`). The same data give the same groups. With
     ``within`` 0 only the first two steps are done: the user says that the others are independent.
     """
     groups = _named(dataset, Groups.singletons(len(dataset)))
@@ -56,9 +58,11 @@ def _near(rows: RowSketch, groups: Groups, within: float) -> Groups:
 
 
 def _in_series(rows: RowSketch, groups: Groups) -> Groups:
-    found = overlapping_windows(rows, groups.representative)
-    if found is not None:
-        label, shared = found
-        groups = groups.joined(label, "{:,} overlap with another, as windows do", shared=shared)
+    windows = overlapping_windows(rows, groups.representative)
+    if windows is not None:
+        reason = "{:,} overlap with another, as windows do"
+        overlaps = Overlaps(window=groups.number, values=windows.values)
+        joined = groups.joined(windows.label, reason, shared=windows.shared)
+        groups = groups if joined is groups else replace(joined, overlaps=overlaps)
     label = film_blocks(rows.position[groups.representative])
     return groups.joined(label, "{:,} resemble the row before or after them, as in a film")

@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from offramp.calibration.groups.row_values import IntArray, RowValues
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Overlaps:
+    """Values of windows over a series, by which windows overlap."""
+
+    window: IntArray
+    """[rows]: the window that each row is, or is a copy of."""
+    values: RowValues
+    """Values of the windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,6 +28,8 @@ class Groups:
     """[rows]: the group of each row; groups are numbered as their representatives follow."""
     representative: IntArray
     """[groups]: the row that counts for each group, rising."""
+    overlaps: Overlaps | None = None
+    """What rows of neighbouring groups have in common, if they are windows over a series."""
     found: tuple[str, ...] = ()
     """Reasons to join rows that applied, each with the number of rows, as phrases for messages."""
 
@@ -64,6 +76,15 @@ class Groups:
         wanted = np.zeros(len(self), np.bool_)
         wanted[chosen] = True
         return np.flatnonzero(wanted[self.number])
+
+    def apart(self, rows: NDArray[np.intp], others: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return those of some rows which do not overlap with others, in neighbouring groups."""
+        if self.overlaps is None:
+            return rows
+        window = self.overlaps.window
+        named = np.zeros(int(window.max()) + 1, np.bool_)
+        named[window[others]] = True
+        return rows[~self.overlaps.values.overlapping(named)[window[rows]]]
 
     def joined(
         self, label: IntArray, reason: str, *, shared: NDArray[np.float64] | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from offramp.bundle import Manifest, Measured, MeasuredSize, Profile, Promise, Ratio
-from offramp.bundle.distinct import DistinctSamples
+from offramp.bundle import Manifest, Measured, MeasuredSize, Profile, Ratio
 from offramp.bundle.graph_weights import WEIGHTS
+from offramp.bundle.manifest import Calibration
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
@@ -61,8 +61,7 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
         f"confidence on {numbers.plural(made.certify_samples, 'certify sample')} with "
         f"{numbers.plural(made.certify_errors, 'error')}."
     )
-    if (distinct := found.manifest.calibration.distinct) is not None:
-        promised += f" {rests_on(made, distinct)}."
+    promised = f"{promised} {distinct_samples(found.manifest.calibration)}".rstrip()
     bound = numbers.plain_percent(made.max_disagreement)
     unlike = "unmodified model's" if effect is None else "model's in a batch of the same size"
     tested = (
@@ -74,12 +73,13 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
     return promised, tested
 
 
-def rests_on(made: Promise, distinct: DistinctSamples) -> str:
-    """Say how many distinct samples a promise rests on; a sentence without its end."""
+def distinct_samples(data: Calibration) -> str:
+    """Return a sentence on how many distinct samples a promise rests on; empty if all rows are."""
+    if data.distinct is None:
+        return ""
     return (
-        f"The promise rests on {made.certify_samples:,} distinct samples, and is about such: of "
-        f"{distinct.rows:,} rows of calibration data {distinct.samples:,} are distinct "
-        f"({'; '.join(distinct.found) or 'all'})"
+        f"The promise rests on {data.certify_samples:,} distinct samples (of "
+        f"{data.distinct.samples:,}; {data.distinct.describe()})."
     )
 
 
