@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from offramp.bundle import Answer, Bundle, ExitPolicy, Promise
+from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
@@ -52,15 +52,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(_promised(policy.promise, "the calibration set"))
         for line in _brought(bundle, policy.promise):
             say(line)
-    if manifest.calibration.distinct is not None:
-        say(escape(words.distinct_samples(manifest.calibration)))
-    task = manifest.answer.task
-    if task.kind != "classification":
-        say(
-            escape(
-                f"Task: {task.kind} (--task says another); an answer agrees if {task.describe()}."
-            )
-        )
+    for line in _covered(manifest):
+        say(escape(line))
     for line in _variants(bundle):
         say(escape(line))
     for line in words.shared_weights(manifest):
@@ -78,6 +71,15 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
     say(f"Report: {path}/{REPORT}")
     flags = "".join(f" --custom-ops {library.file}" for library in manifest.custom_ops)
     say(f"Serve:  eeserve {path}{escape(flags)}")
+
+
+def _covered(manifest: Manifest) -> Iterator[str]:
+    """Say what samples and which kind of agreement a promise is about, where that is not plain."""
+    if manifest.calibration.distinct is not None:
+        yield words.distinct_samples(manifest.calibration)
+    task = manifest.answer.task
+    if task.kind != "classification":
+        yield f"Task: {task.kind} (--task says another); an answer agrees if {task.describe()}."
 
 
 def print_use(scratch: ScratchSpace, console: Console) -> None:
