@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
-from offramp.certify import allowed_errors, samples_needed, walk
-from offramp.certify.learn_then_test import count_errors
+from offramp.certify import Stratum, allowed_errors, samples_needed, walk
+from offramp.certify.learn_then_test import count_errors, count_strata
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
@@ -91,17 +91,22 @@ def limit_of_rehearsal(max_violations: float) -> BindingLimit:
 
 
 def limit_of_choice(
-    tune: ExitRecords, costs: dict[int, CostModel], terms: PolicyTerms
+    tune: ExitRecords,
+    costs: dict[int, CostModel],
+    terms: PolicyTerms,
+    strata: Sequence[Stratum] = (),
 ) -> BindingLimit:
     """Say why no set of exits was chosen on the tuning split.
 
-    ``costs`` are those of all exits (at least one), by profiled batch size.
+    ``costs`` are those of all exits (at least one), by profiled batch size; ``strata`` are those of
+    the tuning split.
     """
     candidates = Candidates(
         tune.confidence,
         tune.agrees,
         max_disagreement=terms.max_disagreement,
         confidence_level=terms.confidence_level,
+        strata=strata,
     )
     cost = costs[terms.batch_size]
     unlimited = candidates.choose(cost)
@@ -184,21 +189,30 @@ def limit_of_samples(samples: int, terms: PolicyTerms) -> BindingLimit | None:
 
 
 def limit_of_certificate(
-    active: Sequence[int], path: NDArray[np.float64], certify: ExitRecords, terms: PolicyTerms
+    active: Sequence[int],
+    path: NDArray[np.float64],
+    certify: ExitRecords,
+    terms: PolicyTerms,
+    strata: Sequence[Stratum] = (),
 ) -> BindingLimit:
     """Say why no policy on the path of the chosen exits was certified to save time.
 
     ``active`` is at least one exit; ``path`` float64[levels, active] has their thresholds from
-    conservative to aggressive; ``certify`` are records of the certify split, of all exits.
+    conservative to aggressive; ``certify`` are records of the certify split, of all exits, and
+    ``strata`` those of its classes that have a bound of their own.
     """
     rows = list(active)
     confidence, agrees = certify.confidence[rows], certify.agrees[rows]
+    level = terms.confidence_level
     leaving = confidence.shape[1] - walk(path, confidence, agrees).counts[:, -1]
-    counted = count_errors(path, confidence, agrees, certify.copies)
-    passing = [(c.errors <= terms.allowed_errors(c.of)).cumprod(dtype=bool) for c in counted]
+    of_all = count_errors(
+        path, confidence, agrees, certify.copies, max_disagreement=terms.max_disagreement
+    )
+    counted = [*of_all, *count_strata(path, confidence, agrees, certify.copies, strata)]
+    passing = [(c.errors <= c.allowed(level)).cumprod(dtype=bool) for c in counted]
     strictest = int(np.argmin([levels.sum() for levels in passing]))
     passed, counts = passing[strictest], counted[strictest]
-    samples, allowed = counts.of, terms.allowed_errors(counts.of)
+    samples, allowed, bound = counts.of, counts.allowed(level), counts.max_disagreement
     some = np.flatnonzero(leaving > 0)
     if len(some) and not passed[some[0]]:
         errors = int(counts.errors[some[0]])
@@ -213,21 +227,22 @@ def limit_of_certificate(
             f"of {samples} {counts.unit} at most {allowed} may disagree, and up to there "
             f"only {share:.1%} of them leave, which saves less than exits cost"
         )
-    needed = _samples_for(errors / samples, terms)
+    needed = _samples_for(errors / samples, bound, level)
+    bounds = "--max-disagreement" if strictest < len(of_all) else "--max-class-disagreement"
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return BindingLimit(
         "data",
-        f"the data is too little to certify disagreement ≤ {terms.max_disagreement:g} with "
-        f"confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, so does a "
-        "larger --max-disagreement or a smaller --confidence",
+        f"the data is too little to certify disagreement ≤ {bound:g} with "
+        f"confidence {level:g}: {found}; more --data lifts it{more}, so does a "
+        f"larger {bounds} or a smaller --confidence",
     )
 
 
-def _samples_for(error_rate: float, terms: PolicyTerms) -> int | None:
+def _samples_for(error_rate: float, bound: float, confidence_level: float) -> int | None:
     """Certify samples with which such an error rate passes; ``None`` where none would do."""
     samples = 100
-    while error_rate < terms.max_disagreement and samples < _MOST_SAMPLES:
-        if error_rate * samples <= terms.allowed_errors(samples):
+    while error_rate < bound and samples < _MOST_SAMPLES:
+        if error_rate * samples <= allowed_errors(samples, bound, confidence_level):
             return samples
         samples = samples * 5 // 4
     return None

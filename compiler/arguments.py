@@ -311,6 +311,9 @@ def _add_promise(
     promise = parser.add_argument_group("the promise")
     promise.add_argument("--max-disagreement", type=_share, default=disagreement, metavar="SHARE",
                          help="largest share of answers unlike the model's")  # fmt: skip
+    promise.add_argument("--max-class-disagreement", type=_share, metavar="SHARE",
+                         help="and of the answers of each class by itself, where its samples "
+                         "are enough to certify it; default: no class is bounded")  # fmt: skip
     promise.add_argument("--confidence", dest="confidence_level", type=_share, metavar="SHARE",
                          default=confidence_level,
                          help="that this holds on unseen data")  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
+from offramp.bundle.class_losses import ClassLoss, count_label_losses, count_losses
 from offramp.calibration.dataset import DataError, Dataset, read_samples
 from offramp.calibration.paired import plain_session
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
@@ -54,6 +55,12 @@ class BundleCheck:
     """Those that are no copies of others; the verdict rests on these alone."""
     disagreements: int
     """Samples whose answer is of another class than the unmodified model's."""
+    max_disagreement: float | None
+    """Bound that was promised; ``None`` where nothing was."""
+    by_class: tuple[ClassLoss, ...]
+    """Disagreements by class of the unmodified model, the largest share first."""
+    by_label: tuple[ClassLoss, ...]
+    """The same by label, where the data have labels."""
     shares: Mapping[int, float]
     """Of the samples that each exit answered; of the model's end by :data:`MODEL_END`."""
     end_difference: float
@@ -96,6 +103,9 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
         samples=len(dataset),
         distinct_samples=len(counted),
         disagreements=int(differs.sum()),
+        max_disagreement=promise.max_disagreement if promise else None,
+        by_class=count_losses(bundle.manifest.answer, source, differs),
+        by_label=count_label_losses(bundle.manifest.answer, labels, differs),
         shares={int(e): int(n) / len(dataset) for e, n in zip(places, counts, strict=True)},
         end_difference=runs.end_difference,
         accuracy=None if labels is None else float((answer == labels).mean()),

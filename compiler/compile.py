@@ -50,6 +50,7 @@ from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.subnets import find_variants, read_elastic
 from offramp.compiler.supernet import Supernet
+from offramp.compiler.suspect_answers import warn_of_answers
 from offramp.compiler.variants import DrawnVariant, build_variant
 from offramp.compiler.weights import weight_file
 from offramp.engine.environment import cpu_features
@@ -193,6 +194,7 @@ def _certify_and_write(
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     title = "Certify the policy"
     certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
+    warn_of_answers(draft.answer, certify)
     policy = choice.certify(path, certify)
     if chosen.frozen is not None and not policy.active:
         return _certify_and_write(_withheld(chosen.frozen), found, run)

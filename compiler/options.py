@@ -83,6 +83,8 @@ class CompileOptions:
     """Share of the typical distance between samples within which they may be copies; 0 takes equal
     samples alone as copies, and no rows as a series."""
     max_disagreement: float = 0.01
+    max_class_disagreement: float | None = None
+    """Bound on the answers of each class of the model's by itself; ``None`` bounds none."""
     confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
     max_overhead: float | None = None
     """Share of the source model's time that exits (and the quantised model before the source, where
@@ -176,6 +178,7 @@ class RehearseOptions(RewriteOptions):
     anew: bool = False
     """Search the exits from scratch instead of adapting the policy."""
     max_disagreement: float | None = None
+    max_class_disagreement: float | None = None
     confidence_level: float | None = None
     rehearsal_batch: int | None = None
     max_violations: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from rich.table import Column, Table
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
+from offramp.bundle.class_losses import describe_harm, harmed, losses_on_records
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
 from offramp.certify import MODEL_END
@@ -50,7 +52,7 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
                 f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
             )
         say(_promised(policy.promise, "the calibration set"))
-        for line in _brought(bundle, policy.promise):
+        for line in chain(_by_class(bundle, policy.promise), _brought(bundle, policy.promise)):
             say(line)
     for line in _covered(manifest):
         say(escape(line))
@@ -96,6 +98,23 @@ def _promised(promise: Promise, like: str) -> str:
         f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on unseen "
         f"data like {like}, with {100 * promise.confidence_level:g}% confidence ({disagreed})."
     )
+
+
+def _by_class(bundle: Bundle, promise: Promise) -> Iterator[str]:
+    """Say which class loses most on the certify split, and which have a bound of their own."""
+    answer = bundle.manifest.answer
+    losses = losses_on_records(answer, bundle.policy, bundle.records())
+    if losses and losses[0].lost:
+        worst = losses[0]
+        yield (
+            f"By class of the model: class {worst.number} loses most, {worst.lost:,} of its "
+            f"{worst.samples:,} certify samples ({worst.share:.2%}) are answered otherwise."
+        )
+    bound = promise.max_class_disagreement
+    if bound is not None:
+        yield words.class_bound(answer, losses, bound, promise.confidence_level)
+    for loss in harmed(losses, promise.max_disagreement) if bound is None else ():
+        yield f"[bold red]HARM[/bold red]: {describe_harm(loss, promise.max_disagreement)}."
 
 
 def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
@@ -368,12 +387,31 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
         f"{check.disagreements:,} answers ({share:.2%}) do not agree with the unmodified "
         f"model's; on data like these at most {check.at_most:.2%}."
     )
+    for line in _lost_by_class(check):
+        say(line)
     if check.accuracy is not None:
         say(f"Accuracy {check.accuracy:.2%}, of the unmodified model {check.source_accuracy:.2%}.")
     style, said = _VERDICTS[check.verdict]
     say(f"[{style}]{said}[/{style}]")
 
 
+def _lost_by_class(check: BundleCheck) -> Iterator[str]:
+    """Say which classes of the model, and which labels, lose most, and warn of harm."""
+    for losses, whose in ((check.by_class, "that the model gives class"),
+                          (check.by_label, "with label")):  # fmt: skip
+        shown = [loss for loss in losses if loss.lost][:_MOST_CLASSES]
+        for loss in shown:
+            yield (
+                f"  of {loss.samples:,} samples {whose} {loss.number}, {loss.lost:,} "
+                f"({loss.share:.2%}) do not agree"
+            )
+    if check.max_disagreement is not None:
+        for loss in harmed(check.by_class, check.max_disagreement):
+            yield f"[bold red]HARM[/bold red]: {describe_harm(loss, check.max_disagreement)}."
+
+
+_MOST_CLASSES = 5
+"""Classes that are listed, those that lose the largest share first."""
 _BROKEN = (
     "THE PROMISE DOES NOT HOLD on data like these: so many would be unlikely. Compile the model "
     "with samples of them, or serve with --mode audit, which notices by itself."

@@ -151,6 +151,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
     kept = _kept_settings(bundle, profile)
     promised = kept.max_disagreement if promise is None else promise.max_disagreement
     level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence_level
+    of_classes = None if promise is None else promise.max_class_disagreement
     bound, violations = options.max_disagreement or promised, options.max_violations
     settings = replace(
         kept,
@@ -162,6 +163,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
         bundle,
         max_disagreement=bound,
         confidence_level=options.confidence_level or level,
+        max_class_disagreement=options.max_class_disagreement or of_classes,
         seed=options.seed,
     )
 
