@@ -13,7 +13,7 @@ from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
 from offramp.certify import allowed_errors, samples_needed, walk
-from offramp.certify.learn_then_test import count_errors
+from offramp.certify.learn_then_test import count_errors, level_of_each
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
@@ -43,6 +43,11 @@ class PolicyTerms:
     max_overhead: float | None
     batch_size: int
     """The batch size that savings are predicted at."""
+
+    def tested(self, *, copies: bool) -> PolicyTerms:
+        """Return the terms of each test, of which there are two if the data have copies."""
+        level = level_of_each(self.confidence_level, copies=copies)
+        return replace(self, confidence_level=level)
 
     def allowed_errors(self, samples: int) -> int:
         """Errors with which a policy is certified on so many samples; -1 if none is."""
@@ -195,10 +200,11 @@ def limit_of_certificate(
     confidence, agrees = certify.confidence[rows], certify.agrees[rows]
     leaving = confidence.shape[1] - walk(path, confidence, agrees).counts[:, -1]
     counted = count_errors(path, confidence, agrees, certify.copies)
-    passing = [(c.errors <= terms.allowed_errors(c.of)).cumprod(dtype=bool) for c in counted]
+    tested = terms.tested(copies=certify.copies is not None)
+    passing = [(c.errors <= tested.allowed_errors(c.of)).cumprod(dtype=bool) for c in counted]
     strictest = int(np.argmin([levels.sum() for levels in passing]))
     passed, counts = passing[strictest], counted[strictest]
-    samples, allowed = counts.of, terms.allowed_errors(counts.of)
+    samples, allowed = counts.of, tested.allowed_errors(counts.of)
     some = np.flatnonzero(leaving > 0)
     if len(some) and not passed[some[0]]:
         errors = int(counts.errors[some[0]])
@@ -213,7 +219,7 @@ def limit_of_certificate(
             f"of {samples} {counts.unit} at most {allowed} may disagree, and up to there "
             f"only {share:.1%} of them leave, which saves less than exits cost"
         )
-    needed = _samples_for(errors / samples, terms)
+    needed = _samples_for(errors / samples, tested)
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return BindingLimit(
         "data",

@@ -26,6 +26,7 @@ import numpy as np
 from offramp.certify.binomial import allowed_errors, binomial_cdf
 from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray, IntArray
 from offramp.certify.path import outlook, walk
+from offramp.certify.shared_risk import half_risk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +42,8 @@ class Certificate:
     samples: int
     """Certify samples."""
     p_value: float
-    """P(Binomial(samples, max_disagreement) <= errors), or that of rows if it is larger."""
+    """P(Binomial(samples, max_disagreement) <= errors); where it was tested by samples and by rows,
+    twice the larger one."""
 
 
 def certify(
@@ -64,27 +66,34 @@ def certify(
     Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are
     no evidence of their own, so samples count once. But where inputs come back in service as often
     as they are in the data, the disagreement is that of rows. Which of both holds cannot be told
-    from data, so a level has to pass twice, counted by samples and counted by rows.
+    from data, so a level has to pass twice, counted by samples and counted by rows, each at half of
+    the risk δ: both hold together with probability ``confidence_level``.
 
     ``None`` if not even the first level passed: too few samples (:func:`.binomial.samples_needed`),
     or a path that starts too aggressively. Serve without exits then.
     """
     path = np.asarray(path_thresholds, dtype=np.float64)
     counted = count_errors(path, confidence, agrees, copies)
+    level = level_of_each(confidence_level, copies=copies is not None)
     failed = np.any(
-        [c.errors > allowed_errors(c.of, max_disagreement, confidence_level) for c in counted],
-        axis=0,
+        [c.errors > allowed_errors(c.of, max_disagreement, level) for c in counted], axis=0
     )
     index = (int(failed.argmax()) if failed.any() else len(failed)) - 1
     if index < 0:
         return None
+    p_values = [binomial_cdf(int(c.errors[index]), c.of, max_disagreement) for c in counted]
     return Certificate(
         index=index,
         thresholds=path[index].copy(),
         errors=int(counted[0].errors[index]),
         samples=counted[0].of,
-        p_value=max(binomial_cdf(int(c.errors[index]), c.of, max_disagreement) for c in counted),
+        p_value=min(len(counted) * max(p_values), 1.0),
     )
+
+
+def level_of_each(confidence_level: float, *, copies: bool) -> float:
+    """Return the confidence level that a level of the path is tested at, once or twice."""
+    return half_risk(confidence_level) if copies else confidence_level
 
 
 class ErrorCount(NamedTuple):
