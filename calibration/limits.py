@@ -13,7 +13,7 @@ from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
 from offramp.certify import Stratum, allowed_errors, samples_needed, walk
-from offramp.certify.learn_then_test import count_errors, count_strata
+from offramp.certify.learn_then_test import count_errors, count_strata, level_of_each
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
@@ -43,6 +43,11 @@ class PolicyTerms:
     max_overhead: float | None
     batch_size: int
     """The batch size that savings are predicted at."""
+
+    def tested(self, *, copies: bool) -> PolicyTerms:
+        """Return the terms of each test, of which there are two if the data have copies."""
+        level = level_of_each(self.confidence_level, copies=copies)
+        return replace(self, confidence_level=level)
 
     def allowed_errors(self, samples: int) -> int:
         """Errors with which a policy is certified on so many samples; -1 if none is."""
@@ -205,14 +210,15 @@ def limit_of_certificate(
     confidence, agrees = certify.confidence[rows], certify.agrees[rows]
     level = terms.confidence_level
     leaving = confidence.shape[1] - walk(path, confidence, agrees).counts[:, -1]
+    tested = terms.tested(copies=certify.copies is not None).confidence_level
     of_all = count_errors(
         path, confidence, agrees, certify.copies, max_disagreement=terms.max_disagreement
     )
     counted = [*of_all, *count_strata(path, confidence, agrees, certify.copies, strata)]
-    passing = [(c.errors <= c.allowed(level)).cumprod(dtype=bool) for c in counted]
+    passing = [(c.errors <= c.allowed(tested)).cumprod(dtype=bool) for c in counted]
     strictest = int(np.argmin([levels.sum() for levels in passing]))
     passed, counts = passing[strictest], counted[strictest]
-    samples, allowed, bound = counts.of, counts.allowed(level), counts.max_disagreement
+    samples, allowed, bound = counts.of, counts.allowed(tested), counts.max_disagreement
     some = np.flatnonzero(leaving > 0)
     if len(some) and not passed[some[0]]:
         errors = int(counts.errors[some[0]])
@@ -227,7 +233,7 @@ def limit_of_certificate(
             f"of {samples} {counts.unit} at most {allowed} may disagree, and up to there "
             f"only {share:.1%} of them leave, which saves less than exits cost"
         )
-    needed = _samples_for(errors / samples, bound, level)
+    needed = _samples_for(errors / samples, bound, tested)
     bounds = "--max-disagreement" if strictest < len(of_all) else "--max-class-disagreement"
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return BindingLimit(

@@ -31,6 +31,7 @@ import numpy as np
 from offramp.certify.binomial import allowed_errors, binomial_cdf
 from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray, IntArray
 from offramp.certify.path import outlook, walk
+from offramp.certify.shared_risk import half_risk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +47,8 @@ class Certificate:
     samples: int
     """Certify samples."""
     p_value: float
-    """P(Binomial(samples, max_disagreement) <= errors), or that of rows if it is larger."""
+    """P(Binomial(samples, max_disagreement) <= errors); where it was tested by samples and by rows,
+    twice the larger one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +82,8 @@ def certify(
     Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are
     no evidence of their own, so samples count once. But where inputs come back in service as often
     as they are in the data, the disagreement is that of rows. Which of both holds cannot be told
-    from data, so a level has to pass twice, counted by samples and counted by rows.
+    from data, so a level has to pass twice, counted by samples and counted by rows, each at half of
+    the risk δ: both hold together with probability ``confidence_level``.
 
     ``strata`` have bounds of their own, all of which hold with the same ``confidence_level``.
 
@@ -88,19 +91,26 @@ def certify(
     or a path that starts too aggressively. Serve without exits then.
     """
     path = np.asarray(path_thresholds, dtype=np.float64)
+    level = level_of_each(confidence_level, copies=copies is not None)
     counted = count_errors(path, confidence, agrees, copies, max_disagreement=max_disagreement)
     within = count_strata(path, confidence, agrees, copies, strata)
-    failed = np.any([c.errors > c.allowed(confidence_level) for c in [*counted, *within]], axis=0)
+    failed = np.any([c.errors > c.allowed(level) for c in [*counted, *within]], axis=0)
     index = (int(failed.argmax()) if failed.any() else len(failed)) - 1
     if index < 0:
         return None
+    p_values = [binomial_cdf(int(c.errors[index]), c.of, max_disagreement) for c in counted]
     return Certificate(
         index=index,
         thresholds=path[index].copy(),
         errors=int(counted[0].errors[index]),
         samples=counted[0].of,
-        p_value=max(binomial_cdf(int(c.errors[index]), c.of, max_disagreement) for c in counted),
+        p_value=min(len(counted) * max(p_values), 1.0),
     )
+
+
+def level_of_each(confidence_level: float, *, copies: bool) -> float:
+    """Return the confidence level that a level of the path is tested at, once or twice."""
+    return half_risk(confidence_level) if copies else confidence_level
 
 
 class ErrorCount(NamedTuple):

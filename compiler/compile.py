@@ -23,6 +23,7 @@ from offramp.calibration.rehearsal import Rehearsed
 from offramp.calibration.running import BATCH_SIZE
 from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
+from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import check_bridges, find_bridged_exits, needs_bridges
@@ -106,7 +107,10 @@ def compile_model(
         groups = grouped(dataset, options.data, within=options.copies_within)
     parts = split(
         dataset,
-        certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
+        certify_at_least=samples_needed(
+            options.max_disagreement,
+            level_of_each(options.confidence_level, copies=groups.joins),
+        ),
         seed=options.seed,
         groups=groups,
     )

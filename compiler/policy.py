@@ -233,7 +233,8 @@ class PolicyChoice:
         There is at least one exit; where the path has none, it is one of :meth:`by_savings`.
         """
         asked = self.terms(max_overhead)
-        if few := limits.limit_of_samples(len(certify.final_prediction), asked):
+        tested = asked.tested(copies=certify.copies is not None)
+        if few := limits.limit_of_samples(len(certify.final_prediction), tested):
             return few
         if not path.active:
             costs = {size: self.cost(size) for size in self.profile.batch_sizes}

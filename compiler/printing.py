@@ -54,7 +54,7 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(_promised(policy.promise, "the calibration set"))
         for line in chain(_by_class(bundle, policy.promise), _brought(bundle, policy.promise)):
             say(line)
-    for line in _covered(manifest):
+    for line in _covered(manifest, promised=policy.promise is not None):
         say(escape(line))
     for line in _variants(bundle):
         say(escape(line))
@@ -75,10 +75,10 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
     say(f"Serve:  eeserve {path}{escape(flags)}")
 
 
-def _covered(manifest: Manifest) -> Iterator[str]:
+def _covered(manifest: Manifest, *, promised: bool) -> Iterator[str]:
     """Say what samples and which kind of agreement a promise is about, where that is not plain."""
     if manifest.calibration.distinct is not None:
-        yield words.distinct_samples(manifest.calibration)
+        yield words.distinct_samples(manifest.calibration, promised=promised)
     task = manifest.answer.task
     if task.kind != "classification":
         yield f"Task: {task.kind} (--task says another); an answer agrees if {task.describe()}."

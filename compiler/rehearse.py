@@ -39,6 +39,7 @@ from offramp.calibration.rehearsal import (
 )
 from offramp.calibration.selection import certifiable_errors
 from offramp.certify import samples_needed
+from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.errors import CompileError
 from offramp.compiler.grouping import distinct_samples, grouped
 from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL, RehearseOptions
@@ -175,7 +176,8 @@ def _split(
 
     Each group of rows counts once.
     """
-    least = samples_needed(choice.max_disagreement, choice.confidence_level)
+    level = level_of_each(choice.confidence_level, copies=groups.joins)
+    least = samples_needed(choice.max_disagreement, level)
     tune = _tune_samples(len(groups), least)
     if tune < settings.batch_size:
         more = itertools.count(len(groups) + 1)

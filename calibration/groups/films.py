@@ -73,12 +73,15 @@ def _is_sorted(position: Float32Array) -> bool:
 
 
 def _neighbourhood(position: Float32Array) -> NDArray[np.float64]:
-    """Return how far each row is from others of its neighbourhood, float64[rows]."""
-    rows = len(position)
-    apart = np.full((2 * len(_FAR_LAGS), rows), np.nan)
+    """Return how far each row is from others of its neighbourhood, float64[rows].
+
+    It is the smaller of the median distances to rows before and behind it: at the border of two
+    classes the rows of one side are of the same class.
+    """
+    apart = np.full((2, len(_FAR_LAGS), len(position)), np.inf)
     for place, lag in enumerate(_FAR_LAGS):
-        apart[2 * place, :-lag] = apart[2 * place + 1, lag:] = _apart(position, lag)
-    found: NDArray[np.float64] = np.nanmedian(apart, axis=0)
+        apart[0, place, :-lag] = apart[1, place, lag:] = _apart(position, lag)
+    found: NDArray[np.float64] = np.median(apart, axis=1).min(axis=0)
     return found
 
 

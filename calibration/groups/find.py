@@ -25,7 +25,8 @@ def find_groups(dataset: Dataset, *, within: float) -> Groups:
     In turn, each step on the representatives of the one before: rows of one number in
     ``dataset.group``, equal rows, nearly equal rows (:mod:`.copies`), overlapping windows
     (:mod:`.windows`), and consecutive rows that are alike (:mod:`.films`). The same data give the
-    same groups. With ``within`` 0 only the first two steps are done: the user says that the others are independent.
+    same groups. With ``within`` 0 only the first two steps are done: the user says that the others
+    are independent.
     """
     groups = _named(dataset, Groups.singletons(len(dataset)))
     rows = sketch(dataset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,8 @@ class RowSketch:
     """[values]: the row of each value that is kept, rising."""
     value: UInt64Array
     """[values]: hashes of values, the same ones in all rows, within a row rising and each once."""
+    value_place: NDArray[np.int64]
+    """[values]: the place of each value in its row."""
     width: int
     """Numbers of a row, of all inputs."""
 
@@ -59,7 +61,7 @@ def sketch(dataset: Dataset) -> RowSketch:
     projections = _projections(dataset, measured)
     whole, fixed = np.empty(rows, np.uint64), np.zeros(rows, np.uint64)
     position = np.zeros((rows, DIRECTIONS if measured else 0), np.float32)
-    values: list[tuple[NDArray[np.int64], UInt64Array]] = []
+    values: list[_PlacedValues] = []
     size = max(_BATCH_NUMBERS // width, 1)
     for start in range(0, rows, size):
         batch = dataset.take(slice(start, start + size))
@@ -72,14 +74,15 @@ def sketch(dataset: Dataset) -> RowSketch:
             position[part] += projection.of(finite)
         if others:
             fixed[part] = _hashes(others)
-        kept_row, kept = _values(batch)
-        values.append((kept_row + start, kept))
+        row, value, place = _values(batch)
+        values.append((row + start, value, place))
     return RowSketch(
         whole=whole,
         fixed=fixed,
         position=position,
-        value_row=np.concatenate([row for row, _ in values]),
-        value=np.concatenate([value for _, value in values]),
+        value_row=np.concatenate([row for row, _, _ in values]),
+        value=np.concatenate([value for _, value, _ in values]),
+        value_place=np.concatenate([place for _, _, place in values]),
         width=width,
     )
 
@@ -167,13 +170,16 @@ def _hashes(arrays: list[NDArray[Any]]) -> UInt64Array:
     return found
 
 
-def _values(batch: Mapping[str, NDArray[Any]]) -> tuple[NDArray[np.int64], UInt64Array]:
-    """Return hashes of values, the same ones wherever in a row they occur, with their rows.
+_PlacedValues: TypeAlias = tuple[NDArray[np.int64], UInt64Array, NDArray[np.int64]]
+
+
+def _values(batch: Mapping[str, NDArray[Any]]) -> _PlacedValues:
+    """Return the rows, hashes and places of values; hashes are the same wherever values occur.
 
     Of floats single values, of integers every run of eight; of each row those with the smallest
     hashes of all that there may be, so that two rows keep the same of what they share.
     """
-    rows, hashes = [], []
+    rows, hashes, places, before = [], [], [], 0
     width = sum(array[0].size for array in batch.values())
     limit = np.uint64(2**64 - 1) if width <= VALUES else np.uint64(2**64 // width * VALUES)
     for array in batch.values():
@@ -183,15 +189,16 @@ def _values(batch: Mapping[str, NDArray[Any]]) -> tuple[NDArray[np.int64], UInt6
         row, column = np.nonzero(hashed <= limit)
         rows.append(row)
         hashes.append(hashed[row, column])
-    if not rows:
-        return np.empty(0, np.int64), np.empty(0, np.uint64)
-    row, value = np.concatenate(rows), np.concatenate(hashes)
-    order = np.lexsort((value, row))
-    row, value = row[order].astype(np.int64), value[order]
-    if not len(row):
-        return row, value
-    new = np.append(True, (np.diff(row) != 0) | (value[1:] != value[:-1]))
-    return row[new], value[new]
+        places.append(before + column)
+        before += hashed.shape[1]
+    if not rows or not any(map(len, rows)):
+        return np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.int64)
+    row, place = np.concatenate(rows).astype(np.int64), np.concatenate(places).astype(np.int64)
+    value = np.concatenate(hashes)
+    order = np.lexsort((place, value, row))
+    again = (row[order][1:] == row[order][:-1]) & (value[order][1:] == value[order][:-1])
+    once = order[np.append(True, ~again)]
+    return row[once], value[once], place[once]
 
 
 def _bits(flat: NDArray[Any]) -> UInt64Array:

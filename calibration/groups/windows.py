@@ -69,8 +69,7 @@ def _left(label: IntArray, shared: NDArray[np.float64], known: RowValues) -> flo
     stands = np.zeros(len(label), np.bool_)
     stands[first] = True
     kept = stands[known.row]
-    of_first = RowValues(known.row[kept], known.value[kept])
-    return float(_shared_outside(np.arange(len(label)), of_first)[first].mean())
+    return float(_shared_outside(np.arange(len(label)), known.some(kept))[first].mean())
 
 
 def _telling_values(rows: RowSketch, chosen: IntArray) -> RowValues | None:
@@ -82,14 +81,14 @@ def _telling_values(rows: RowSketch, chosen: IntArray) -> RowValues | None:
     place = np.full(len(rows.whole), -1)
     place[chosen] = np.arange(len(chosen))
     kept = place[rows.value_row] >= 0
-    row, value = place[rows.value_row[kept]], rows.value[kept]
+    row, value, where = place[rows.value_row[kept]], rows.value[kept], rows.value_place[kept]
     if len(chosen) < 2 or not len(row):
         return None
     _, number, counts = np.unique(value, return_inverse=True, return_counts=True)
     rare = counts[number] <= max(rows.width, LEAST_VALUES)
     if not rare.any():
         return None
-    known = RowValues(row[rare], value[rare])
+    known = RowValues(row, value, where).some(rare)
     rng = np.random.default_rng(4)
     one = rng.integers(0, len(chosen), 500)
     other = (one + rng.integers(1, len(chosen), 500)) % len(chosen)

@@ -78,13 +78,14 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
     return promised, tested
 
 
-def distinct_samples(data: Calibration) -> str:
+def distinct_samples(data: Calibration, *, promised: bool = True) -> str:
     """Return a sentence on how many distinct samples a promise rests on; empty if all rows are."""
     if data.distinct is None:
         return ""
     return (
-        f"The promise rests on {data.certify_samples:,} distinct samples (of "
-        f"{data.distinct.samples:,}; {data.distinct.describe()})."
+        f"{'The promise rests' if promised else 'A promise would rest'} on "
+        f"{data.certify_samples:,} distinct samples (of {data.distinct.samples:,}; "
+        f"{data.distinct.describe()})."
     )
 
 
@@ -186,6 +187,9 @@ def facts(
         ("Certify split", numbers.plural(data.certify_samples, "sample")),
         ("Data SHA-256", data.data_sha256),
     ]
+    if data.distinct is not None:
+        distinct = f"{data.distinct.samples:,} ({data.distinct.describe()})"
+        samples.insert(3, ("Distinct samples", distinct))
     if data.source_accuracy is not None:
         accuracy = f"{numbers.percent(data.source_accuracy, 2)} (counted, certify split)"
         samples.insert(3, ("Unmodified accuracy", accuracy))
