@@ -233,7 +233,9 @@ def limit_of_certificate(
             f"of {samples} {counts.unit} at most {allowed} may disagree, and up to there "
             f"only {share:.1%} of them leave, which saves less than exits cost"
         )
-    needed = _samples_for(errors / samples, bound, tested)
+    needed = _samples_for(
+        errors / samples, replace(terms, max_disagreement=bound, confidence_level=tested)
+    )
     bounds = "--max-disagreement" if strictest < len(of_all) else "--max-class-disagreement"
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return BindingLimit(
@@ -244,11 +246,11 @@ def limit_of_certificate(
     )
 
 
-def _samples_for(error_rate: float, bound: float, confidence_level: float) -> int | None:
+def _samples_for(error_rate: float, terms: PolicyTerms) -> int | None:
     """Certify samples with which such an error rate passes; ``None`` where none would do."""
     samples = 100
-    while error_rate < bound and samples < _MOST_SAMPLES:
-        if error_rate * samples <= allowed_errors(samples, bound, confidence_level):
+    while error_rate < terms.max_disagreement and samples < _MOST_SAMPLES:
+        if error_rate * samples <= terms.allowed_errors(samples):
             return samples
         samples = samples * 5 // 4
     return None

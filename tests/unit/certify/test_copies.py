@@ -34,9 +34,9 @@ def test_errors_are_counted_by_rows_as_if_all_rows_were_there(seed: int) -> None
     path = tuning_path(*records(seed + 1000, 2000))
     confidence, agrees = records(seed, 300)
     copies = np.random.default_rng(seed).integers(1, 9, 300)
-    by_sample, by_row = count_errors(path, confidence, agrees, copies)
+    by_sample, by_row = count_errors(path, confidence, agrees, copies, max_disagreement=0.01)
     rows = np.repeat(np.arange(300), copies)
-    (repeated,) = count_errors(path, confidence[:, rows], agrees[:, rows])
+    (repeated,) = count_errors(path, confidence[:, rows], agrees[:, rows], max_disagreement=0.01)
     assert by_row.errors.tolist() == repeated.errors.tolist()
     assert by_row.of == repeated.of
     assert by_sample.of == 300

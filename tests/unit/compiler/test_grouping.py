@@ -19,7 +19,8 @@ from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
 from offramp.compiler.engines.verification import part_data
 from offramp.compiler.grouping import grouped
 from offramp.compiler.options import RehearseOptions
-from offramp.compiler.printing import print_bundle, print_check
+from offramp.compiler.printing import print_bundle
+from offramp.compiler.printing_check import print_check
 from offramp.compiler.rehearse import rehearse_bundle
 
 DISTINCT, COPIES = 700, 3
