@@ -19,6 +19,7 @@ from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.criteria import PROBABILITY, Criterion
 from offramp.bundle.custom_ops import OperatorLibrary
+from offramp.bundle.distinct import DistinctSamples
 from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.joint_training import JointTraining
 from offramp.bundle.manifest_checks import (
@@ -205,6 +206,9 @@ class Calibration:
     answer_ranges: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
     """Smallest and largest value of the model's answers to the certify split, then of its exits',
     where these end with the model's own operators (``Answer.tail``)."""
+    distinct: DistinctSamples | None = field(default=None, metadata=LEFT_OUT)
+    """Distinct samples, of which each counts once; ``None`` where every row is one. The samples of
+    the tune and certify splits are distinct ones, those of training all rows of their groups."""
 
     def describe_ranges(self) -> str:
         """``the model's answers are from 0 to 100, those of exits from 0.1 to 100``."""

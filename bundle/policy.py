@@ -6,9 +6,9 @@ threshold above 1 (:data:`NEVER`) switches an exit off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from offramp.bundle.serde import check_numbers, json_key
+from offramp.bundle.serde import LEFT_OUT, check_numbers, json_key
 from offramp.certify.decision import NEVER
 
 __all__ = ["NEVER", "ActiveExit", "ExitPolicy", "Promise"]
@@ -49,6 +49,9 @@ class Promise:
     """P(Binomial(certify_samples, max_disagreement) ≤ certify_errors)."""
     predicted_savings: float
     """Share of the source model's time saved on the certify split, from profiled times."""
+    max_class_disagreement: float | None = field(default=None, metadata=LEFT_OUT)
+    """Bound that holds for each class of the model's with enough certify samples, by itself; see
+    :mod:`offramp.bundle.class_losses`."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
@@ -56,6 +59,8 @@ class Promise:
         check_numbers(self, "certify_errors", least=0, most=self.certify_samples)
         check_numbers(self, "p_value", least=0, most=1)
         check_numbers(self, "predicted_savings", most=1)
+        if self.max_class_disagreement is not None:
+            check_numbers(self, "max_class_disagreement", above=0, below=1)
 
     def covers(self, max_disagreement: float, confidence_level: float) -> bool:
         """Whether what was certified is what is asked for, or more."""

@@ -23,6 +23,7 @@ _RECORD_FORMS: Final = {
     "final_confidence": ArrayForm(dtype="float32", ndim=1),
     "split": ArrayForm(dtype="uint8", ndim=1),
     "label": ArrayForm(dtype="int64", ndim=1, optional=True),
+    "copies": ArrayForm(dtype="int64", ndim=1, optional=True),
 }
 _MOST_RECORDS_BYTES: Final = 2**32
 
@@ -48,6 +49,8 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
     for name in ("prediction", "final_prediction"):
         if not ((records[name] >= 0) & (records[name] < bound)).all():
             raise ValueError(f"{name!r} has values that are none of the {bound} codes of answers")
+    if "copies" in records and not (records["copies"] >= 1).all():
+        raise ValueError("'copies' has values below 1, expected the rows that a sample stands for")
     if not np.isin(records["split"], (TUNE, CERTIFY)).all():
         raise ValueError(f"'split' has values besides {TUNE} (tune) and {CERTIFY} (certify)")
     for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):

@@ -20,6 +20,8 @@ from offramp.bundle import Answer, Manifest, TensorSpec, UnreadInput
 from offramp.bundle.manifest import declared_inputs
 from offramp.bundle.mapped import copy_rows
 from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
+from offramp.calibration.groups.groups import Groups
+from offramp.calibration.groups.key import GroupKey
 from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.engine.agreement import agreement_of
 from offramp.engine.validation import check_tensors
@@ -69,6 +71,10 @@ class Dataset:
     """[n], only for reporting accuracy."""
     sha256: str
     """Hash of the file, or of all that are in a folder, for the manifest."""
+    group: NDArray[np.int64] | None = None
+    """[n]: numbers of what the user says belongs together; ``None`` where nothing was said."""
+    copies: NDArray[np.int64] | None = None
+    """[n]: rows of the file that each sample stands for, itself included; ``None`` is one each."""
     taken: NDArray[np.intp] | None = None
     """[n]: the samples of the file that these are; ``None`` is all of them."""
 
@@ -85,10 +91,18 @@ class Dataset:
     def subset(self, rows: NDArray[np.intp]) -> Dataset:
         """Give some samples as a data set (of the same file), without copying their inputs."""
         labels = None if self.labels is None else self.labels[rows]
+        group = None if self.group is None else self.group[rows]
+        copies = None if self.copies is None else self.copies[rows]
         inputs = TakenInputs(whole=self.inputs, rows=rows)
         if isinstance(self.inputs, TakenInputs):
             inputs = TakenInputs(whole=self.inputs.whole, rows=self.inputs.rows[rows])
-        return replace(self, inputs=inputs, labels=labels, taken=self.rows[rows])
+        return replace(
+            self, inputs=inputs, labels=labels, group=group, copies=copies, taken=self.rows[rows]
+        )
+
+    def distinct(self, rows: NDArray[np.intp], groups: Groups) -> Dataset:
+        """Return some rows as distinct samples, each for all rows of its group."""
+        return replace(self.subset(rows), copies=groups.copies(rows))
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Give the inputs of some samples."""
@@ -126,6 +140,7 @@ def read_dataset(
     *,
     unread: Sequence[UnreadInput] = (),
     answer: Answer | None = None,
+    group: GroupKey | None = None,
     scratch: ScratchSpace | None = None,
 ) -> Dataset:
     """Read an npz file, or a folder of npy files, and check it against the model's inputs.
@@ -136,6 +151,7 @@ def read_dataset(
     the array of the input ``NAME``, and ``label.npy`` holds the classes. Of models with other
     answers than classes (``answer``) labels are sets of labels [n, labels], or are left aside.
     The data may hold the inputs that nothing reads (``unread``): they are checked, then left aside.
+    The array that ``group`` names is no input: rows with equal values in it are one group.
 
     A ``DataError`` where a file cannot be read, an array's name, dtype or shape is not what the
     model takes, or arrays have different lengths. Values may be NaN or infinite: whether the model
@@ -148,6 +164,10 @@ def read_dataset(
         raise DataError(f"{path}: has both {' and '.join(found)}; keep one of them")
     labels = arrays.pop(found[0]) if found else None
     aside = frozenset(each.spec.name for each in unread)
+    try:
+        groups = None if group is None else group.take(arrays, names)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from error
     if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
         raise DataError(f"{path}: {wrong}")
     arrays = {name: array for name, array in arrays.items() if name not in aside}
@@ -155,7 +175,7 @@ def read_dataset(
         raise DataError(f"{path}: labels are one number, expected one for each sample")
     _check_lengths(path, arrays, labels)
     truth = None if labels is None else _codes_of(path, labels, answer)
-    return Dataset(inputs=arrays, labels=truth, sha256=digest)
+    return Dataset(inputs=arrays, labels=truth, group=groups, sha256=digest)
 
 
 _ArraysAndHash = tuple[dict[str, NDArray[Any]], str]
@@ -235,9 +255,19 @@ def _check_lengths(
         raise DataError(f"{path}: arrays differ in length: {lengths}; every sample needs all")
 
 
-def read_samples(path: Path, manifest: Manifest) -> Dataset:
-    """Read samples for the model of a bundle, as :func:`read_dataset` does."""
-    return read_dataset(path, manifest.inputs, unread=manifest.unread, answer=manifest.answer)
+def read_samples(path: Path, manifest: Manifest, *, group: str | None = None) -> Dataset:
+    """Read samples for the model of a bundle, as :func:`read_dataset` does.
+
+    Where no ``group`` is named, it is the one of the compilation, if the data have it.
+    """
+    known, asked = manifest.calibration.distinct, None
+    if group is not None:
+        asked = GroupKey(key=group)
+    elif known is not None and known.key is not None:
+        asked = GroupKey(key=known.key, needed=False)
+    return read_dataset(
+        path, manifest.inputs, unread=manifest.unread, answer=manifest.answer, group=asked
+    )
 
 
 def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArray[np.int64] | None:
@@ -281,14 +311,21 @@ def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplit:
-    """The training, tuning and certify splits of a data set; every sample is in one of them."""
+    """The training, tuning and certify splits of a data set; every group is in one of them."""
 
     train: Dataset
-    """Trains the heads."""
+    """Trains the heads; all rows of its groups."""
     tune: Dataset
-    """Chooses heads, active exits, and the path of policies."""
+    """Chooses heads, active exits, and the path of policies; one row for each group."""
     certify: Dataset
-    """Finds how far along the path the promise holds; nothing else ever sees it."""
+    """Finds how far along the path the promise holds; nothing else ever sees it. One row for each
+    group: the promise is about distinct samples, as many as there are."""
+    groups: Groups
+    """Groups of all rows."""
+
+    def distinct_train(self) -> Dataset:
+        """Return one row for each group of the training split."""
+        return self.train.subset(np.flatnonzero(self.groups.represents[self.train.rows]))
 
 
 TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
@@ -296,25 +333,56 @@ TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
 flattens beyond some 5,000 samples."""
 
 
-def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> DataSplit:
-    """Split a data set at random.
+def split(
+    dataset: Dataset, *, certify_at_least: int, seed: int, groups: Groups | None = None
+) -> DataSplit:
+    """Split a data set at random, by groups (default: each row is one).
 
     ``certify_at_least`` are the samples without which not even a policy that never errs can be
     certified (:func:`offramp.certify.learn_then_test.samples_needed`); a ``DataError`` says how
     many samples are needed where there are too few.
     """
-    samples = len(dataset)
+    groups = groups or Groups.singletons(len(dataset))
+    samples = len(groups)
     sizes = _sizes(samples, certify_at_least)
     if sizes is None:
         needed = next(n for n in itertools.count(samples + 1) if _sizes(n, certify_at_least))
-        raise DataError(
-            f"{samples} calibration samples are too few: the promise alone needs "
-            f"{certify_at_least}, and heads must be trained on others; give at least "
-            f"{needed} (10,000 serve well), or relax --max-disagreement or --confidence"
+        raise DataError(_too_few(groups, needed, certify_at_least))
+    return part(dataset, groups, sizes, seed=seed)
+
+
+def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int) -> DataSplit:
+    """Split a data set at random into so many groups to train and to tune with; others certify.
+
+    The same data, groups, sizes and seed give the same parts.
+    """
+    order = groups.shuffled(seed)
+    train, tune, certify = (np.sort(rows) for rows in np.split(order, np.cumsum(sizes)))
+    return DataSplit(
+        train=dataset.subset(groups.apart(groups.members(groups.number[train]), order[sizes[0] :])),
+        tune=dataset.distinct(tune, groups),
+        certify=dataset.distinct(certify, groups),
+        groups=groups,
+    )
+
+
+def _too_few(groups: Groups, needed: int, certify_at_least: int) -> str:
+    """Say that there are too few samples, and what helps."""
+    found, remedy = f"{len(groups)} calibration samples are too few", ""
+    if groups.joins:
+        found = (
+            f"{len(groups)} distinct calibration samples are too few ({groups.rows} rows, of which "
+            f"{'; '.join(groups.found)}, so that they are no evidence of their own)"
         )
-    order = np.random.default_rng(seed).permutation(samples)
-    train, tune, certify = (dataset.subset(np.sort(p)) for p in np.split(order, np.cumsum(sizes)))
-    return DataSplit(train=train, tune=tune, certify=certify)
+        remedy = (
+            ". If rows that are nearly the same, overlap or resemble each other are independent "
+            "samples all the same, add --copies-within 0"
+        )
+    return (
+        f"{found}: the promise alone needs {certify_at_least}, and heads must be trained on "
+        f"others; give at least {needed} (10,000 serve well), or relax --max-disagreement or "
+        f"--confidence{remedy}"
+    )
 
 
 def _sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
-from offramp.certify import allowed_errors, samples_needed, walk
+from offramp.certify import Stratum, allowed_errors, samples_needed, walk
+from offramp.certify.learn_then_test import count_errors, count_strata, level_of_each
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
@@ -42,6 +43,11 @@ class PolicyTerms:
     max_overhead: float | None
     batch_size: int
     """The batch size that savings are predicted at."""
+
+    def tested(self, *, copies: bool) -> PolicyTerms:
+        """Return the terms of each test, of which there are two if the data have copies."""
+        level = level_of_each(self.confidence_level, copies=copies)
+        return replace(self, confidence_level=level)
 
     def allowed_errors(self, samples: int) -> int:
         """Errors with which a policy is certified on so many samples; -1 if none is."""
@@ -90,17 +96,22 @@ def limit_of_rehearsal(max_violations: float) -> BindingLimit:
 
 
 def limit_of_choice(
-    tune: ExitRecords, costs: dict[int, CostModel], terms: PolicyTerms
+    tune: ExitRecords,
+    costs: dict[int, CostModel],
+    terms: PolicyTerms,
+    strata: Sequence[Stratum] = (),
 ) -> BindingLimit:
     """Say why no set of exits was chosen on the tuning split.
 
-    ``costs`` are those of all exits (at least one), by profiled batch size.
+    ``costs`` are those of all exits (at least one), by profiled batch size; ``strata`` are those of
+    the tuning split.
     """
     candidates = Candidates(
         tune.confidence,
         tune.agrees,
         max_disagreement=terms.max_disagreement,
         confidence_level=terms.confidence_level,
+        strata=strata,
     )
     cost = costs[terms.batch_size]
     unlimited = candidates.choose(cost)
@@ -183,40 +194,55 @@ def limit_of_samples(samples: int, terms: PolicyTerms) -> BindingLimit | None:
 
 
 def limit_of_certificate(
-    active: Sequence[int], path: NDArray[np.float64], certify: ExitRecords, terms: PolicyTerms
+    active: Sequence[int],
+    path: NDArray[np.float64],
+    certify: ExitRecords,
+    terms: PolicyTerms,
+    strata: Sequence[Stratum] = (),
 ) -> BindingLimit:
     """Say why no policy on the path of the chosen exits was certified to save time.
 
     ``active`` is at least one exit; ``path`` float64[levels, active] has their thresholds from
-    conservative to aggressive; ``certify`` are records of the certify split, of all exits.
+    conservative to aggressive; ``certify`` are records of the certify split, of all exits, and
+    ``strata`` those of its classes that have a bound of their own.
     """
     rows = list(active)
-    walked = walk(path, certify.confidence[rows], certify.agrees[rows])
-    samples = certify.confidence.shape[1]
-    allowed = terms.allowed_errors(samples)
-    leaving = samples - walked.counts[:, -1]
-    passed = (walked.errors <= allowed).cumprod(dtype=bool)
+    confidence, agrees = certify.confidence[rows], certify.agrees[rows]
+    level = terms.confidence_level
+    leaving = confidence.shape[1] - walk(path, confidence, agrees).counts[:, -1]
+    tested = terms.tested(copies=certify.copies is not None).confidence_level
+    of_all = count_errors(
+        path, confidence, agrees, certify.copies, max_disagreement=terms.max_disagreement
+    )
+    counted = [*of_all, *count_strata(path, confidence, agrees, certify.copies, strata)]
+    passing = [(c.errors <= c.allowed(tested)).cumprod(dtype=bool) for c in counted]
+    strictest = int(np.argmin([levels.sum() for levels in passing]))
+    passed, counts = passing[strictest], counted[strictest]
+    samples, allowed, bound = counts.of, counts.allowed(tested), counts.max_disagreement
     some = np.flatnonzero(leaving > 0)
     if len(some) and not passed[some[0]]:
-        errors = int(walked.errors[some[0]])
+        errors = int(counts.errors[some[0]])
         found = (
             f"the most conservative policy that lets any sample leave disagreed on {errors} of "
-            f"{samples} certify samples, where at most {allowed} may"
+            f"{samples} {counts.unit}, where at most {allowed} may"
         )
     else:
-        share = float(leaving[passed].max(initial=0)) / samples
-        errors = int(walked.errors[~passed].min(initial=samples)) if len(some) else 0
+        share = float(leaving[passed].max(initial=0)) / confidence.shape[1]
+        errors = int(counts.errors[~passed].min(initial=samples)) if len(some) else 0
         found = (
-            f"of {samples} certify samples at most {allowed} may disagree, and up to there "
+            f"of {samples} {counts.unit} at most {allowed} may disagree, and up to there "
             f"only {share:.1%} of them leave, which saves less than exits cost"
         )
-    needed = _samples_for(errors / samples, terms)
+    needed = _samples_for(
+        errors / samples, replace(terms, max_disagreement=bound, confidence_level=tested)
+    )
+    bounds = "--max-disagreement" if strictest < len(of_all) else "--max-class-disagreement"
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return BindingLimit(
         "data",
-        f"the data is too little to certify disagreement ≤ {terms.max_disagreement:g} with "
-        f"confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, so does a "
-        "larger --max-disagreement or a smaller --confidence",
+        f"the data is too little to certify disagreement ≤ {bound:g} with "
+        f"confidence {level:g}: {found}; more --data lifts it{more}, so does a "
+        f"larger {bounds} or a smaller --confidence",
     )
 
 

@@ -38,6 +38,8 @@ class ExitRecords:
     ranges: NDArray[np.float64] | None = None
     """[exits + 1, 2]: smallest and largest value of the answers of each exit, and of the model, as
     far as they are finite; a bundle does not keep them."""
+    copies: NDArray[np.int64] | None = None
+    """[samples]: rows of the data that each sample stands for; ``None`` is one each."""
 
     @classmethod
     def kept_by(cls, bundle: Bundle, split: int) -> ExitRecords:
@@ -50,6 +52,7 @@ class ExitRecords:
             final_prediction=kept["final_prediction"][rows],
             final_confidence=kept["final_confidence"][rows],
             labels=kept["label"][rows] if "label" in kept else None,
+            copies=kept["copies"][rows] if "copies" in kept else None,
         )
 
     @property
@@ -103,6 +106,7 @@ def record_answers(
         final_confidence=np.empty(len(dataset), np.float32),
         labels=dataset.labels,
         ranges=np.tile([np.inf, -np.inf], (len(exit_outputs) + 1, 1)),
+        copies=dataset.copies,
     )
     agreement = agreement_of(answer)
     criterion = host_criterion(answer.criterion)
@@ -149,6 +153,8 @@ def kept_records(tune: ExitRecords, certify: ExitRecords) -> dict[str, NDArray[A
     arrays["split"] = np.repeat(np.array([TUNE, CERTIFY], np.uint8), sizes)
     if tune.labels is not None and certify.labels is not None:
         arrays["label"] = np.concatenate([tune.labels, certify.labels])
+    if tune.copies is not None and certify.copies is not None:
+        arrays["copies"] = np.concatenate([tune.copies, certify.copies])
     return arrays
 
 

@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.certify import allowed_errors, certify, evaluate, savings_of, tuning_path, walk
+from offramp.certify import (
+    Stratum,
+    allowed_errors,
+    certify,
+    evaluate,
+    savings_of,
+    tuning_path,
+    walk,
+)
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.thresholds import count_allowed
 
@@ -75,11 +83,16 @@ class Candidates:
         *,
         max_disagreement: float,
         confidence_level: float,
+        strata: Sequence[Stratum] = (),
     ) -> None:
-        """Take confidence and agreement [exits, samples] of the tuning split."""
+        """Take confidence and agreement [exits, samples] of the tuning split, and its strata."""
         self.exits, samples = confidence.shape
         self._confidence, self._agrees = confidence, agrees
         self._allowed = certifiable_errors(samples, max_disagreement, confidence_level)
+        self._strata = [
+            (s.rows, certifiable_errors(len(s.rows), s.max_disagreement, confidence_level))
+            for s in strata
+        ]
         # each exit's column of the common path is its own, whatever exits are beside it
         self._path = tuning_path(confidence, agrees) if self.exits else np.empty((0, 0))
         self._counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
@@ -88,8 +101,14 @@ class Candidates:
         """Count the answers at exits and model's end where it may pass: int64[levels, active+1]."""
         if active not in self._counts:
             rows = list(active)
-            walked = walk(self._path[:, rows], self._confidence[rows], self._agrees[rows])
-            self._counts[active] = walked.counts[walked.errors <= self._allowed]
+            path, confidence = self._path[:, rows], self._confidence[rows]
+            agrees = self._agrees[rows]
+            walked = walk(path, confidence, agrees)
+            may_pass = walked.errors <= self._allowed
+            for samples, allowed in self._strata:
+                errors = walk(path, confidence[:, samples], agrees[:, samples]).errors
+                may_pass &= errors <= allowed
+            self._counts[active] = walked.counts[may_pass]
         return self._counts[active]
 
     def savings(self, active: tuple[int, ...], cost: CostModel) -> float:
@@ -161,11 +180,16 @@ def certified_policy(
     max_disagreement: float,
     confidence_level: float,
     whole: bool = False,
+    copies: NDArray[np.int64] | None = None,
+    strata: Sequence[Stratum] = (),
+    max_class_disagreement: float | None = None,
 ) -> ExitPolicy:
     """Find how far along the path the promise holds (Learn then Test).
 
     ``path`` [levels, active] has the thresholds of the ``active`` exits, fixed without the certify
-    split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits. The
+    split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits, and
+    ``copies`` [samples] how many rows of the data each sample stands for, where not one; ``strata``
+    are those of its classes, where ``max_class_disagreement`` bounds them. The
     certificate holds with probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
     The policy has no active exits if nothing passed or nothing was worth it; all of ``active``, at
     ``NEVER`` where the certificate needs none, if it is to be ``whole``.
@@ -179,6 +203,8 @@ def certified_policy(
         agrees[rows],
         max_disagreement=max_disagreement,
         confidence_level=confidence_level,
+        copies=copies,
+        strata=strata,
     )
     if certificate is None or not (used := certificate.thresholds < NEVER).any():
         return _NO_EXITS
@@ -197,6 +223,7 @@ def certified_policy(
         certify_errors=certificate.errors,
         p_value=certificate.p_value,
         predicted_savings=float(outcome.savings),
+        max_class_disagreement=max_class_disagreement,
     )
     chosen = zip(kept, thresholds.tolist(), strict=True)
     active_exits = tuple(ActiveExit(exit=index, threshold=level) for index, level in chosen)

@@ -70,7 +70,7 @@ from offramp.certify.decision import (
     leaves,
     reaches,
 )
-from offramp.certify.learn_then_test import Certificate, certify
+from offramp.certify.learn_then_test import Certificate, Stratum, certify
 from offramp.certify.observations import UNKNOWN, Observations
 from offramp.certify.path import Walk, walk
 from offramp.certify.records import Evaluation, Records, evaluate, savings_of
@@ -91,6 +91,7 @@ __all__ = [
     "IntArray",
     "Observations",
     "Records",
+    "Stratum",
     "ThresholdPath",
     "Walk",
     "Weighted",

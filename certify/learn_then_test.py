@@ -11,6 +11,10 @@ Why: let j be the first policy whose null hypothesis is true. A wrong one can pa
 test passed, and that happens with probability at most δ. So no correction for the number of levels
 is paid, however many there are.
 
+Several bounds at once need no correction either: a policy's null hypothesis is then "one of its
+risks exceeds its bound", which is rejected where each risk's own p-value is at most δ (an
+intersection-union test, Berger 1982).
+
 Assumptions: the certify samples and those served are drawn independently from one distribution (or
 sampled at random from one population), and neither path nor curves were fitted on them. Under drift
 nothing is promised; that is what monitoring while serving is for.
@@ -18,13 +22,16 @@ nothing is promised; that is what monitoring while serving is for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from offramp.certify.binomial import allowed_errors, binomial_cdf
-from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray
-from offramp.certify.path import walk
+from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray, IntArray
+from offramp.certify.path import outlook, walk
+from offramp.certify.shared_risk import half_risk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +47,18 @@ class Certificate:
     samples: int
     """Certify samples."""
     p_value: float
-    """P(Binomial(samples, max_disagreement) <= errors)."""
+    """P(Binomial(samples, max_disagreement) <= errors); where it was tested by samples and by rows,
+    twice the larger one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stratum:
+    """Samples with a bound of their own, such as those that the model gives one class."""
+
+    name: str
+    rows: IntArray
+    """int64: indices of the samples."""
+    max_disagreement: float
 
 
 def certify(
@@ -50,6 +68,8 @@ def certify(
     *,
     max_disagreement: float,
     confidence_level: float = 0.95,
+    copies: IntArray | None = None,
+    strata: Sequence[Stratum] = (),
 ) -> Certificate | None:
     """Walk the path while the bound is certified; keep the last level that passed.
 
@@ -59,20 +79,99 @@ def certify(
     conservative to aggressive, no threshold rising (:func:`.agreement.common_path`), fixed without
     the float[exits, samples] confidences and bool[exits, samples] given here.
 
+    Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are
+    no evidence of their own, so samples count once. But where inputs come back in service as often
+    as they are in the data, the disagreement is that of rows. Which of both holds cannot be told
+    from data, so a level has to pass twice, counted by samples and counted by rows, each at half of
+    the risk δ: both hold together with probability ``confidence_level``.
+
+    ``strata`` have bounds of their own, all of which hold with the same ``confidence_level``.
+
     ``None`` if not even the first level passed: too few samples (:func:`.binomial.samples_needed`),
     or a path that starts too aggressively. Serve without exits then.
     """
     path = np.asarray(path_thresholds, dtype=np.float64)
-    errors = walk(path, confidence, agrees).errors
-    samples = int(np.shape(confidence)[1])
-    failed = errors > allowed_errors(samples, max_disagreement, confidence_level)
+    level = level_of_each(confidence_level, copies=copies is not None)
+    counted = count_errors(path, confidence, agrees, copies, max_disagreement=max_disagreement)
+    within = count_strata(path, confidence, agrees, copies, strata)
+    failed = np.any([c.errors > c.allowed(level) for c in [*counted, *within]], axis=0)
     index = (int(failed.argmax()) if failed.any() else len(failed)) - 1
     if index < 0:
         return None
+    p_values = [binomial_cdf(int(c.errors[index]), c.of, max_disagreement) for c in counted]
     return Certificate(
         index=index,
         thresholds=path[index].copy(),
-        errors=int(errors[index]),
-        samples=samples,
-        p_value=binomial_cdf(int(errors[index]), samples, max_disagreement),
+        errors=int(counted[0].errors[index]),
+        samples=counted[0].of,
+        p_value=min(len(counted) * max(p_values), 1.0),
     )
+
+
+def level_of_each(confidence_level: float, *, copies: bool) -> float:
+    """Return the confidence level that a level of the path is tested at, once or twice."""
+    return half_risk(confidence_level) if copies else confidence_level
+
+
+class ErrorCount(NamedTuple):
+    """Errors at every level of a path, and what they are counted by."""
+
+    errors: IntArray
+    """int64[levels]."""
+    of: int
+    """Number of samples, or of rows."""
+    unit: str
+    """What is counted, in words."""
+    max_disagreement: float
+    """Share of them that may be errors."""
+
+    def allowed(self, confidence_level: float) -> int:
+        """Return the errors with which a level passes; -1 if it cannot."""
+        return allowed_errors(self.of, self.max_disagreement, confidence_level)
+
+
+def count_errors(
+    path: FloatArray,
+    confidence: ConfidenceArray,
+    agrees: BoolArray,
+    copies: IntArray | None = None,
+    *,
+    max_disagreement: float,
+    of: str = "",
+) -> list[ErrorCount]:
+    """Count errors by samples; where samples have ``copies``, by rows, too.
+
+    ``of`` is appended to what is counted.
+    """
+    samples, errors = int(np.shape(confidence)[1]), walk(path, confidence, agrees).errors
+    counted = [ErrorCount(errors, samples, f"certify samples{of}", max_disagreement)]
+    if copies is not None:
+        loss = (~np.asarray(agrees)).astype(np.float64)
+        shares = outlook(path, np.asarray(confidence), loss, copies.astype(np.float64)).risk
+        rows = int(copies.sum())
+        errors = np.rint(shares * rows).astype(np.int64)
+        unit = f"rows that certify samples{of} stand for"
+        counted.append(ErrorCount(errors, rows, unit, max_disagreement))
+    return counted
+
+
+def count_strata(
+    path: FloatArray,
+    confidence: ConfidenceArray,
+    agrees: BoolArray,
+    copies: IntArray | None,
+    strata: Sequence[Stratum],
+) -> list[ErrorCount]:
+    """Count errors within each stratum, as :func:`count_errors` does."""
+    return [
+        count
+        for stratum in strata
+        for count in count_errors(
+            path,
+            np.asarray(confidence)[:, stratum.rows],
+            np.asarray(agrees)[:, stratum.rows],
+            None if copies is None else copies[stratum.rows],
+            max_disagreement=stratum.max_disagreement,
+            of=f" of {stratum.name}",
+        )
+    ]

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.tasks import TASK_KINDS
 from offramp.compiler import help_texts
@@ -43,6 +44,7 @@ def _add_compiling(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
                         help="calibration data: an array per input, in an npz or a folder of .npy "
                         "files; labels (optional) only for the report")  # fmt: skip
+    _add_grouping(parser, COPIES_WITHIN)
     _add_target(parser, "MODEL.ee if not given", "a bundle that is there")
     _add_promise(parser, 0.01, 0.95)
     parser.add_argument("--agree-share", type=_part, metavar="X",
@@ -157,6 +159,7 @@ def rehearse_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
                         help="samples of the new load: an array per input; labels (optional) only "
                         "for the report")  # fmt: skip
+    _add_grouping(parser, None)
     _add_target(parser, _REPLACED, "a bundle that is at --output")
     _add_dry_run(parser, "only print what would change")
     parser.add_argument("--anew", action="store_true",
@@ -271,6 +274,17 @@ def _add_model(parser: argparse.ArgumentParser, what: str = "the model to slice"
                         help="that onnxslim may take")  # fmt: skip
 
 
+def _add_grouping(parser: argparse.ArgumentParser, within: float | None) -> None:
+    parser.add_argument("--group", metavar="KEY",
+                        help="array of the data with an integer or a text for each sample: those "
+                        "with equal ones belong together (a person, a recording), are in one split "
+                        "alone, and count once in the certificate, as copies do")  # fmt: skip
+    parser.add_argument("--copies-within", type=share_from_0, default=within, metavar="SHARE",
+                        help="samples are copies of each other up to this share of the usual "
+                        "distance between samples, where a gap follows; 0: only equal ones are, "
+                        "and consecutive samples that resemble each other are no film")  # fmt: skip
+
+
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write it there too")
 
@@ -298,6 +312,9 @@ def _add_promise(
     promise = parser.add_argument_group("the promise")
     promise.add_argument("--max-disagreement", type=_share, default=disagreement, metavar="SHARE",
                          help="largest share of answers unlike the model's")  # fmt: skip
+    promise.add_argument("--max-class-disagreement", type=_share, metavar="SHARE",
+                         help="and of the answers of each class by itself, where its samples "
+                         "are enough to certify it; default: no class is bounded")  # fmt: skip
     promise.add_argument("--confidence", dest="confidence_level", type=_share, metavar="SHARE",
                          default=confidence_level,
                          help="that this holds on unseen data")  # fmt: skip

@@ -46,12 +46,14 @@ def measure_batch_effect(
     operators = scaled_by_batch(model.proto)
     if not operators:
         return None
-    samples = len(parts.train) + len(parts.tune)
+    # of copies one alone is evidence
+    compared = (parts.distinct_train(), parts.tune)
+    samples = sum(map(len, compared))
     source, differs = serialised(model.proto), 0
     agreement = agreement_of(model.answer)
     steps = samples * len(COMPARED_BATCH_SIZES)
     with progress.step("Compare batches of other sizes", steps) as advance:
-        for part in (parts.train, parts.tune):
+        for part in compared:
             ends, *others = (_answers(source, model, part, size) for size in COMPARED_BATCH_SIZES)
             mask = agreement.mask_in(part.inputs)
             same = [agreement.agree(answers, ends, mask) for answers in others]

@@ -98,6 +98,7 @@ def draw(
         max_disagreement=options.max_disagreement,
         confidence_level=options.confidence_level,
         batch_size=options.reference_batch_size,
+        max_class_disagreement=options.max_class_disagreement,
         seed=options.seed,
     )
     tune = record_exits(draft, draft.read, run.parts.tune, "Tune the exits", run.progress)

@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
+from offramp.bundle.class_losses import ClassLoss, count_label_losses, count_losses
 from offramp.calibration.dataset import DataError, Dataset, read_samples
 from offramp.calibration.paired import plain_session
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.calibration.running import check_answers
 from offramp.certify import MODEL_END, binomial_cdf, upper_bound
 from offramp.compiler.errors import VerificationError
+from offramp.compiler.grouping import groups_again
 from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.rounding import SINGLE
@@ -49,8 +51,16 @@ class BundleCheck:
     """What was found; shares are of the samples."""
 
     samples: int
+    distinct_samples: int
+    """Those that are no copies of others; the verdict rests on these alone."""
     disagreements: int
     """Samples whose answer is of another class than the unmodified model's."""
+    max_disagreement: float | None
+    """Bound that was promised; ``None`` where nothing was."""
+    by_class: tuple[ClassLoss, ...]
+    """Disagreements by class of the unmodified model, the largest share first."""
+    by_label: tuple[ClassLoss, ...]
+    """The same by label, where the data have labels."""
     shares: Mapping[int, float]
     """Of the samples that each exit answered; of the model's end by :data:`MODEL_END`."""
     end_difference: float
@@ -82,21 +92,27 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
             runs.answer(dataset, rows, advance) for rows in batches_of_many_sizes(len(dataset))
         ]
     answer, exits, source = (np.concatenate(part) for part in zip(*found, strict=True))
-    disagreements = int((answer != source).sum())
+    differs = answer != source
+    counted = differs[groups_again(bundle.manifest, dataset).representative]
+    disagreements = int(counted.sum())
     places, counts = np.unique(exits, return_counts=True)
     labels = dataset.labels
     promise = whole_policy(bundle.policy, end_evidence(bundle)).promise
     level = promise.confidence_level if promise else DEFAULT_CONFIDENCE_LEVEL
     return BundleCheck(
         samples=len(dataset),
-        disagreements=disagreements,
+        distinct_samples=len(counted),
+        disagreements=int(differs.sum()),
+        max_disagreement=promise.max_disagreement if promise else None,
+        by_class=count_losses(bundle.manifest.answer, source, differs),
+        by_label=count_label_losses(bundle.manifest.answer, labels, differs),
         shares={int(e): int(n) / len(dataset) for e, n in zip(places, counts, strict=True)},
         end_difference=runs.end_difference,
         accuracy=None if labels is None else float((answer == labels).mean()),
         source_accuracy=None if labels is None else float((source == labels).mean()),
         on_calibration_data=dataset.sha256 in _made_of(bundle),
-        verdict=_verdict(promise if bundle.policy.active else None, disagreements, len(dataset)),
-        at_most=upper_bound(disagreements, len(dataset), level),
+        verdict=_verdict(promise if bundle.policy.active else None, disagreements, len(counted)),
+        at_most=upper_bound(disagreements, len(counted), level),
     )
 
 

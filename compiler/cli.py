@@ -216,7 +216,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.bundle_check import VerifyOptions, verify_bundle  # noqa: PLC0415
-    from offramp.compiler.printing import print_check  # noqa: PLC0415
+    from offramp.compiler.printing_check import print_check  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         check = verify_bundle(_read(VerifyOptions, options), progress)

@@ -16,12 +16,14 @@ from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, Dataset, DataSplit, read_dataset, split
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
+from offramp.calibration.groups.key import GroupKey
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.calibration.running import BATCH_SIZE, check_unusual
 from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
+from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.answer_ranges import check_ranges
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
@@ -31,6 +33,7 @@ from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import serialised, weight_bytes
+from offramp.compiler.grouping import grouped
 from offramp.compiler.joint import choose_training
 from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.memory import GivingBack, give_back
@@ -49,6 +52,7 @@ from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.subnets import find_variants, read_elastic
 from offramp.compiler.supernet import Supernet
+from offramp.compiler.suspect_answers import warn_of_answers
 from offramp.compiler.variants import DrawnVariant, build_variant
 from offramp.compiler.weights import weight_file
 from offramp.engine.environment import cpu_features
@@ -95,15 +99,26 @@ def compile_model(
     warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, weight_bytes(model.proto))
     with progress.step("Read the data", 1):
+        key = None if options.group is None else GroupKey(key=options.group)
         dataset = read_dataset(
-            options.data, model.inputs, unread=model.unread, answer=model.answer, scratch=scratch
+            options.data,
+            model.inputs,
+            unread=model.unread,
+            answer=model.answer,
+            group=key,
+            scratch=scratch,
         )
         if options.answer_tokens:
             check_lengths(model.inputs, dataset)
+        groups = grouped(dataset, options.data, within=options.copies_within)
     parts = split(
         dataset,
-        certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
+        certify_at_least=samples_needed(
+            options.max_disagreement,
+            level_of_each(options.confidence_level, copies=groups.joins),
+        ),
         seed=options.seed,
+        groups=groups,
     )
     _check_unusual(model, dataset, options)
     with _naming(options.model):
@@ -190,6 +205,7 @@ def _certify_and_write(
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     title = "Certify the policy"
     certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
+    warn_of_answers(draft.answer, certify)
     policy = choice.certify(path, certify)
     assert certify.ranges is not None
     slack = chosen.sliced.tolerance(options)

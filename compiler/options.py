@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from offramp.bundle.bundle import check_target
+from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.joint_training import Teacher
 from offramp.bundle.placing import check_writable
 from offramp.calibration.training_options import TrainingOptions
@@ -76,7 +77,14 @@ class CompileOptions:
     """What it learns: the unmodified model's answers, or the data's labels."""
     joint_rate: float = 1e-4
     """Its learning rate, at the peak."""
+    group: str | None = None
+    """Array of the data whose equal values say which samples belong together."""
+    copies_within: float = COPIES_WITHIN
+    """Share of the typical distance between samples within which they may be copies; 0 takes equal
+    samples alone as copies, and no rows as a series."""
     max_disagreement: float = 0.01
+    max_class_disagreement: float | None = None
+    """Bound on the answers of each class of the model's by itself; ``None`` bounds none."""
     confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
     max_overhead: float | None = None
     """Share of the source model's time that exits (and the quantised model before the source, where
@@ -165,9 +173,12 @@ class RehearseOptions(RewriteOptions):
     """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
 
     data: Path
+    group: str | None = None
+    copies_within: float | None = None
     anew: bool = False
     """Search the exits from scratch instead of adapting the policy."""
     max_disagreement: float | None = None
+    max_class_disagreement: float | None = None
     confidence_level: float | None = None
     rehearsal_batch: int | None = None
     max_violations: float | None = None

@@ -38,6 +38,7 @@ from offramp.compiler.answer_ranges import both_ranges
 from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, exit_prefix
+from offramp.compiler.grouping import distinct_samples
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.part_sizes import sized_segments
 from offramp.compiler.report import render_report
@@ -98,6 +99,9 @@ def make_manifest(
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
             answer_ranges=both_ranges(model, certify.ranges),
+            distinct=distinct_samples(
+                parts.groups, key=options.group, within=options.copies_within
+            ),
         ),
         verified_tolerance=sliced.tolerance(options),
         precision="int8" if quantised else "fp32",

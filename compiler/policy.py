@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
+from offramp.bundle.class_losses import class_strata
 from offramp.bundle.parts import last_beginning
 from offramp.calibration import limits
 from offramp.calibration.dataset import Dataset
@@ -27,6 +28,7 @@ from offramp.calibration.rehearsal import (
 )
 from offramp.calibration.running import BATCH_SIZE
 from offramp.calibration.selection import Candidates, certified_policy
+from offramp.certify import Stratum
 from offramp.certify.agreement import tuning_path
 from offramp.compiler.progress import Progress
 from offramp.engine.answering_graphs import answering_graphs
@@ -103,12 +105,20 @@ class PolicyChoice:
     """Of the promise."""
     batch_size: int
     """That savings are predicted at."""
+    max_class_disagreement: float | None = None
+    """Bound on each class of the model's by itself, where its samples suffice."""
     seed: int = 0
     """Of rehearsals."""
 
     @classmethod
     def again(
-        cls, bundle: Bundle, *, max_disagreement: float, confidence_level: float, seed: int = 0
+        cls,
+        bundle: Bundle,
+        *,
+        max_disagreement: float,
+        confidence_level: float,
+        max_class_disagreement: float | None = None,
+        seed: int = 0,
     ) -> PolicyChoice:
         """Choose among the exits of a bundle, by its own profile."""
         return cls(
@@ -117,6 +127,7 @@ class PolicyChoice:
             max_disagreement=max_disagreement,
             confidence_level=confidence_level,
             batch_size=bundle.manifest.calibration.reference_batch_size,
+            max_class_disagreement=max_class_disagreement,
             seed=seed,
         )
 
@@ -166,6 +177,16 @@ class PolicyChoice:
             tune.agrees,
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
+            strata=self.strata(tune),
+        )
+
+    def strata(self, records: ExitRecords) -> tuple[Stratum, ...]:
+        """Return the classes of a split that have a bound of their own."""
+        return class_strata(
+            self.structure.answer,
+            records.final_prediction,
+            max_disagreement=self.max_class_disagreement,
+            confidence_level=self.confidence_level,
         )
 
     def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> FixedPath:
@@ -186,6 +207,9 @@ class PolicyChoice:
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
             whole=self.structure.answer.criterion.depends_on_earlier,
+            copies=certify.copies,
+            strata=self.strata(certify),
+            max_class_disagreement=self.max_class_disagreement,
         )
 
     def terms(self, max_overhead: float | None) -> limits.PolicyTerms:
@@ -209,12 +233,15 @@ class PolicyChoice:
         There is at least one exit; where the path has none, it is one of :meth:`by_savings`.
         """
         asked = self.terms(max_overhead)
-        if few := limits.limit_of_samples(len(certify.final_prediction), asked):
+        tested = asked.tested(copies=certify.copies is not None)
+        if few := limits.limit_of_samples(len(certify.final_prediction), tested):
             return few
         if not path.active:
             costs = {size: self.cost(size) for size in self.profile.batch_sizes}
-            return limits.limit_of_choice(tune, costs, asked)
-        return limits.limit_of_certificate(path.active, path.thresholds, certify, asked)
+            return limits.limit_of_choice(tune, costs, asked, self.strata(tune))
+        return limits.limit_of_certificate(
+            path.active, path.thresholds, certify, asked, self.strata(certify)
+        )
 
     def forecast(
         self, policy: ExitPolicy, certify: ExitRecords, settings: RehearsalSettings

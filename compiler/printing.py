@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,9 @@ from rich.table import Column, Table
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
+from offramp.bundle.class_losses import describe_harm, harmed, losses_on_records
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
-from offramp.certify import MODEL_END
-from offramp.compiler.bundle_check import BundleCheck
 from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.export.export import Exported
 from offramp.compiler.memory import peak_bytes
@@ -50,15 +50,10 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
                 f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
             )
         say(_promised(policy.promise, "the calibration set"))
-        for line in _brought(bundle, policy.promise):
+        for line in chain(_by_class(bundle, policy.promise), _brought(bundle, policy.promise)):
             say(line)
-    task = manifest.answer.task
-    if task.kind != "classification":
-        say(
-            escape(
-                f"Task: {task.kind} (--task says another); an answer agrees if {task.describe()}."
-            )
-        )
+    for line in _covered(manifest, promised=policy.promise is not None):
+        say(escape(line))
     for line in (*_ranges(manifest), *_variants(bundle)):
         say(escape(line))
     for line in words.shared_weights(manifest):
@@ -78,6 +73,15 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
     say(f"Serve:  eeserve {path}{escape(flags)}")
 
 
+def _covered(manifest: Manifest, *, promised: bool) -> Iterator[str]:
+    """Say what samples and which kind of agreement a promise is about, where that is not plain."""
+    if manifest.calibration.distinct is not None:
+        yield words.distinct_samples(manifest.calibration, promised=promised)
+    task = manifest.answer.task
+    if task.kind != "classification":
+        yield f"Task: {task.kind} (--task says another); an answer agrees if {task.describe()}."
+
+
 def print_use(scratch: ScratchSpace, console: Console) -> None:
     """Print the most memory, and the most of the disk for what did not stay, that a run took."""
     peak = peak_bytes()
@@ -92,6 +96,23 @@ def _promised(promise: Promise, like: str) -> str:
         f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on unseen "
         f"data like {like}, with {100 * promise.confidence_level:g}% confidence ({disagreed})."
     )
+
+
+def _by_class(bundle: Bundle, promise: Promise) -> Iterator[str]:
+    """Say which class loses most on the certify split, and which have a bound of their own."""
+    answer = bundle.manifest.answer
+    losses = losses_on_records(answer, bundle.policy, bundle.records())
+    if losses and losses[0].lost:
+        worst = losses[0]
+        yield (
+            f"By class of the model: class {worst.number} loses most, {worst.lost:,} of its "
+            f"{worst.samples:,} certify samples ({worst.share:.2%}) are answered otherwise."
+        )
+    bound = promise.max_class_disagreement
+    if bound is not None:
+        yield words.class_bound(answer, losses, bound, promise.confidence_level)
+    for loss in harmed(losses, promise.max_disagreement) if bound is None else ():
+        yield f"[bold red]HARM[/bold red]: {describe_harm(loss, promise.max_disagreement)}."
 
 
 def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
@@ -353,40 +374,3 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
     )
     if not done.calibration_data:
         say("These are not the data that the bundle was compiled with.")
-
-
-def print_check(check: BundleCheck, path: Path, console: Console) -> None:
-    """Print what ``eecompile verify`` found."""
-    say = partial(console.print, highlight=False, soft_wrap=True)
-    like = "samples"
-    if check.on_calibration_data:
-        like = "samples that it was made of, which prove little"
-    say(f"[bold]{escape(str(path))}[/bold]: {check.samples:,} {like}")
-    for place, share in check.shares.items():
-        where = "the model's end" if place == MODEL_END else exit_label(place)
-        say(f"  {where} answered {share:.1%}")
-    if MODEL_END in check.shares:
-        say(
-            "The model's end is the unmodified model's (largest difference "
-            f"{check.end_difference:.1e} of a value's scale)."
-        )
-    share = check.disagreements / check.samples
-    say(
-        f"{check.disagreements:,} answers ({share:.2%}) do not agree with the unmodified "
-        f"model's; on data like these at most {check.at_most:.2%}."
-    )
-    if check.accuracy is not None:
-        say(f"Accuracy {check.accuracy:.2%}, of the unmodified model {check.source_accuracy:.2%}.")
-    style, said = _VERDICTS[check.verdict]
-    say(f"[{style}]{said}[/{style}]")
-
-
-_BROKEN = (
-    "THE PROMISE DOES NOT HOLD on data like these: so many would be unlikely. Compile the model "
-    "with samples of them, or serve with --mode audit, which notices by itself."
-)
-_VERDICTS = {
-    "kept": ("green", "That contradicts nothing that was promised."),
-    "contradicted": ("bold red", _BROKEN),
-    "nothing promised": ("dim", "Nothing was promised: no exit is in use."),
-}

@@ -16,7 +16,16 @@ import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
 from offramp.bundle.bundle import RECORDS, REPORT
-from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, DataError, Dataset, read_samples
+from offramp.bundle.distinct import COPIES_WITHIN, DistinctSamples
+from offramp.calibration.dataset import (
+    CERTIFY_SHARE,
+    TUNE_SHARE,
+    DataError,
+    Dataset,
+    part,
+    read_samples,
+)
+from offramp.calibration.groups.groups import Groups
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import (
     REHEARSAL,
@@ -30,7 +39,9 @@ from offramp.calibration.rehearsal import (
 )
 from offramp.calibration.selection import certifiable_errors
 from offramp.certify import samples_needed
+from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.errors import CompileError
+from offramp.compiler.grouping import distinct_samples, grouped
 from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL, RehearseOptions
 from offramp.compiler.packing import bundle_name, judged, rewrite
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
@@ -86,8 +97,13 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         )
     target = options.target()
     settings, choice = _asked(bundle, options)
-    dataset = read_samples(options.data, bundle.manifest)
-    for_tuning, for_certifying = _split(dataset, settings, choice)
+    dataset = read_samples(options.data, bundle.manifest, group=options.group)
+    known = bundle.manifest.calibration.distinct
+    within = COPIES_WITHIN if known is None else known.within
+    if options.copies_within is not None:
+        within = options.copies_within
+    groups = grouped(dataset, options.data, within=within)
+    for_tuning, for_certifying = _split(dataset, groups, settings, choice)
     parts = {"Rehearse the exits": for_tuning, "Certify the policy": for_certifying}
     tune, certify = (
         record_exits(bundle.manifest, bundle.read, part, title, progress)
@@ -109,7 +125,13 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         written=target,
     )
     if target is not None:
-        manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
+        manifest = renewed_manifest(
+            bundle.manifest,
+            target,
+            tune=tune,
+            certify=certify,
+            distinct=distinct_samples(groups, key=options.group, within=within),
+        )
         report = render_report(
             manifest,
             policy,
@@ -130,6 +152,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
     kept = _kept_settings(bundle, profile)
     promised = kept.max_disagreement if promise is None else promise.max_disagreement
     level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence_level
+    of_classes = None if promise is None else promise.max_class_disagreement
     bound, violations = options.max_disagreement or promised, options.max_violations
     settings = replace(
         kept,
@@ -141,26 +164,32 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
         bundle,
         max_disagreement=bound,
         confidence_level=options.confidence_level or level,
+        max_class_disagreement=options.max_class_disagreement or of_classes,
         seed=options.seed,
     )
 
 
 def _split(
-    dataset: Dataset, settings: RehearsalSettings, choice: PolicyChoice
+    dataset: Dataset, groups: Groups, settings: RehearsalSettings, choice: PolicyChoice
 ) -> tuple[Dataset, Dataset]:
-    """Part new data at random: to tune with, and to certify with; DataError if too few."""
-    least = samples_needed(choice.max_disagreement, choice.confidence_level)
-    tune = _tune_samples(len(dataset), least)
+    """Part new data at random: to tune with, and to certify with; DataError if too few.
+
+    Each group of rows counts once.
+    """
+    level = level_of_each(choice.confidence_level, copies=groups.joins)
+    least = samples_needed(choice.max_disagreement, level)
+    tune = _tune_samples(len(groups), least)
     if tune < settings.batch_size:
-        more = itertools.count(len(dataset) + 1)
+        more = itertools.count(len(groups) + 1)
         needed = next(n for n in more if _tune_samples(n, least) >= settings.batch_size)
+        distinct = "distinct " if groups.joins else ""
         raise DataError(
-            f"{len(dataset)} samples are too few: the promise alone needs {least}, and a "
+            f"{len(groups)} {distinct}samples are too few: the promise alone needs {least}, and a "
             f"batch of {settings.batch_size} others must be rehearsed; give at least "
             f"{needed} (2,000 serve well), or relax --max-disagreement or --confidence"
         )
-    order = np.random.default_rng(choice.seed).permutation(len(dataset))
-    return dataset.subset(np.sort(order[:tune])), dataset.subset(np.sort(order[tune:]))
+    parts = part(dataset, groups, (0, tune), seed=choice.seed)
+    return parts.tune, parts.certify
 
 
 def _adapted(
@@ -179,7 +208,12 @@ def _adapted(
 
 
 def renewed_manifest(
-    manifest: Manifest, target: Path, *, tune: ExitRecords, certify: ExitRecords
+    manifest: Manifest,
+    target: Path,
+    *,
+    tune: ExitRecords,
+    certify: ExitRecords,
+    distinct: DistinctSamples | None,
 ) -> Manifest:
     """Say what the new data says of the same exits.
 
@@ -197,6 +231,7 @@ def renewed_manifest(
             tune_samples=len(tune.final_prediction),
             certify_samples=len(certify.final_prediction),
             source_accuracy=None if hits is None else float(hits.mean()),
+            distinct=distinct,
         ),
         cpu=None if manifest.precision == "fp32" else cpu_features(),
     )

@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from offramp.bundle import Answer, AnswerTask, TaskKind
+from offramp.bundle.class_losses import has_classes
 from offramp.bundle.criteria import Criterion
+from offramp.bundle.tasks import WHOLE_SETS
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import run_over
 from offramp.calibration.scratch import describe_bytes
@@ -43,6 +45,7 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
     model = settle_scores(model, train, asked=options.task != "auto")
     task = model.answer.task
     _check_asked(task, options)
+    _check_class_bound(model.answer, options)
     if options.train == "joint" or options.teach != "model":
         _check_joint(model, options)
     if task.kind == "token-classification":
@@ -168,6 +171,16 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
             "as one graph holds it with all exits; leave it out"
         )
     check_trainable(model.proto)
+
+
+def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
+    """Refuse a bound on each class where answers have none that are recorded."""
+    bound = options.max_class_disagreement
+    if bound is not None and not has_classes(answer):
+        raise ModelError(
+            f"--max-class-disagreement {bound:g} is for classification and for up to {WHOLE_SETS} "
+            f"labels; the task is {answer.task.kind} with {answer.classes} classes, so leave it out"
+        )
 
 
 def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> None:

@@ -247,6 +247,7 @@ class Engine:
     def model(self, name: str) -> ModelInfo:
         """Describe one served model; ModelNotServedError if there is none of that name."""
         served = self._served(name)
+        deployment = self._executor.deployment(name)
         return ModelInfo(
             name=name,
             inputs=served.inputs,
@@ -255,9 +256,10 @@ class Engine:
             answer=served.answer,
             platform=f"offramp_{self._backend.name}",
             max_batch_size=served.options.max_batch_size,
-            policy=whole_policy(self._executor.deployment(name).policy, served.evidence),
+            policy=whole_policy(deployment.policy, served.evidence),
             scheduling=str(served.options.scheduling),
             variants=tuple(variant.name for variant in served.variants),
+            class_losses=deployment.class_losses,
         )
 
     def ready(self, model: str | None = None) -> bool:

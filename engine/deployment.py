@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Manifest, Profile
+from offramp.bundle.class_losses import ClassLoss, losses_on_records
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends.base import Backend, Stage
 from offramp.engine.options import ModelOptions
@@ -63,6 +64,8 @@ class Deployment:
     """Most rows that a batch is formed of."""
     placement: Placement | None = None
     """Where the stages run, if streams differ."""
+    class_losses: tuple[ClassLoss, ...] = ()
+    """Disagreement of the policy by class of the model, counted on the calibration data."""
 
     @property
     def plan(self) -> Plan:
@@ -235,6 +238,7 @@ class DeploymentMaker:
             points=points,
             batch_size=splits.batch_size(most) if splits else most,
             placement=splits.placement(plan, most, STAGE_OVERHEAD_S) if splits else None,
+            class_losses=losses_on_records(self.bundle.manifest.answer, policy, self._records),
         )
 
     def units(

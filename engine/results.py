@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
+from offramp.bundle.class_losses import ClassLoss
 from offramp.certify.decision import MODEL_END
 from offramp.engine.agreement import agreement_of
 from offramp.engine.request_table import Request
@@ -116,3 +117,5 @@ class ModelInfo:
     scheduling: str
     variants: tuple[str, ...] = ()
     """Names of the variants that may answer in the model's place, from number 1 on."""
+    class_losses: tuple[ClassLoss, ...] = ()
+    """Disagreement of the policy by class of the model, counted on the calibration data."""

@@ -68,8 +68,10 @@ def percent(share: float) -> str:
 
 def describe_promise(promise: Promise) -> str:
     """The certificate in one sentence, without its full stop."""
+    of_classes = promise.max_class_disagreement
+    each = f", ≤ {of_classes * 100:g} % within each class of enough samples," if of_classes else ""
     return (
-        f"disagreement with the unmodified model ≤ {promise.max_disagreement * 100:g} % "
+        f"disagreement with the unmodified model ≤ {promise.max_disagreement * 100:g} %{each} "
         f"on data like the calibration set, "
         f"certified with {promise.confidence_level * 100:g} % confidence "
         f"on {promise.certify_samples:,} samples ({promise.certify_errors:,} errors)"

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from offramp import __version__
 from offramp.bundle import NEVER
+from offramp.bundle.class_losses import describe_harm, harmed
 from offramp.engine.results import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
 from offramp.server.agreement_view import (
@@ -86,6 +87,8 @@ class ModelView:
     """What is observed while serving; ``None`` where nothing is."""
     agrees: str | None
     """When an answer agrees with the model's, where that is more than an equal class."""
+    by_class: str | None
+    """Which class of the model loses most; ``None`` where none loses any."""
     warnings: tuple[str, ...]
     """Why no input leaves early, or leaves without a promise, or cannot be run."""
     forced: int
@@ -132,6 +135,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         agrees=None
         if task.kind == "classification"
         else f"An answer agrees where {task.describe()}",
+        by_class=_worst_class(model),
         warnings=tuple(_warnings(model, statistics)),
         forced=_forced(statistics),
         counts=(
@@ -240,6 +244,16 @@ def _forced_share(statistics: ModelStatistics) -> str:
     return f"{100 * _forced(statistics) / max(statistics.answered, 1):.1f} %"
 
 
+def _worst_class(model: ModelInfo) -> str | None:
+    worst = next(iter(model.class_losses), None)
+    if worst is None or not worst.lost:
+        return None
+    return (
+        f"By class of the model, class {worst.number} loses most: {percent(worst.share)} of its "
+        f"{worst.samples:,} samples of the calibration data are answered otherwise"
+    )
+
+
 def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
     if statistics.streams_in_service < statistics.streams:
         yield (
@@ -253,6 +267,11 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
             f"({statistics.scheduling}) had them leave there. The promise does not hold for "
             "these; --forbid-forced-exits rules them out."
         )
+    promise = model.policy.promise
+    if promise is not None and promise.max_class_disagreement is None and statistics.mode != "off":
+        for loss in harmed(model.class_losses, promise.max_disagreement):
+            harm = describe_harm(loss, promise.max_disagreement)
+            yield f"On the calibration data, {harm}."
     if statistics.mode == "off":
         yield "Exits are switched off (--mode off): every answer is the unmodified model's."
     elif statistics.control is not None:

@@ -137,6 +137,12 @@ def share_promise(
         )
     promise, calibration = bundle.policy.promise, bundle.manifest.calibration
     assert promise is not None, "there is nothing to certify"
+    if promise.max_class_disagreement is not None:
+        raise VerificationError(
+            f"{precision}: the bundle promises at most {promise.max_class_disagreement:.2%} for "
+            "each class, and what the end in another precision adds to that is not certified by "
+            "class; build with --precision fp32, or compile without --max-class-disagreement"
+        )
     differs = int(np.count_nonzero(certify.final_prediction != source))
     samples, level = len(source), promise.confidence_level
     spent = upper_bound(differs, samples, half_risk(level))
@@ -179,6 +185,7 @@ def _recorded(
         final_prediction=np.zeros(samples, np.int32),
         final_confidence=np.zeros(samples, np.float32),
         labels=dataset.labels,
+        copies=dataset.copies,
     )
     form, task = bundle.manifest.answer.form, bundle.manifest.answer.task
     agreement = agreement_of(bundle.manifest.answer)

@@ -32,6 +32,7 @@ from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, bound
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.errors import EngineBuildError, VerificationError
+from offramp.compiler.grouping import groups_again, may_be_of
 from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.engine.agreement import Agreement, agreement_of
 from offramp.engine.assembly import assemble
@@ -252,21 +253,23 @@ def part_data(
     Of the data that the bundle was compiled with, the certify split judges: nothing was fitted
     on it. It is found again with the seed of the compilation, and recognised by what the source
     model answered. Other data are parted in two halves by a seeded permutation; they count as
-    unseen, as nothing of the bundle was made with them.
+    unseen, as nothing of the bundle was made with them. Of copies one row alone is taken.
     """
     if len(dataset) < 2:
         raise DataError(f"{len(dataset)} samples are too few to measure and to judge; give 1,000")
-    order = np.random.default_rng(seed).permutation(len(dataset))
+    groups = groups_again(bundle.manifest, dataset)
+    order = groups.shuffled(seed)
     made_with = bundle.manifest.calibration
     own = dataset.sha256 == made_with.data_sha256
-    fitted = made_with.train_samples + made_with.tune_samples
-    if own and fitted + made_with.certify_samples == len(dataset) and fitted:
-        judged = dataset.subset(np.sort(order[fitted:]))
+    fitted = len(groups) - made_with.certify_samples
+    trained = fitted - made_with.tune_samples
+    if own and may_be_of(made_with, groups) and fitted > 0 and trained >= 0:
+        judged = dataset.distinct(np.sort(order[fitted:]), groups)
         if _is_certify_split(bundle, judged, threads):
             ranges = dataset.subset(np.sort(order[:fitted][:RANGE_SAMPLES]))
-            tune = dataset.subset(np.sort(order[made_with.train_samples : fitted]))
+            tune = dataset.distinct(np.sort(order[trained:fitted]), groups)
             return PrecisionData(ranges, tune, judged, unseen=True, certifies=True)
-    half = len(dataset) // 2
+    half = max(len(order) // 2, 1)
     ranges = dataset.subset(np.sort(order[:half][:RANGE_SAMPLES]))
     tune, judged = (dataset.subset(np.sort(part)) for part in (order[:half], order[half:]))
     return PrecisionData(ranges, tune, judged, unseen=not own, certifies=False)

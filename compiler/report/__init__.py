@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["render_report"]
 
+_MOST_CLASSES = 20
+"""Rows of the table by class."""
+
 
 def render_report(
     manifest: Manifest,
@@ -70,6 +73,11 @@ def render_report(
         facts=words.facts(found, rehearsed, weights),
         judged=judged,
         maps=views(maps),
+        by_class=found.by_class if found.active else (),
+        by_label=found.by_label,
+        harms=words.harms(found),
+        class_bound=words.own_bounds(found),
+        most_classes=_MOST_CLASSES,
         frontier=frontier_view(variants, promised),
         ways=NAMES,
         training=training_view(manifest),

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy, Manifest, Profile
+from offramp.bundle.class_losses import ClassLoss, count_label_losses, count_losses
 from offramp.calibration.records import ExitRecords
 from offramp.certify.agreement import tuning_path
 from offramp.certify.decision import MODEL_END, count_answers, first_exit
@@ -39,6 +40,10 @@ class PolicyFigures:
     """float64[exits + 1]: share of the certify split answered at each exit, then by the model."""
     agreement: float
     """Share of the certify split that the policy answers like the source model."""
+    by_class: tuple[ClassLoss, ...]
+    """Answers lost by class of the model, the largest share first."""
+    by_label: tuple[ClassLoss, ...]
+    """The same by label, where the data has labels."""
     accuracy: float | None
     """The policy's, against the labels of the certify split."""
 
@@ -60,7 +65,8 @@ class PolicyFigures:
         first = first_exit(certify.confidence, row)
         answers = np.concatenate([certify.prediction, certify.final_prediction[None]])
         answer = answers[first, np.arange(len(first))]
-        labels = certify.labels
+        labels, final = certify.labels, certify.final_prediction
+        differs = answer != final
         return cls(
             manifest=manifest,
             policy=policy,
@@ -68,7 +74,9 @@ class PolicyFigures:
             certify=certify,
             thresholds=thresholds,
             shares=count_answers(first, exits) / max(len(first), 1),
-            agreement=_mean(answer == certify.final_prediction),
+            agreement=_mean(~differs),
+            by_class=count_losses(manifest.answer, final, differs),
+            by_label=count_label_losses(manifest.answer, labels, differs),
             accuracy=None if labels is None else _mean(answer == labels),
         )
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from offramp.bundle import Manifest, Measured, MeasuredSize, Profile, Ratio
+from offramp.bundle import Answer, Manifest, Measured, MeasuredSize, Profile, Ratio
+from offramp.bundle.class_losses import ClassLoss, describe_harm, harmed, uncertified
 from offramp.bundle.graph_weights import WEIGHTS
+from offramp.bundle.manifest import Calibration
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
+from offramp.certify import samples_needed
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
 from offramp.engine.whole_promise import whole_policy
@@ -16,6 +20,8 @@ from offramp.engine.whole_promise import whole_policy
 if TYPE_CHECKING:
     from offramp.compiler.weights import WeightSizes
 
+_MOST_NAMED = 12
+"""Classes that a sentence names."""
 Fact: TypeAlias = tuple[str, str]
 """A name and what is so."""
 
@@ -60,6 +66,7 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
         f"confidence on {numbers.plural(made.certify_samples, 'certify sample')} with "
         f"{numbers.plural(made.certify_errors, 'error')}."
     )
+    promised = f"{promised} {distinct_samples(found.manifest.calibration)}".rstrip()
     bound = numbers.plain_percent(made.max_disagreement)
     unlike = "unmodified model's" if effect is None else "model's in a batch of the same size"
     tested = (
@@ -69,6 +76,49 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
         f"drift; that is watched while serving."
     )
     return promised, tested
+
+
+def distinct_samples(data: Calibration, *, promised: bool = True) -> str:
+    """Return a sentence on how many distinct samples a promise rests on; empty if all rows are."""
+    if data.distinct is None:
+        return ""
+    return (
+        f"{'The promise rests' if promised else 'A promise would rest'} on "
+        f"{data.certify_samples:,} distinct samples (of {data.distinct.samples:,}; "
+        f"{data.distinct.describe()})."
+    )
+
+
+def class_bound(
+    answer: Answer, losses: Sequence[ClassLoss], bound: float, confidence_level: float
+) -> str:
+    """Return a sentence on the classes that have a certified bound of their own."""
+    few = uncertified(answer, losses, max_disagreement=bound, confidence_level=confidence_level)
+    text = f"For each class by itself, at most {numbers.plain_percent(bound)} is certified"
+    if not few:
+        return f"{text}."
+    named = ", ".join(map(str, few[:_MOST_NAMED])) + (", …" if len(few) > _MOST_NAMED else "")
+    needed = samples_needed(bound, confidence_level)
+    which = numbers.plural(len(few), "class", "classes")
+    return f"{text}, but not for {which} of fewer than {needed} certify samples: {named}."
+
+
+def own_bounds(found: PolicyFigures) -> str:
+    """Return :func:`class_bound` of the report's policy; empty where no class is bounded."""
+    made = found.policy.promise
+    if made is None or made.max_class_disagreement is None:
+        return ""
+    bound, level = made.max_class_disagreement, made.confidence_level
+    return class_bound(found.manifest.answer, found.by_class, bound, level)
+
+
+def harms(found: PolicyFigures) -> list[str]:
+    """Return a sentence on each class that loses much more than the bound on all answers."""
+    made = found.policy.promise
+    if made is None or made.max_class_disagreement is not None:
+        return []
+    bound = made.max_disagreement
+    return [f"Of {describe_harm(loss, bound)[3:]}." for loss in harmed(found.by_class, bound)]
 
 
 def warning(
@@ -137,6 +187,9 @@ def facts(
         ("Certify split", numbers.plural(data.certify_samples, "sample")),
         ("Data SHA-256", data.data_sha256),
     ]
+    if data.distinct is not None:
+        distinct = f"{data.distinct.samples:,} ({data.distinct.describe()})"
+        samples.insert(3, ("Distinct samples", distinct))
     if data.source_accuracy is not None:
         accuracy = f"{numbers.percent(data.source_accuracy, 2)} (counted, certify split)"
         samples.insert(3, ("Unmodified accuracy", accuracy))

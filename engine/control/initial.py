@@ -93,6 +93,7 @@ def certified_on(
         return conservative
     path = tuning_path(*_split(records, TUNE, rows))
     confidence, agrees = _split(records, CERTIFY, rows)
+    copies = records["copies"][records["split"] == CERTIFY] if "copies" in records else None
     sets = costs.exits
     found = certify(
         path,
@@ -100,6 +101,7 @@ def certified_on(
         agrees,
         max_disagreement=max_disagreement,
         confidence_level=1 - (1 - confidence_level) / sets,
+        copies=copies,
     )
     if found is None:
         return conservative

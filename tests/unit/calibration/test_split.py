@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.calibration.dataset import DataError, Dataset, DataSplit, split
+from offramp.calibration.groups.find import find_groups
 
 
 def dataset(samples: int) -> Dataset:
@@ -76,3 +77,22 @@ def test_the_message_says_how_many_are_there_and_needed() -> None:
         DataError, match=r"500 .* too few: the promise alone needs 299.* least 703 "
     ):
         split(dataset(500), certify_at_least=299, seed=0)
+
+
+def test_too_few_distinct_samples_are_counted_and_the_reason_is_named() -> None:
+    numbers = np.arange(4000) // 10
+    data = Dataset(inputs={"x": numbers[:, None]}, labels=None, sha256="0")
+    with pytest.raises(
+        DataError,
+        match=r"400 distinct calibration samples are too few \(4000 rows, of which 3,600 are "
+        r"duplicates of another.*needs 299.*least 703 .*--copies-within 0",
+    ):
+        split(data, certify_at_least=299, seed=0, groups=find_groups(data, within=0))
+
+
+def test_training_keeps_all_copies_of_its_samples() -> None:
+    numbers = np.arange(3000) // 3
+    data = Dataset(inputs={"x": numbers[:, None]}, labels=None, sha256="0")
+    parts = split(data, certify_at_least=20, seed=0, groups=find_groups(data, within=0))
+    assert list(map(len, (parts.train, parts.tune, parts.certify))) == [1800, 150, 250]
+    assert len(parts.distinct_train()) == 600

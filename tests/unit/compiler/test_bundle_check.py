@@ -16,12 +16,13 @@ from tests.engines import engine_bundle
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
+from offramp.bundle.class_losses import ClassLoss
 from offramp.calibration.dataset import DataError
 from offramp.certify import MODEL_END, upper_bound
 from offramp.compiler.bundle_check import BundleCheck, VerifyOptions, verify_bundle
 from offramp.compiler.cli import main
 from offramp.compiler.errors import VerificationError
-from offramp.compiler.printing import print_check
+from offramp.compiler.printing_check import print_check
 from offramp.engine.backends.host import HostSlot
 
 SAMPLES = 300
@@ -79,7 +80,7 @@ def test_exits_that_guess_contradict_a_promise(bundle: Bundle, data: Path, tmp_p
     assert found.disagreements > 0.1 * SAMPLES
     assert found.verdict == "contradicted"
     unpromised = check(changed(bundle, tmp_path / "c.ee", active=everybody, promise=None), data)
-    assert unpromised == replace(found, verdict="nothing promised")
+    assert unpromised == replace(found, verdict="nothing promised", max_disagreement=None)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,11 @@ def test_accuracy_is_told_where_there_are_labels(bundle: Bundle, tmp_path: Path)
 def test_it_is_printed_in_words(bundle: Bundle) -> None:
     check = BundleCheck(
         samples=2000,
+        distinct_samples=2000,
         disagreements=41,
+        max_disagreement=0.01,
+        by_class=(ClassLoss(number=1, samples=60, lost=40), ClassLoss(number=0, samples=9, lost=1)),
+        by_label=(),
         shares={MODEL_END: 0.25, 0: 0.75},
         end_difference=3e-7,
         accuracy=0.9,
@@ -171,8 +176,13 @@ def test_it_is_printed_in_words(bundle: Bundle) -> None:
     assert lines[1:3] == ["  the model's end answered 25.0%", "  exit 0 answered 75.0%"]
     assert lines[4].startswith("41 answers (2.05%) do not agree with the unmodified")
     assert lines[4].endswith("on data like these at most 2.64%.")
-    assert lines[5] == "Accuracy 90.00%, of the unmodified model 91.00%."
-    assert lines[6].startswith("THE PROMISE DOES NOT HOLD")
+    assert lines[5:7] == [
+        "  of 60 samples that the model gives class 1, 40 (66.67%) do not agree",
+        "  of 9 samples that the model gives class 0, 1 (11.11%) do not agree",
+    ]
+    assert lines[7].startswith("HARM: of the 60 samples that the model gives class 1, 40 (66.7%)")
+    assert lines[8] == "Accuracy 90.00%, of the unmodified model 91.00%."
+    assert lines[9].startswith("THE PROMISE DOES NOT HOLD")
 
 
 def test_the_command_tells_by_its_exit_status(

@@ -146,7 +146,13 @@ class Recorded(Bundle):
 
     def records(self) -> dict[str, np.ndarray[Any, Any]]:
         confidence = np.array([[0.95, 0.95, 0.5, 0.5]], np.float32)
-        return {"confidence": confidence, "split": np.full(4, 2, np.uint8)}
+        answers = np.zeros(4, np.int32)
+        return {
+            "confidence": confidence,
+            "split": np.full(4, 2, np.uint8),
+            "prediction": answers[None],
+            "final_prediction": answers,
+        }
 
 
 def summary_of(tmp_path: Path, measured: Measured, profile: Profile = PROFILE) -> list[str]:

@@ -1,0 +1,44 @@
+"""The array of a data file by which the user says which samples belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupKey:
+    """The name of the array, as ``--group`` gives it."""
+
+    key: str
+    needed: bool = True
+    """Whether data without the array are refused."""
+
+    def take(
+        self, arrays: dict[str, NDArray[Any]], inputs: Collection[str]
+    ) -> NDArray[np.int64] | None:
+        """Number the values of the array, int64[n], and take it out of what is no input.
+
+        ``None`` where it is missing and may be. ValueError where it is missing and may not be, or
+        is of another form than one integer or text for each sample.
+        """
+        if self.key not in arrays:
+            if not self.needed:
+                return None
+            others = ", ".join(sorted(arrays.keys() - set(inputs))) or "none"
+            raise ValueError(
+                f"--group {self.key}: there is no such array (arrays besides inputs: {others}); "
+                "name one with an integer or a text for each sample"
+            )
+        values = arrays[self.key] if self.key in inputs else arrays.pop(self.key)
+        rows = {len(array) for name, array in arrays.items() if name in inputs and array.ndim}
+        if values.ndim != 1 or values.dtype.kind not in "biuSU" or rows - {len(values)}:
+            raise ValueError(
+                f"--group {self.key} is {values.dtype} {list(values.shape)}, expected an integer "
+                "or a text for each sample, [n]"
+            )
+        return np.unique(values, return_inverse=True)[1].astype(np.int64)

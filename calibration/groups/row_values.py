@@ -1,0 +1,71 @@
+"""Values that rows have in common, at other places."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+LEAST_VALUES: Final = 8
+"""Values that two rows must have in common, at least, to overlap."""
+LEAST_SHARE: Final = 0.3
+"""Share of the values of the shorter of two rows that they must have in common to overlap."""
+
+
+class RowValues(NamedTuple):
+    """Values that rows, or groups of rows, have: sorted by row, then value, each once."""
+
+    row: IntArray
+    value: NDArray[np.uint64]
+    place: IntArray
+    """Where in the row the value is; in windows over a series each has it somewhere else."""
+
+    def renamed(self, row: IntArray) -> RowValues:
+        """Give rows other numbers; the values of those with the same number are united."""
+        found = row[self.row]
+        order = np.lexsort((self.value, found))
+        found, value, place = found[order], self.value[order], self.place[order]
+        new = np.append(True, (np.diff(found) != 0) | (value[1:] != value[:-1]))
+        return RowValues(found[new], value[new], place[new])
+
+    def some(self, kept: NDArray[np.bool_]) -> RowValues:
+        """Return some of the values."""
+        return RowValues(self.row[kept], self.value[kept], self.place[kept])
+
+    def shares(self, first: IntArray, second: IntArray, count: int) -> NDArray[np.float64]:
+        """Return the share of values that pairs of rows have at different places, float64[pairs].
+
+        0 where fewer than eight are. ``count`` is the number of all rows. What two rows have at the
+        same place is no sign of a series: the columns of one user, say, in a table of purchases.
+        """
+        starts = np.searchsorted(self.row, np.arange(count + 1))
+        sizes = np.diff(starts)
+        pair, value, where = [], [], []
+        for side in (first, second):
+            size = sizes[side]
+            place = np.repeat(starts[side] - np.cumsum(size) + size, size) + np.arange(size.sum())
+            pair.append(np.repeat(np.arange(len(side)), size))
+            value.append(self.value[place])
+            where.append(self.place[place])
+        pairs, values, places = (np.concatenate(parts) for parts in (pair, value, where))
+        order = np.lexsort((values, pairs))
+        pairs, values, places = pairs[order], values[order], places[order]
+        twice = (pairs[1:] == pairs[:-1]) & (values[1:] == values[:-1])
+        twice &= places[1:] != places[:-1]
+        common = np.bincount(pairs[1:][twice], minlength=len(first))
+        smaller = np.maximum(np.minimum(sizes[first], sizes[second]), 1)
+        return np.where(common >= LEAST_VALUES, common / smaller, 0.0)
+
+    def overlapping(self, others: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Whether each row overlaps with the others that are named, bool[rows]; both [rows]."""
+        of_others = np.unique(self.value[others[self.row]])
+        place = np.minimum(np.searchsorted(of_others, self.value), max(len(of_others) - 1, 0))
+        common = of_others[place] == self.value if len(of_others) else np.zeros(len(place), bool)
+        count = len(others)
+        many = np.bincount(self.row, weights=common, minlength=count)
+        all_ = np.bincount(self.row, minlength=count)
+        found: NDArray[np.bool_] = (many >= LEAST_VALUES) & (many >= LEAST_SHARE * all_)
+        return found

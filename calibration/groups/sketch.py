@@ -1,0 +1,219 @@
+"""What is kept of every row to compare it with others: hashes, a short position, some values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.calibration.dataset import Dataset
+
+UInt64Array = NDArray[np.uint64]
+Float32Array = NDArray[np.float32]
+
+DIRECTIONS: Final = 32
+"""Numbers of a position. Distances are kept within some 12 % (Johnson and Lindenstrauss 1984)."""
+VALUES: Final = 64
+"""Values that are kept of a row, about."""
+_SAMPLED_ROWS: Final = 256
+"""Rows that the scale of each number is taken from, in chunks."""
+_CHUNK_ROWS: Final = 16
+_LEAST_SCALE, _LEAST_SCALE_OF_MANY = 0.25, 1.0
+"""Least scale of a number, as a share of the median one, where a row has one dimension and where it
+has more (pictures, sound): a pixel that is nearly always black must not make two shots of one scene
+different, while the columns of a table have scales of their own."""
+_BATCH_NUMBERS: Final = 2**22
+_RUN: Final = 8
+"""Integers in a row that are one value: single ones occur everywhere, phrases do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowSketch:
+    """Facts about all rows, which take little memory however large the rows are."""
+
+    whole: UInt64Array
+    """[rows]: hash of all inputs; equal rows have equal ones."""
+    fixed: UInt64Array
+    """[rows]: hash of all that cannot be nearly equal: ids, texts, flags, places of NaN."""
+    position: Float32Array
+    """[rows, directions]: random projection of all measured numbers, each by its own scale; no
+    directions where nothing is measured."""
+    value_row: NDArray[np.int64]
+    """[values]: the row of each value that is kept, rising."""
+    value: UInt64Array
+    """[values]: hashes of values, the same ones in all rows, within a row rising and each once."""
+    value_place: NDArray[np.int64]
+    """[values]: the place of each value in its row."""
+    width: int
+    """Numbers of a row, of all inputs."""
+
+
+def sketch(dataset: Dataset) -> RowSketch:
+    """Read all rows once, and a few of them twice."""
+    rows = len(dataset)
+    first = dataset.take(slice(1))
+    measured = {name: array for name, array in first.items() if _is_measured(array)}
+    width = max(sum(array[0].size for array in first.values()), 1)
+    projections = _projections(dataset, measured)
+    whole, fixed = np.empty(rows, np.uint64), np.zeros(rows, np.uint64)
+    position = np.zeros((rows, DIRECTIONS if measured else 0), np.float32)
+    values: list[_PlacedValues] = []
+    size = max(_BATCH_NUMBERS // width, 1)
+    for start in range(0, rows, size):
+        batch = dataset.take(slice(start, start + size))
+        part = slice(start, start + len(next(iter(batch.values()))))
+        whole[part] = _hashes(list(batch.values()))
+        others = [array for name, array in batch.items() if name not in measured]
+        for name, projection in projections.items():
+            finite, flags = _finite(batch[name])
+            others += [] if flags is None else [flags]
+            position[part] += projection.of(finite)
+        if others:
+            fixed[part] = _hashes(others)
+        row, value, place = _values(batch)
+        values.append((row + start, value, place))
+    return RowSketch(
+        whole=whole,
+        fixed=fixed,
+        position=position,
+        value_row=np.concatenate([row for row, _, _ in values]),
+        value=np.concatenate([value for _, value, _ in values]),
+        value_place=np.concatenate([place for _, _, place in values]),
+        width=width,
+    )
+
+
+def _is_measured(array: NDArray[Any]) -> bool:
+    """Whether numbers may be nearly equal: floats, and integers of 8 and 16 bits (images, sound).
+
+    Longer integers are ids more often than not, and of ids 7 is no nearer to 8 than to 9,000.
+    """
+    return array.dtype.kind == "f" or (array.dtype.kind in "iu" and array.dtype.itemsize <= 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Projection:
+    """Random signs for the numbers of an input, and how the numbers are brought to one scale."""
+
+    centre: Float32Array
+    """[numbers]."""
+    factor: Float32Array
+    """[numbers]."""
+    signs: NDArray[np.int8]
+    """[numbers, directions]."""
+
+    def of(self, rows: NDArray[Any]) -> Float32Array:
+        """Return [rows, directions] of rows [rows, …]."""
+        flat = (rows.reshape(len(rows), -1) - self.centre).astype(np.float32) * self.factor
+        found: Float32Array = np.zeros((len(rows), DIRECTIONS), np.float32)
+        for start in range(0, flat.shape[1], 2**16):
+            part = slice(start, start + 2**16)
+            found += flat[:, part] @ self.signs[part].astype(np.float32)
+        return found
+
+
+def _projections(dataset: Dataset, measured: Mapping[str, NDArray[Any]]) -> dict[str, _Projection]:
+    rng = np.random.default_rng(0)  # no seed of the user's: groups are facts about the data
+    count = min(_SAMPLED_ROWS, len(dataset))
+    sampled = np.sort(rng.choice(len(dataset), count, replace=False))
+    found = {}
+    for name in measured:
+        part, _ = _finite(dataset.column(name, sampled))
+        flat = part.reshape(count, -1).astype(np.float64)
+        least = _LEAST_SCALE if part.ndim < 3 else _LEAST_SCALE_OF_MANY
+        scale = _scales(flat[rng.permutation(count)], least)
+        bits = rng.integers(0, 2, (flat.shape[1], DIRECTIONS), np.int8)
+        found[name] = _Projection(
+            centre=np.median(flat, axis=0).astype(part.dtype if part.dtype.kind == "f" else "f4"),
+            factor=(1 / scale).astype(np.float32),
+            signs=2 * bits - 1,
+        )
+    return found
+
+
+def _scales(flat: NDArray[np.float64], least: float) -> NDArray[np.float64]:
+    """Return the spread of each number, float64[numbers], at least a share of the median one.
+
+    The median of the standard deviations of chunks, which a few outliers do not change; the mean
+    where most chunks have none, as of a number that is rarely set.
+    """
+    chunks = np.array_split(flat, max(len(flat) // _CHUNK_ROWS, 1))
+    spread = np.stack([chunk.std(axis=0) for chunk in chunks])
+    scale = np.median(spread, axis=0)
+    scale = np.where(scale > 0, scale, spread.mean(axis=0))
+    typical = float(np.median(scale[scale > 0])) if (scale > 0).any() else 1.0
+    found: NDArray[np.float64] = np.maximum(scale, least * typical)
+    return found
+
+
+def _finite(array: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int8] | None]:
+    """Put 0 for what is not finite, and tell where that is; ``None`` where it is nowhere."""
+    if array.dtype.kind != "f" or np.isfinite(array).all():
+        return array, None
+    flags = (np.isnan(array) + 2 * np.isposinf(array) + 4 * np.isneginf(array)).astype(np.int8)
+    return np.where(flags == 0, array, array.dtype.type(0)), flags
+
+
+def _hashes(arrays: list[NDArray[Any]]) -> UInt64Array:
+    """Hash the rows of some arrays together, uint64[rows]."""
+    contiguous = [np.ascontiguousarray(array) for array in arrays]
+    found = np.empty(len(contiguous[0]), np.uint64)
+    for row in range(len(found)):
+        digest = hashlib.blake2b(digest_size=8)
+        for array in contiguous:
+            digest.update(array[row].tobytes())
+        found[row] = int.from_bytes(digest.digest(), "little")
+    return found
+
+
+_PlacedValues: TypeAlias = tuple[NDArray[np.int64], UInt64Array, NDArray[np.int64]]
+
+
+def _values(batch: Mapping[str, NDArray[Any]]) -> _PlacedValues:
+    """Return the rows, hashes and places of values; hashes are the same wherever values occur.
+
+    Of floats single values, of integers every run of eight; of each row those with the smallest
+    hashes of all that there may be, so that two rows keep the same of what they share.
+    """
+    rows, hashes, places, before = [], [], [], 0
+    width = sum(array[0].size for array in batch.values())
+    limit = np.uint64(2**64 - 1) if width <= VALUES else np.uint64(2**64 // width * VALUES)
+    for array in batch.values():
+        if array.dtype.kind not in "fiu" or array[0].size < 2:
+            continue
+        hashed = _mixed(_bits(array.reshape(len(array), -1)))
+        row, column = np.nonzero(hashed <= limit)
+        rows.append(row)
+        hashes.append(hashed[row, column])
+        places.append(before + column)
+        before += hashed.shape[1]
+    if not rows or not any(map(len, rows)):
+        return np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.int64)
+    row, place = np.concatenate(rows).astype(np.int64), np.concatenate(places).astype(np.int64)
+    value = np.concatenate(hashes)
+    order = np.lexsort((place, value, row))
+    again = (row[order][1:] == row[order][:-1]) & (value[order][1:] == value[order][:-1])
+    once = order[np.append(True, ~again)]
+    return row[once], value[once], place[once]
+
+
+def _bits(flat: NDArray[Any]) -> UInt64Array:
+    if flat.dtype.kind == "f":
+        return flat.astype(np.float64).view(np.uint64)
+    codes = _mixed(flat.astype(np.int64).view(np.uint64))
+    length = max(codes.shape[1] - _RUN + 1, 1)
+    found = np.zeros((len(codes), length), np.uint64)
+    for place in range(min(_RUN, codes.shape[1])):
+        found = found * np.uint64(0x9E3779B97F4A7C15) + codes[:, place : place + length]
+    return found
+
+
+def _mixed(bits: UInt64Array) -> UInt64Array:
+    """Mix 64 bits well (the finaliser of splitmix64)."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
