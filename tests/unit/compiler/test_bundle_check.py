@@ -155,6 +155,7 @@ def test_accuracy_is_told_where_there_are_labels(bundle: Bundle, tmp_path: Path)
 def test_it_is_printed_in_words(bundle: Bundle) -> None:
     check = BundleCheck(
         samples=2000,
+        distinct_samples=2000,
         disagreements=41,
         shares={MODEL_END: 0.25, 0: 0.75},
         end_difference=3e-7,
