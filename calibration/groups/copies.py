@@ -13,8 +13,9 @@ from offramp.calibration.groups.sketch import Float32Array, UInt64Array
 
 _PAIRS: Final = 4096
 """Random pairs that the typical distance is the median of."""
-_ASKED: Final = 256
-"""Rows whose distances to all others are looked at."""
+_ASKED, _FEWEST_ASKED, _COMPARED = 256, 64, 2**24
+"""Rows whose distances to all others are looked at: at most, and at least where all pairs would be
+more than so many."""
 _STEPS_OF_TWO: Final = 2
 """Steps in which a distance at which pairs are counted doubles."""
 _STEPS: Final = 34
@@ -97,7 +98,8 @@ def _count_pairs(
     """Count pairs of some rows with all others within each distance, falling; and those rows."""
     rng = np.random.default_rng(2)
     rows = len(position)
-    asked = rng.choice(rows, min(_ASKED, rows), replace=False)
+    most = min(max(_COMPARED // rows, _FEWEST_ASKED), _ASKED, rows)
+    asked = rng.choice(rows, most, replace=False)
     counts = np.zeros(len(distances), np.int64)
     size = max(_AT_ONCE // max(position.size, 1), 1)
     for start in range(0, len(asked), size):

@@ -26,7 +26,7 @@ _ROUNDS: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Windows:
+class WindowLabels:
     """What is known of windows that overlap."""
 
     label: IntArray
@@ -36,7 +36,7 @@ class Windows:
     values: RowValues
 
 
-def overlapping_windows(rows: RowSketch, chosen: IntArray) -> Windows | None:
+def overlapping_windows(rows: RowSketch, chosen: IntArray) -> WindowLabels | None:
     """Label windows over a series which overlap, wherever in the file they are.
 
     The value of a window with the smallest hash is that of its neighbours too, more likely the more
@@ -59,7 +59,7 @@ def overlapping_windows(rows: RowSketch, chosen: IntArray) -> Windows | None:
         shared = _shared_outside(label, known)
         if _left(label, shared, known) <= _MOST_LEFT:
             break
-    return Windows(label=label, shared=shared, values=known)
+    return WindowLabels(label=label, shared=shared, values=known)
 
 
 def _left(label: IntArray, shared: NDArray[np.float64], known: RowValues) -> float:

@@ -22,11 +22,12 @@ def records(seed: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
 def test_copies_of_all_samples_alike_are_no_further_evidence(seed: int, copies: int) -> None:
     path = tuning_path(*records(seed + 1000, 2000))
     confidence, agrees = records(seed, 1000)
-    once = certify(path, confidence, agrees, max_disagreement=0.02)
+    once = certify(path, confidence, agrees, max_disagreement=0.02, confidence_level=0.975)
     again = certify(path, confidence, agrees, max_disagreement=0.02, copies=np.full(1000, copies))
     assert once is not None
     assert again is not None
     assert (again.index, again.errors, again.samples) == (once.index, once.errors, 1000)
+    assert again.p_value == pytest.approx(2 * once.p_value)  # two tests share the risk
 
 
 @given(seed=st.integers(0, 50))
