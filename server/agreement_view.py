@@ -131,6 +131,7 @@ def _figures(statistics: ModelStatistics, control: ControlStatus) -> tuple[Figur
                 ("being audited", statistics.auditing, False),
                 ("audits lost", statistics.lost_feedback, False),
                 ("with inputs out of range", statistics.out_of_range, False),
+                ("copies, no evidence", statistics.discounted, False),
                 ("drift alarms", control.alarms, True),
                 ("tunings", control.tunings, False),
                 ("changes of exits", control.adjustments, False),
