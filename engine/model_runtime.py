@@ -44,6 +44,8 @@ _LATE = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 
 Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
 """What a batch is merged of: tensors that some stream buffers, and which of their rows."""
+Parts: TypeAlias = Sequence[tuple[Request, slice | Rows]]
+"""What a batch that starts is made of: requests, and which of their rows."""
 
 
 class ModelRuntime:
@@ -154,14 +156,14 @@ class ModelRuntime:
         self._count_padding(run, parts)
         return parts
 
-    def gather(self, parts: Sequence[tuple[Request, slice | Rows]]) -> dict[str, NDArray[Any]]:
+    def gather(self, parts: Parts) -> dict[str, NDArray[Any]]:
         """Bring the inputs of a batch together: :meth:`requests_of` in order."""
         taken = [
             {name: array[rows] for name, array in request.inputs.items()} for request, rows in parts
         ]
         return self.model.lengths.join(taken, parts[0][0].batch_key)
 
-    def _count_padding(self, run: Run, parts: Sequence[tuple[Request, slice | Rows]]) -> None:
+    def _count_padding(self, run: Run, parts: Parts) -> None:
         rules, counters = self.model.lengths, self.table.counters
         if rules.pads:
             rows = [stop - start for start, stop in _neighbours(run.requests)]
@@ -180,16 +182,8 @@ class ModelRuntime:
                 self._recorder.set_aside(run.sample_ids, AUDITED_SHARE)
                 self._audits[run.variant - 1].start(run.sample_ids)
 
-    def check_inputs(
-        self,
-        run: Run,
-        parts: Sequence[tuple[Request, slice | Rows]],
-        inputs: Mapping[str, NDArray[Any]],
-    ) -> None:
-        """Leave samples out of the evidence that are out of range, or equal to recent ones.
-
-        ``inputs``, [n, …], are those of ``parts``, as :meth:`gather` returns them.
-        """
+    def check_inputs(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Leave samples out of the evidence that are out of range, or equal to recent ones."""
         if self._recorder is None:
             return
         self._logs[run.variant].begin(run.sample_ids, inputs)

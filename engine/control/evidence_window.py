@@ -114,5 +114,5 @@ def fingerprints(arrays: Iterable[NDArray[np.generic]], count: int) -> list[int]
     for array in arrays:
         rows = np.ascontiguousarray(array).reshape(count, math.prod(array.shape[1:]))
         each = zip(rows.view(np.uint8), prints, strict=True)
-        prints = [zlib.crc32(row, before) for row, before in each]
+        prints = [zlib.crc32(row.data, before) for row, before in each]
     return prints
