@@ -241,10 +241,7 @@ _LOST: Final[_Readings] = {
         "Samples that the whole model answered, as their inputs are unlike those of calibration.",
         "out_of_range",
     ),
-    "offramp_discounted_samples": (
-        "Samples that control did not learn from: copies, or beyond the share of one source.",
-        "discounted",
-    ),
+    "offramp_discounted_samples": ("Samples that are no evidence: copies.", "discounted"),
 }
 _HISTOGRAMS: Final[_Readings] = {
     "offramp_queue_duration_seconds": (

@@ -127,6 +127,7 @@ def test_figures() -> None:
         "being audited": "5",
         "audits lost": "3",
         "with inputs out of range": "0",
+        "copies, no evidence": "0",
         "drift alarms": "0",
         "tunings": "3",
         "changes of exits": "2",
