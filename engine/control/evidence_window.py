@@ -36,6 +36,9 @@ Origin: TypeAlias = tuple[int, str]
 """The fingerprint of a sample, and its source: whoever sent it."""
 SHARED: Final = 4096
 """Samples of the evidence of which one source has a bounded share."""
+_BLOCKS: Final = 256
+_BLOCK_BYTES: Final = 256
+"""What is read of long inputs."""
 
 
 class EvidenceWindow:
@@ -108,11 +111,22 @@ def fingerprints(arrays: Iterable[NDArray[np.generic]], count: int) -> list[int]
     CRC-32: of the checksums that Python has, the fastest on rows from 784 bytes (0.3 µs) to 600 KB
     (90 µs; BLAKE2 takes 440), and it lets other threads run. Of a full window, one in 65,000
     different samples is taken for a copy by chance. Who makes such samples on purpose only keeps
-    their own out of the evidence.
+    their own out of the evidence. Of an input above 64 KiB as much is read, evenly spread: samples
+    that are equal there hardly differ.
     """
     prints = [0] * count
     for array in arrays:
         rows = np.ascontiguousarray(array).reshape(count, math.prod(array.shape[1:]))
-        each = zip(rows.view(np.uint8), prints, strict=True)
+        each = zip(_excerpt(rows.view(np.uint8)), prints, strict=True)
         prints = [zlib.crc32(row.data, before) for row, before in each]
     return prints
+
+
+def _excerpt(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Blocks that lie evenly spread in long rows; short ones as they are."""
+    count, size = rows.shape
+    if size <= _BLOCKS * _BLOCK_BYTES:
+        return rows
+    step = size // _BLOCKS
+    blocks = rows[:, : _BLOCKS * step].reshape(count, _BLOCKS, step)[:, :, :_BLOCK_BYTES]
+    return blocks.reshape(count, -1)

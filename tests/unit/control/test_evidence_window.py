@@ -82,6 +82,15 @@ def test_equal_samples_and_no_others_have_equal_fingerprints(data: st.DataObject
     assert len(set(prints)) == len(set(contents))
 
 
+@pytest.mark.parametrize("size", [65_536, 65_537, 150_528])
+def test_long_samples_that_differ_throughout_have_different_fingerprints(size: int) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (8, size), np.uint8)
+    twice = np.concatenate([images, images])
+    prints = fingerprints([twice], 16)
+    assert prints[:8] == prints[8:]
+    assert len(set(prints)) == 8
+
+
 @pytest.mark.parametrize(
     "wrong", [{"remembered": 0}, {"shared": 0}, {"max_source_share": 0.0}, {"max_source_share": 2}]
 )
