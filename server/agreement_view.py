@@ -84,6 +84,7 @@ def _statement(control: ControlStatus, promise: Promise | None) -> str:
             bound = min(control.disagreement_upper_bound, control.max_disagreement)
             return (
                 f"disagreement with the unmodified model is at most {percent(bound)} {sure} "
+                "on samples like those observed, copies counted once "
                 f"(constraint: {constraint}). {_seen(control)}"
             )
         case Evidence.CALIBRATED:
