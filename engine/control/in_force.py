@@ -198,6 +198,9 @@ class PolicyInForce:
         if path.bound != self._settings.max_disagreement:
             asked = self._settings.max_disagreement
             raise ValueError(f"state: levels were tested for {path.bound}, not for {asked}")
+        within = self._last_within(path.exits, path.thresholds)
+        if self._settings.never_beyond_compiled and within < path.levels - 1:
+            raise ValueError("state: levels answer more than the compiled policy, and none may")
         level = kept_count(state, "level", most=path.levels - 1)
         version = kept_count(state, "version", least=self._initial.version)
         bound = UpperBound(0.5)

@@ -136,6 +136,14 @@ def test_an_alarm_ends_the_comparison(
     assert restarted.status().alarms == 1
 
 
+def test_a_state_beyond_compiled_thresholds_is_refused_where_none_may_be(
+    population: Population, learned: CertifiedController
+) -> None:
+    pinned = controller_of(population, never_beyond_compiled=True)
+    with pytest.raises(ValueError, match="answer more than the compiled policy"):
+        pinned.restore(learned.state())
+
+
 def test_nothing_goes_beyond_compiled_thresholds_if_told_so(population: Population) -> None:
     controller, rng = (
         controller_of(population, never_beyond_compiled=True),
