@@ -30,7 +30,7 @@ from offramp.bundle.serde import to_plain
 
 _log = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 MAX_BYTES: Final = 32 * 2**20
 """Of a file, and of all that is packed in it: thousands of times what any controller keeps."""
 _DOCUMENT: Final = "document"

@@ -72,10 +72,16 @@ def make_controller(
             costs,
             records,
             CertifiedSettings(
-                audit_budget=options.audit_budget, release=mode is Mode.RELEASE, **limits
+                audit_budget=options.audit_budget,
+                release=mode is Mode.RELEASE,
+                never_beyond_compiled=options.never_beyond_compiled,
+                **limits,
             ),
             guard=ShiftGuard(records["confidence"]),
-            proposals=ExitProposals(costs, max_overhead=budget),
+            # exits that were not compiled in would never answer
+            proposals=None
+            if options.never_beyond_compiled
+            else ExitProposals(costs, max_overhead=budget),
         )
     fingerprint = {
         **identity_of(bundle),
@@ -85,6 +91,7 @@ def make_controller(
         "confidence": repr(confidence_level),
         # as asked for: what of it follows from times differs a little at every start
         "ramp_budget": repr(_least_budget(mode, options)),
+        "never_beyond_compiled": repr(options.never_beyond_compiled),
     }
     return controller, fingerprint
 

@@ -129,13 +129,15 @@ class Engine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
+        source: str = "",
     ) -> EngineResult:
         """Answer a request of n samples (first dimension of every input, n ≥ 1).
 
         Each sample exits on its own; the result is complete. Cancelling the awaiting task withdraws
         the request; its batch mates go on. The arrays, one an input of exact dtype, must not change
         meanwhile. The deadline is absolute on ``time.monotonic()``; ``None`` is the model's SLO. A
-        higher priority is served first.
+        higher priority is served first. ``source`` names the sender: of the evidence that control
+        learns from, one has at most the share that the options say.
 
         Raises:
             ModelNotServedError: No such model.
@@ -147,7 +149,9 @@ class Engine:
             BackendError: The batch's execution failed.
         """
         served = self._served(model)
-        request = self._submit(served, model, inputs, deadline_s=deadline_s, priority=priority)
+        request = self._submit(
+            served, model, inputs, deadline_s=deadline_s, priority=priority, source=source
+        )
         await self._finished(model, request)
         return StreamResult.first(served.answer, request)
 
@@ -158,6 +162,7 @@ class Engine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
+        source: str = "",
     ) -> AsyncGenerator[StreamResult, None]:
         """Answer a request early, and once more when its samples have run to the end.
 
@@ -170,7 +175,13 @@ class Engine:
         served = self._served(model)
         followup: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
         request = self._submit(
-            served, model, inputs, deadline_s=deadline_s, priority=priority, followup=followup
+            served,
+            model,
+            inputs,
+            deadline_s=deadline_s,
+            priority=priority,
+            source=source,
+            followup=followup,
         )
         try:
             await self._finished(model, request)
@@ -193,6 +204,7 @@ class Engine:
         *,
         deadline_s: float | None,
         priority: int,
+        source: str,
         followup: asyncio.Future[Request] | None = None,
     ) -> Request:
         if self._draining:
@@ -224,6 +236,7 @@ class Engine:
             submitted_s=now_s,
             deadline_s=deadline_s,
             priority=priority,
+            source=source,
             future=asyncio.get_running_loop().create_future(),
             followup=followup,
         )

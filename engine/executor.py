@@ -438,7 +438,7 @@ class Executor:
             with self._lock:
                 parts = model.requests_of(run, self._clock())
             inputs = model.gather(parts)
-            model.check_inputs(run, inputs)
+            model.check_inputs(run, parts, inputs)
             return slot.upload(inputs)
         assert carry is not None
         return carry

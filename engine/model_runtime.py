@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import pairwise
+from itertools import chain, compress, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -44,6 +44,8 @@ _LATE = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 
 Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
 """What a batch is merged of: tensors that some stream buffers, and which of their rows."""
+Parts: TypeAlias = Sequence[tuple[Request, slice | Rows]]
+"""What a batch that starts is made of: requests, and which of their rows."""
 
 
 class ModelRuntime:
@@ -117,6 +119,7 @@ class ModelRuntime:
             auditing=self.scheduler.auditing,
             lost_feedback=self._recorder.lost if self._recorder else 0,
             out_of_range=self._recorder.left_out if self._recorder else 0,
+            discounted=self._recorder.discounted if self._recorder else 0,
             variants=[self._of_variant(variant) for variant in self.model.variants],
         )
 
@@ -153,14 +156,14 @@ class ModelRuntime:
         self._count_padding(run, parts)
         return parts
 
-    def gather(self, parts: Sequence[tuple[Request, slice | Rows]]) -> dict[str, NDArray[Any]]:
+    def gather(self, parts: Parts) -> dict[str, NDArray[Any]]:
         """Bring the inputs of a batch together: :meth:`requests_of` in order."""
         taken = [
             {name: array[rows] for name, array in request.inputs.items()} for request, rows in parts
         ]
         return self.model.lengths.join(taken, parts[0][0].batch_key)
 
-    def _count_padding(self, run: Run, parts: Sequence[tuple[Request, slice | Rows]]) -> None:
+    def _count_padding(self, run: Run, parts: Parts) -> None:
         rules, counters = self.model.lengths, self.table.counters
         if rules.pads:
             rows = [stop - start for start, stop in _neighbours(run.requests)]
@@ -179,14 +182,20 @@ class ModelRuntime:
                 self._recorder.set_aside(run.sample_ids, AUDITED_SHARE)
                 self._audits[run.variant - 1].start(run.sample_ids)
 
-    def check_inputs(self, run: Run, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Leave samples out of the evidence whose inputs, [n, …], are out of range."""
-        if self._logs:
-            self._logs[run.variant].begin(run.sample_ids, inputs)
-        if self._recorder is not None and self.model.guard is not None:
+    def check_inputs(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Leave samples out of the evidence that are out of range, or equal to recent ones."""
+        if self._recorder is None:
+            return
+        self._logs[run.variant].begin(run.sample_ids, inputs)
+        is_evidence = np.full(len(run.sample_ids), not run.variant)
+        if self.model.guard is not None:
             in_range = self.model.guard.in_range(inputs)
             if not in_range.all():
                 self._recorder.leave_out(run.sample_ids[~in_range])
+                is_evidence &= in_range
+        if is_evidence.any():
+            origins = chain.from_iterable(request.origins(rows) for request, rows in parts)
+            self._recorder.admit(run.sample_ids[is_evidence], [*compress(origins, is_evidence)])
 
     def keep_in(self, run: Run, step: StageStep) -> StageStep:
         """Let no sample exit whose inputs are out of range; without the lock."""

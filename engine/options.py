@@ -82,6 +82,14 @@ class ModelOptions:
     """Whether exits answer, and the controller learns from, samples whose inputs are far outside of
     what calibration saw."""
 
+    max_source_share: float = 1.0
+    """Largest share that one source, a client's host, has of the last 4,096 samples of the
+    evidence; 1 bounds nothing."""
+
+    never_beyond_compiled: bool = False
+    """Whether the policy that the controller starts with is the most aggressive one ever: no exit
+    gets a lower threshold, and no other exit answers."""
+
     share_weights: str = "auto"
     """One of :data:`SHARE_WEIGHTS`: whether the model and its variants run on one copy of their
     weights (:mod:`offramp.engine.weight_sharing`)."""
@@ -95,6 +103,8 @@ class ModelOptions:
         shares = ("max_disagreement", "confidence", "audit_budget")
         least = "above 0, below 1 by 1e-9 or more"
         _refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, least, *shares)
+        a_share = "above 0 and at most 1"
+        _refuse_unless(self, lambda v: 0 < v <= 1, a_share, "max_source_share")
         if self.slo_ms is not None and self.max_queue_delay_ms >= self.slo_ms:
             raise ValueError(
                 f"max_queue_delay_ms is {self.max_queue_delay_ms}, but answers are due within "
@@ -105,6 +115,11 @@ class ModelOptions:
         if self.controller not in CONTROLLERS:
             known = ", ".join(CONTROLLERS)
             raise ValueError(f"there is no controller {self.controller!r}; known: {known}")
+        if self.never_beyond_compiled and self.controller == "apparate":
+            raise ValueError(
+                "never_beyond_compiled keeps to thresholds that were compiled, and controller "
+                "apparate tunes its own; choose certified or static"
+            )
         if self.share_weights not in SHARE_WEIGHTS:
             known = ", ".join(SHARE_WEIGHTS)
             raise ValueError(

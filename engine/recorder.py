@@ -8,19 +8,22 @@ those that leave would be counted before those that are audited.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.certify import MODEL_END, UNKNOWN, Observations
+from offramp.engine.control.evidence_window import EvidenceWindow, Origin
 
 CAPACITY: Final = 1 << 14
 """Samples remembered; a power of two."""
 _MOST_AT_ONCE: Final = 1 << 12
 """Samples read by one call."""
 _NOBODY: Final = -1
-_RUNNING, _FINISHED, _LOST, _LEFT_OUT, _SET_ASIDE = map(np.uint8, range(5))
+_RUNNING, _FINISHED, _LOST, _LEFT_OUT, _SET_ASIDE, _DISCOUNTED = map(np.uint8, range(6))
 
 SampleIds = NDArray[np.int64]
 
@@ -29,10 +32,19 @@ class Recorder:
     """A ring of samples by sample id, and the coins that say which are audited: all, to start with.
 
     ``exits`` is K, all exits of the bundle, in use or not; ``seed`` the coins', ``None`` takes one
-    from the system; ``capacity`` a power of two.
+    from the system; ``capacity`` a power of two. ``window`` decides which samples are evidence; the
+    others are not audited, unless ``release``: all samples run to the end.
     """
 
-    def __init__(self, exits: int, *, seed: int | None = None, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        exits: int,
+        *,
+        seed: int | None = None,
+        capacity: int = CAPACITY,
+        window: EvidenceWindow | None = None,
+        release: bool = False,
+    ) -> None:
         if capacity < 1 or capacity & (capacity - 1):
             raise ValueError(f"capacity is {capacity}, expected a power of two")
         self.audit_probability = 1.0
@@ -42,6 +54,12 @@ class Recorder:
         nobody read in time."""
         self.left_out = 0
         """Samples that are no evidence, as their inputs are out of range."""
+        self.discounted = 0
+        """Samples that are no evidence, as equal ones were, or too many of the same source."""
+        self._window = window or EvidenceWindow()
+        self._admitting = threading.Lock()
+        """Held while the window decides: several streams ask it."""
+        self._release = release
         self._random = np.random.default_rng(seed)
         self._mask = capacity - 1
         self._read = 0
@@ -58,6 +76,7 @@ class Recorder:
         self._forced = np.zeros(capacity, np.bool_)
         self._in_range = np.ones(capacity, np.bool_)
         self._aside = np.zeros(capacity, np.bool_)
+        self._is_admitted = np.ones(capacity, np.bool_)
 
     def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
         """Record samples [n] that start under a policy's version, and toss their coins.
@@ -80,6 +99,7 @@ class Recorder:
         self._forced[slots] = forced
         self._in_range[slots] = True
         self._aside[slots] = False
+        self._is_admitted[slots] = True
         self._sample_id[slots] = sample_ids
 
     def runs_on(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
@@ -99,6 +119,15 @@ class Recorder:
     def leave_out(self, sample_ids: SampleIds) -> None:
         """Record samples whose inputs are out of range: they will be no evidence."""
         self._in_range[self._own(sample_ids)[0]] = False
+
+    def admit(self, sample_ids: SampleIds, origins: Sequence[Origin]) -> None:
+        """Have the window decide which samples [n] that were started are evidence."""
+        with self._admitting:
+            admitted = self._window.admit(sample_ids, origins)
+        slots, mine = self._own(sample_ids)
+        self._is_admitted[slots] = admitted[mine]
+        if not self._release:
+            self._runs_on[slots] &= admitted[mine]
 
     def in_range(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
         """[n]: whether the samples' inputs are in range."""
@@ -138,7 +167,8 @@ class Recorder:
     def finish(self, sample_ids: SampleIds) -> None:
         """Record that no more will be known of samples."""
         slots, _ = self._own(sample_ids)
-        state = np.where(self._in_range[slots], _FINISHED, _LEFT_OUT)
+        state = np.where(self._is_admitted[slots], _FINISHED, _DISCOUNTED)
+        state = np.where(self._in_range[slots], state, _LEFT_OUT)
         self._state[slots] = np.where(self._aside[slots], _SET_ASIDE, state)
 
     def lose(self, sample_ids: SampleIds) -> None:
@@ -172,10 +202,9 @@ class Recorder:
         if torn.any():  # overwritten while it was read; the next call goes on behind it
             return None
         self._read += count
-        left_out = int(np.count_nonzero(self._state[slots] == _LEFT_OUT))
-        aside = int(np.count_nonzero(self._state[slots] == _SET_ASIDE))
-        self.left_out += left_out
-        self.lost += count - len(known) - left_out - aside
+        self.left_out += int(np.count_nonzero(self._state[slots] == _LEFT_OUT))
+        self.discounted += int(np.count_nonzero(self._state[slots] == _DISCOUNTED))
+        self.lost += int(np.count_nonzero(self._state[slots] == _LOST))
         return seen if len(known) else None
 
     def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.certify.decision import MODEL_END
+from offramp.engine.control.evidence_window import Origin, fingerprints
 from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
 from offramp.engine.lengths import BatchKey
 from offramp.engine.scheduling import DropCause, Dropped
@@ -72,6 +73,8 @@ class Request:
     submitted_s: float
     deadline_s: float
     priority: int
+    source: str = ""
+    """The sender, for bounds on its share of the evidence."""
     future: asyncio.Future[Request]
     """Resolved with the request itself when it is completed."""
     followup: asyncio.Future[Request] | None = None
@@ -106,6 +109,11 @@ class Request:
         self.exits = np.full(self.count, MODEL_END, np.int32)
         self.forced = np.zeros(self.count, np.bool_)
         self.variants = np.zeros(self.count, np.int16)
+
+    def origins(self, rows: slice | NDArray[np.int64]) -> list[Origin]:
+        """Return what tells whether each of some rows, at least one, may be evidence."""
+        arrays = [self.inputs[name][rows] for name in sorted(self.inputs)]
+        return [(print_, self.source) for print_ in fingerprints(arrays, len(arrays[0]))]
 
 
 class CompletionQueue:

@@ -15,6 +15,7 @@ from offramp.bundle import Answer, Bundle, Profile, TensorSpec, Variant
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.control.controller import Controller, ControlStatus
+from offramp.engine.control.evidence_window import EvidenceWindow
 from offramp.engine.control_state import identity_of
 from offramp.engine.controllers import make_controller
 from offramp.engine.deployment import Deployment, DeploymentMaker, zeros
@@ -145,7 +146,11 @@ class ServedModel:
             policy = controller.policy
             control = ModelControl(
                 controller=controller,
-                recorder=Recorder(len(bundle.manifest.exits)),
+                recorder=Recorder(
+                    len(bundle.manifest.exits),
+                    window=EvidenceWindow(max_source_share=of_model.max_source_share),
+                    release=mode is Mode.RELEASE,
+                ),
                 deployments=deployments,
                 fingerprint={**found_under, **_arithmetic(bundle, backend)},
                 state_file=StateFile.of(bundle.path, name) if options.keep_state else None,

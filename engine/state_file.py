@@ -94,17 +94,10 @@ class StateFile(OwnedFile):
     suffix = SUFFIX
     lock_suffix = LOCK_SUFFIX
 
-    def __init__(self, path: Path, *, former: Path | None = None) -> None:
-        """Keep the state at ``path``; where nothing is there yet, read ``former``."""
-        super().__init__(path)
-        self.former = former
-        """What an Offramp before there were names kept for all servers of the bundle."""
-
     @classmethod
     def of(cls, bundle: str | os.PathLike[str], name: str) -> Self:
-        """Give the file of a bundle served under a name."""
-        place = Path(bundle).resolve()
-        return cls(cls.place_of(bundle, name), former=place.with_name(place.name + SUFFIX))
+        """Return the file of a bundle served under a name."""
+        return cls(cls.place_of(bundle, name))
 
     def load(self, fingerprint: Mapping[str, str]) -> Mapping[str, Any] | None:
         """Take the file for this server, and read it; ``None`` if there is nothing to go on from.
@@ -112,9 +105,7 @@ class StateFile(OwnedFile):
         See :func:`.control_state.load_state`.
         """
         self.take()
-        if self.former is None or os.path.lexists(self.path):
-            return load_state(self.path, fingerprint=fingerprint)
-        return load_state(self.former, fingerprint=fingerprint)
+        return load_state(self.path, fingerprint=fingerprint)
 
     def save(self, state: Mapping[str, Any], fingerprint: Mapping[str, str]) -> bool:
         """Keep a state, unless another server keeps the file; says whether it is kept.

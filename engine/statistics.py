@@ -125,6 +125,8 @@ class CountersSnapshot:
     """Samples whose feedback was lost: their batch failed, or nobody read it in time."""
     out_of_range: int = 0
     """Samples that no exit answered as their inputs are unlike those of calibration."""
+    discounted: int = 0
+    """Samples that control does not learn from: equal ones came before, or too many of a source."""
     unseen_lengths: int = 0
     """Accepted samples of a length that calibration never had."""
     padded: int = 0
@@ -298,6 +300,7 @@ class Counters:
         auditing: int = 0,
         lost_feedback: int = 0,
         out_of_range: int = 0,
+        discounted: int = 0,
         variants: Sequence[VariantStatistics] = (),
     ) -> CountersSnapshot:
         """Give the counts so far, and what scheduler and recorder hold at the same instant."""
@@ -316,6 +319,7 @@ class Counters:
             auditing=auditing,
             lost_feedback=lost_feedback,
             out_of_range=out_of_range,
+            discounted=discounted,
             unseen_lengths=self.unseen_lengths,
             padded=self.padded,
             padded_positions=self.padded_positions,

@@ -86,6 +86,7 @@ def _statement(control: ControlStatus, promise: Promise | None) -> str:
             bound = min(control.disagreement_upper_bound, control.max_disagreement)
             return (
                 f"disagreement with the unmodified model is at most {percent(bound)} {sure} "
+                "on samples like those observed, copies counted once "
                 f"(constraint: {constraint}). {_seen(control)}"
             )
         case Evidence.CALIBRATED:
@@ -133,6 +134,7 @@ def _figures(statistics: ModelStatistics, control: ControlStatus) -> tuple[Figur
                 ("being audited", statistics.auditing, False),
                 ("audits lost", statistics.lost_feedback, False),
                 ("with inputs out of range", statistics.out_of_range, False),
+                ("copies, no evidence", statistics.discounted, False),
                 ("drift alarms", control.alarms, True),
                 ("tunings", control.tunings, False),
                 ("changes of exits", control.adjustments, False),

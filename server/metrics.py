@@ -241,6 +241,7 @@ _LOST: Final[_Readings] = {
         "Samples that the whole model answered, as their inputs are unlike those of calibration.",
         "out_of_range",
     ),
+    "offramp_discounted_samples": ("Samples that are no evidence: copies.", "discounted"),
 }
 _HISTOGRAMS: Final[_Readings] = {
     "offramp_queue_duration_seconds": (

@@ -61,6 +61,11 @@ class Visit:
     rows: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
 
+    @property
+    def source(self) -> str:
+        """The client's host: of gRPC's ``ipv4:10.0.0.7:51234`` all but the port."""
+        return self.peer().rpartition(":")[0]
+
 
 class Reception:
     """Admits requests within the limits, counts refusals, and writes the access log.

@@ -26,6 +26,7 @@ class ServedEngine(Protocol):
         *,
         deadline_s: float | None = None,
         priority: int = 0,
+        source: str = "",
     ) -> EngineResult:
         """Answer a request; cancelling the awaiting task withdraws it."""
 
@@ -36,6 +37,7 @@ class ServedEngine(Protocol):
         *,
         deadline_s: float | None = None,
         priority: int = 0,
+        source: str = "",
     ) -> AsyncGenerator[StreamResult, None]:
         """Answer a request once or twice; closing the iterator withdraws it."""
 

@@ -116,7 +116,11 @@ class InferenceService:
         call = await self._decoder.call(message, model, time_remaining_s=_time_remaining_s(context))
         del message
         result = await self._engine.infer(
-            request.model_name, call.inputs, deadline_s=call.deadline_s, priority=call.priority
+            request.model_name,
+            call.inputs,
+            deadline_s=call.deadline_s,
+            priority=call.priority,
+            source=visit.source,
         )
         visit.rows = len(result.exits)
         return write_response(request, result, call.outputs)

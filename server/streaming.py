@@ -133,6 +133,7 @@ class RequestStream:
                     call.inputs,
                     deadline_s=call.deadline_s,
                     priority=call.priority,
+                    source=visit.source,
                 )
                 visit.rows = len(result.exits)
                 return write_only(request, result, call.outputs)
@@ -164,7 +165,11 @@ class RequestStream:
         self, visit: Visit, request: ModelInferRequest, call: InferCall, send: _Send
     ) -> None:
         results = self._engine.infer_stream(
-            request.model_name, call.inputs, deadline_s=call.deadline_s, priority=call.priority
+            request.model_name,
+            call.inputs,
+            deadline_s=call.deadline_s,
+            priority=call.priority,
+            source=visit.source,
         )
         more = False
         async with aclosing(results):  # withdraws the request, should the client leave

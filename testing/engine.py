@@ -122,6 +122,7 @@ class FakeCall:
     inputs: Mapping[str, NDArray[Any]]
     deadline_s: float | None
     priority: int
+    source: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,9 +176,12 @@ class FakeEngine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
+        source: str = "",
     ) -> EngineResult:
         """Answer as the class says, after ``hold``."""
-        call = FakeCall(model=model, inputs=inputs, deadline_s=deadline_s, priority=priority)
+        call = FakeCall(
+            model=model, inputs=inputs, deadline_s=deadline_s, priority=priority, source=source
+        )
         return await self._first_answer(call)
 
     async def infer_stream(
@@ -187,9 +191,12 @@ class FakeEngine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
+        source: str = "",
     ) -> AsyncGenerator[StreamResult, None]:
         """Answer as the class says, after ``hold``; and once more after ``hold_final``."""
-        call = FakeCall(model=model, inputs=inputs, deadline_s=deadline_s, priority=priority)
+        call = FakeCall(
+            model=model, inputs=inputs, deadline_s=deadline_s, priority=priority, source=source
+        )
         first = await self._first_answer(call)
         followed = self._followed(first.exits)
         if not followed.any():

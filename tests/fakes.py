@@ -12,6 +12,7 @@ import numpy as np
 from offramp.bundle import ActiveExit, Answer, ExitPolicy, TensorSpec
 from offramp.certify import MODEL_END, NEVER, Observations
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
+from offramp.engine.control.evidence_window import EvidenceWindow
 from offramp.engine.deployment import Deployment, DeploymentMaker
 from offramp.engine.input_guard import InputGuard
 from offramp.engine.options import ModelOptions
@@ -207,6 +208,8 @@ def fake_model(
     state_path: Path | None = None,
     guard: InputGuard | None = None,
     profile_file: ProfileFile | None = None,
+    window: EvidenceWindow | None = None,
+    release: bool = True,
     **options: Any,
 ) -> ServedModel:
     """A served model that answers by script [n, stages, classes], float32; see fake_points.
@@ -228,7 +231,7 @@ def fake_model(
     else:
         deployments = FakeDeployments(backend, len(thresholds), settings, stage_s)
         deployment = deployments.make(controller.policy)
-        recorder = Recorder(len(thresholds), seed=0)
+        recorder = Recorder(len(thresholds), seed=0, window=window, release=release)
         recorder.audit_probability = controller.audit_probability
         control = ModelControl(
             controller=controller,

@@ -9,6 +9,8 @@
                  the candidate passed, and saves more:              its path comes into force
                  other thresholds might save more:                  they become the candidate
         propose: other exits might save more:                       they become the candidate
+    after a restart:
+        resume:  samples look like those before it:                 what was learned is in force
 
 What is in force was therefore certified on the calibration data, or on what was served (see the
 theorem in :mod:`offramp.certify.threshold_path`), or answers nothing early. Every statement made
@@ -31,7 +33,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy
 from offramp.certify import AgreementCurve, FloatArray, Observations, Window, fit_curves
-from offramp.certify.kept import kept_array, kept_count, kept_part
+from offramp.certify.kept import kept_array, kept_part
 from offramp.engine.control.candidate_test import CandidateTests
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
@@ -40,6 +42,7 @@ from offramp.engine.control.drift import DriftAlarm
 from offramp.engine.control.exit_proposals import ExitProposals
 from offramp.engine.control.in_force import PolicyInForce
 from offramp.engine.control.initial import tuning_split
+from offramp.engine.control.resumption import Resumption
 from offramp.engine.control.savings import SavingsEstimator
 from offramp.engine.control.settings import CertifiedSettings
 from offramp.engine.control.shift_guard import ShiftGuard
@@ -52,7 +55,6 @@ _SETTLED: Final = 2048
 while levels pass one after the other, versions would follow each other fast."""
 _LEAP: Final = 0.95
 """Share of the mean time that is much less."""
-_COUNTS: Final = ("alarms", "tunings", "adjustments")
 
 
 class CertifiedController:
@@ -95,6 +97,7 @@ class CertifiedController:
         self._counters = ControlCounters(tolerated=settings.max_disagreement)
         self._unlooked = 0
         """Samples since the last look at what could be changed."""
+        self._resumption = Resumption(self._in_force, self._counters, guard)
         if guard is not None:
             guard.watch(self.policy)
 
@@ -140,10 +143,11 @@ class CertifiedController:
             why = self._test(seen) or self._look_if_due()
         if self._guard is not None:
             self._guard.pass_by(len(seen))
-            if why is None and self._guard.has_shifted(
-                seen, self.policy, needs_evidence=self.needs_evidence
-            ):
-                why = "inputs are not what they were"
+            needed = self.needs_evidence
+            if why is None and self._guard.has_shifted(seen, self.policy, needs_evidence=needed):
+                why = None if self._resumption.forget() else "inputs are not what they were"
+            elif why is None:
+                self._resumption.resume_if_alike()
         if why is not None:
             self.invalidate(why)
         if self._proposals is not None:
@@ -163,7 +167,9 @@ class CertifiedController:
             self._end_test("fitting failed")
             return
         self._counters.tunings += 1
-        self._end_test(self._candidates.adopt_path(result, against=self._in_force.path))
+        assert self._candidates.current is not None
+        fitted = self._in_force.limited(self._candidates.current.exits, result)
+        self._end_test(self._candidates.adopt_path(fitted, against=self._in_force.path))
 
     def consider(self, active: Sequence[int]) -> bool:
         """Try another set of exits, beside the one in force; says whether it will be tried.
@@ -178,7 +184,8 @@ class CertifiedController:
         if target and not 0 <= target[0] <= target[-1] < self._costs.exits:
             raise ValueError(f"exits {list(active)} must be within 0 to {self._costs.exits - 1}")
         now = self._in_force
-        if self._candidates.current is not None or now.recovering or target == now.path.exits:
+        is_busy = self._candidates.current or now.recovering or self._resumption.kept is not None
+        if is_busy or target == now.path.exits:
             return False
         thresholds = now.thresholds
         gone = [e for e in thresholds if e not in target]
@@ -203,6 +210,7 @@ class CertifiedController:
         self._suspicion.reset()
         self._window.keep(0)
         self._candidates.drifted()
+        self._resumption.kept = None
         self._in_force.restart()
         if self._guard is not None:
             self._guard.recover(self.policy)
@@ -231,30 +239,28 @@ class CertifiedController:
         return self._counters.take_events()
 
     def state(self) -> Mapping[str, Any]:
-        """All but the test of a candidate, which begins again, and what inputs look like."""
-        counters = self._counters
+        """All but the test of a candidate, which begins again."""
+        if self._resumption.kept is not None:
+            return self._resumption.kept
         kept = {
             **self._in_force.state(),
             "drift": self._drift.state(),
             "suspicion": self._suspicion.state(),
             "curves": np.array([[c.slope, c.intercept] for c in self._candidates.curves]),
-            "tally": counters.state(),
-            "counts": [counters.alarms, counters.tunings, counters.adjustments],
+            "counters": self._counters.state(),
         }
-        return kept if self._guard is None else {"inner": kept, "patience": self._guard.state()}
+        return kept if self._guard is None else {**kept, "guard": self._guard.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a kept state, evidence included; a job that is out is not waited for.
 
-        Inputs are compared with those that come first from now on.
+        Where inputs are watched, thresholds beyond the compiled ones wait (:mod:`.resumption`).
         """
         try:
-            if self._guard is None:
-                self._restore(state)
-            else:
-                self._guard.restore(kept_part(state, "patience"))
-                self._restore(kept_part(state, "inner"))
-                self._guard.forget(self.policy)
+            if self._guard is not None:
+                self._guard.restore(kept_part(state, "guard"))
+            self._restore(state)
+            self._resumption.begin(state)
         except ValueError as error:
             raise ValueError(f"no state of the {self.name} controller: {error}") from error
 
@@ -297,7 +303,7 @@ class CertifiedController:
 
     def _look_if_due(self) -> str | None:
         """Look what to change; says why if recent samples contradict the policy in force."""
-        if self._unlooked < self._settings.look_every:
+        if self._unlooked < self._settings.look_every or self._resumption.kept is not None:
             return None
         samples, self._unlooked = self._unlooked, 0
         risk = self._savings.recent_excess(self._in_force.path, self._in_force.level)
@@ -368,8 +374,9 @@ class CertifiedController:
         if self._in_force.recovering:
             needed = math.log(1 / path.alpha) / (0.8 * self._settings.max_disagreement)
             return f"recovering: {path.samples} of about {needed:.0f} samples"
-        if self._candidates.current is not None:
-            return self._candidates.current.describe()
+        test = self._candidates.current if self._resumption.kept is None else self._resumption
+        if test is not None:
+            return test.describe()
         if evidence is Evidence.CERTIFIED:
             return "gathering evidence for more" if self.needs_evidence else "steady"
         return f"gathering evidence: {path.samples} samples"
@@ -377,21 +384,14 @@ class CertifiedController:
     def _restore(self, state: Mapping[str, Any]) -> None:
         rows = kept_array(state, "curves", (self._costs.exits, 2)).tolist()
         curves = [AgreementCurve(slope=slope, intercept=intercept) for slope, intercept in rows]
-        counts = state.get("counts")
-        if not isinstance(counts, list) or len(counts) != len(_COUNTS):
-            raise ValueError(f"state: 'counts' must be {len(_COUNTS)} counts")
-        kept = dict(zip(_COUNTS, counts, strict=True))
-        kept = {name: kept_count(kept, name) for name in _COUNTS}
         drift = DriftAlarm(self._settings.max_disagreement, rate=self._settings.alarm_rate)
         drift.restore(kept_part(state, "drift"))
         suspicion = copy.copy(self._suspicion)
-        if "suspicion" in state:  # older versions kept none
-            suspicion.restore(kept_part(state, "suspicion"))
-        counted = kept_part(state, "tally")
-        ControlCounters().restore(counted)  # refuses before anything has changed
-        self._in_force.restore(state, drifted=kept["alarms"] > 0)
+        suspicion.restore(kept_part(state, "suspicion"))
+        counted, counts = kept_part(state, "counters"), ControlCounters()
+        counts.restore(counted)  # refuses before anything has changed
+        self._in_force.restore(state, drifted=counts.alarms > 0)
         self._counters.restore(counted)
-        vars(self._counters).update(kept)
         self._drift, self._suspicion = drift, suspicion
         self._candidates.curves = tuple(curves)
         if self._in_force.recovering:

@@ -12,8 +12,7 @@ from offramp.certify import Observations
 from offramp.certify.kept import MOST, kept_count, kept_number, kept_part
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence
 
-_KEPT = ("observed", "audited", "disagreed")
-_COUNTED = (*_KEPT, "alarms", "tunings", "adjustments")
+_COUNTED = ("observed", "audited", "disagreed", "alarms", "tunings", "adjustments")
 
 
 class ControlCounters:
@@ -102,8 +101,8 @@ class ControlCounters:
         )
 
     def state(self) -> dict[str, Any]:
-        """What to keep over a restart: the counts of samples, and the estimate if there is one."""
-        counts: dict[str, Any] = {name: getattr(self, name) for name in _KEPT}
+        """What to keep over a restart: all counts, and the estimate if there is one."""
+        counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTED}
         if self._version is None:
             return counts
         estimate = {
@@ -115,14 +114,16 @@ class ControlCounters:
         return counts | {"estimate": estimate}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state; ValueError, and nothing has changed, if it does not fit.
-
-        Older states have no estimate: it begins anew.
-        """
-        counts = {name: kept_count(state, name) for name in _KEPT}
-        estimate = _read_estimate(kept_part(state, "estimate")) if "estimate" in state else {}
+        """Go on from a kept state; ValueError, and nothing has changed, if it does not fit."""
+        counts = {name: kept_count(state, name) for name in _COUNTED}
+        estimate = _kept_estimate(state)
         self._begin(None)
         vars(self).update(counts | estimate)
+
+    def resume_estimate(self, state: Mapping[str, Any], *, version: int) -> None:
+        """Go on with the estimate alone of a kept state, now that of policy ``version``."""
+        self._begin(version)
+        vars(self).update(_kept_estimate(state) | {"_version": version})
 
     def _begin(self, version: int | None) -> None:
         """Start the estimate of another policy, or of none."""
@@ -130,7 +131,11 @@ class ControlCounters:
         self._heaviest = 0.0
 
 
-def _read_estimate(kept: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_estimate(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Read an estimate; nothing where there was none."""
+    if "estimate" not in state:
+        return {}
+    kept = kept_part(state, "estimate")
     samples = kept_count(kept, "samples")
     heaviest = kept_number(kept, "heaviest")
     loss = kept_number(kept, "loss", most=min(heaviest * samples * (1 + 1e-9), MOST))

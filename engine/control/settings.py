@@ -16,6 +16,8 @@ class CertifiedSettings:
     """The constraint, ε."""
     confidence_level: float = 0.95
     """1 − α, over the controller's life."""
+    never_beyond_compiled: bool = False
+    """Whether nothing is ever answered early that the policy at the start would not answer."""
     release: bool = False
     """Every sample runs to the end; else audits choose which do."""
     audit_budget: float = 0.05

@@ -50,7 +50,7 @@ class ShiftDetector:
         if not 0 < significance < 1:
             raise ValueError(f"significance is {significance}, expected in (0, 1)")
         self._significance = significance
-        self._excess = np.ones(len(SCALES))
+        self.excess: FloatArray = np.ones(len(SCALES))
         """Chi-square over its expectation, at each scale, in the mean over windows."""
         self.reset()
 
@@ -69,6 +69,11 @@ class ShiftDetector:
         self._unlooked = 0
         if reference is not None:
             self._collect(reference)
+
+    @property
+    def compares(self) -> bool:
+        """Whether there are enough older samples of any exit to compare with."""
+        return self._edges is not None and any(edges.size for edges in self._edges)
 
     def add(self, confidence: Float32Array) -> bool:
         """Take in samples in order; whether they have changed.
@@ -116,7 +121,7 @@ class ShiftDetector:
                 break
             recent = _count(self._recent[:, -scale:])
             statistic, freedom = chi_square(recent, newest - recent + self._reference)
-            usual = max(float(self._excess[place]), 1.0)
+            usual = max(float(self.excess[place]), 1.0)
             limit = chi_square_quantile(self._significance, max(freedom, 1))
             found |= statistic > limit * usual
             self._learn(place, scale, statistic / max(freedom, 1))
@@ -132,8 +137,8 @@ class ShiftDetector:
         Slowly, and none for more than twice the usual, lest a shift hide itself.
         """
         weight = LOOK_EVERY / scale / _WINDOWS_AVERAGED
-        excess = min(excess, 2.0 * max(float(self._excess[place]), 1.0))
-        self._excess[place] += weight * (excess - self._excess[place])
+        excess = min(excess, 2.0 * max(float(self.excess[place]), 1.0))
+        self.excess[place] += weight * (excess - self.excess[place])
 
 
 def chi_square(recent: FloatArray, before: FloatArray) -> tuple[float, int]:

@@ -22,7 +22,7 @@ import numpy as np
 from offramp.bundle import ExitPolicy
 from offramp.certify import NEVER, BoolArray, Float32Array, Observations, Window, first_exit
 from offramp.certify.decision import reaches
-from offramp.certify.kept import kept_count
+from offramp.certify.kept import kept_array, kept_count
 from offramp.engine.control.shift import ShiftDetector
 
 RECOVERY: Final = 8_192
@@ -31,8 +31,14 @@ REMEMBERED: Final = 4_096
 """Samples that are compared with when a policy comes into force."""
 BLIND: Final = 1_024
 """Samples until exits of which too little was known are compared too."""
+ALIKE: Final = 1_024
+"""Samples that have to look like those before a restart until they count as alike."""
+KEPT: Final = 2_048
+"""Samples that are kept over a restart to compare with."""
 FIRST_WAIT: Final = 1_024
 """Samples until a second notice may follow the first."""
+_UNSAID: Final = -1.0
+"""In a kept state, the confidence of an exit that a sample did not pass."""
 _MISSING: Final = 0.1
 """Share of those that would have reached an exit of which it may be unknown what it says."""
 QUIET: Final = 32_768
@@ -57,11 +63,19 @@ class ShiftGuard:
         """Exits whose confidences are compared."""
         self._answering: tuple[tuple[int, float], ...] | None = None
         """Exits that answered when they were chosen: who reaches an exit depends on these."""
+        self._calibration = calibration[:, -REMEMBERED:]
         self._recent = Window(exits=len(calibration), capacity=REMEMBERED)
         """The last samples, whether they ran to the end or not."""
         self._recent.add_confidence(calibration)
+        self.alike = ALIKE
+        """Samples since a restart that look like those before it, up to :data:`ALIKE`."""
         self._is_half_blind, self._blind_for = False, 0
         """Whether some exits are not compared for want of samples; for so many samples more."""
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether enough samples look like those before a restart, if there was one."""
+        return self.alike >= ALIKE
 
     @property
     def audits_all(self) -> bool:
@@ -81,14 +95,16 @@ class ShiftGuard:
         says whether audits could still bring more aggressive thresholds, or confirm those in force.
         """
         self._left = max(self._left - len(seen), 0) if needs_evidence else 0
-        if self._differs(seen, policy.version) and self._since >= self._wait:
+        mine = seen.take(seen.policy_version == policy.version)
+        if self._differs(mine) and (self._since >= self._wait or not self.is_alike):
             self._since, self._wait = 0, self._wait * 2
             return True
+        self.alike = min(self.alike + len(mine), ALIKE)
         self._recent.add_confidence(seen.confidence)
         self._blind_for = max(self._blind_for - len(seen), 0)
         if _answering(policy) != self._answering:
             self.watch(policy)
-        elif self._is_half_blind and not self._blind_for:
+        elif self._is_half_blind and not self._blind_for and self.is_alike:
             self._recent.keep(BLIND)
             self.watch(policy)
         return False
@@ -96,12 +112,22 @@ class ShiftGuard:
     def recover(self, policy: ExitPolicy) -> None:
         """After any alarm: have everything audited, and compare with what comes now."""
         self._left = self._recovery
-        self.forget(policy)
-
-    def forget(self, policy: ExitPolicy) -> None:
-        """Compare with what comes now."""
         self._recent.keep(0)
+        self.alike = ALIKE
         self.watch(policy)
+
+    def start_over(self, policy: ExitPolicy) -> None:
+        """Compare with calibration, as at first."""
+        self._recent.keep(0)
+        self._recent.add_confidence(self._calibration)
+        self.alike = ALIKE
+        self.watch(policy)
+
+    def compare_with_past(self, policy: ExitPolicy) -> bool:
+        """Compare with the samples before a restart: whether there are enough of them."""
+        self.watch(policy)
+        self.alike = 0
+        return self._detector.compares
 
     def watch(self, policy: ExitPolicy) -> None:
         """Compare what is served under a policy from now on.
@@ -125,22 +151,33 @@ class ShiftGuard:
         self._is_half_blind, self._blind_for = bool(unknown.any()), BLIND
         self._detector.reset(_only(reached & ~unknown[:, None], confidence))
 
-    def state(self) -> dict[str, int]:
-        """How long to wait for the next notice."""
-        return {"wait": self._wait, "since": self._since}
+    def state(self) -> dict[str, Any]:
+        """What to keep over a restart: when to notice again, and what inputs look like."""
+        recent = self._recent.confidence(range(len(self._calibration)), KEPT)
+        return {
+            "wait": self._wait,
+            "since": self._since,
+            "recent": np.nan_to_num(recent, nan=_UNSAID),
+            "excess": self._detector.excess.copy(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state; ValueError if it does not fit."""
+        """Go on from a kept state; ValueError, and nothing has changed, if it does not fit."""
         wait = kept_count(state, "wait", least=FIRST_WAIT)
-        self._wait, self._since = wait, kept_count(state, "since")
+        since = kept_count(state, "since")
+        shape = (len(self._calibration), None)
+        recent = kept_array(state, "recent", shape, least=_UNSAID, most=1.0).astype(np.float32)
+        excess = kept_array(state, "excess", self._detector.excess.shape, least=0.0)
+        self._wait, self._since, self._detector.excess = wait, since, excess
+        self._recent.keep(0)
+        self._recent.add_confidence(np.where(recent < 0, np.float32(np.nan), recent))
 
-    def _differs(self, seen: Observations, version: int) -> bool:
-        """Whether what exits say of those that reach them has changed."""
+    def _differs(self, seen: Observations) -> bool:
+        """Whether what exits say of the samples that reach them has changed."""
         if not self._watched:
             return False
-        mine = seen.take(seen.policy_version == version)
-        reached = reaches(mine.answered_at, self._watched)
-        return self._detector.add(_only(reached, mine.confidence[list(self._watched)]))
+        reached = reaches(seen.answered_at, self._watched)
+        return self._detector.add(_only(reached, seen.confidence[list(self._watched)]))
 
 
 def _answering(policy: ExitPolicy) -> tuple[tuple[int, float], ...]:

@@ -68,6 +68,8 @@ _WATCHING: Final[Mapping[str, str]] = {
     "audit_budget": "--audit-budget",
     "ramp_budget": "--ramp-budget",
     "trust_inputs": "--trust-inputs",
+    "max_source_share": "--max-source-share",
+    "never_beyond_compiled": "--never-beyond-compiled",
 }
 """Options that mean something only where answers are observed, by their fields."""
 
@@ -139,6 +141,21 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         help="let exits answer, and learn from, samples with elements that are not finite or far "
         "outside of what calibration saw (default: the whole model answers them, and they are no "
         "evidence)",
+    )
+    add = option_adder(group, ModelOptions())
+    add(
+        "--max-source-share",
+        "largest share that the samples of one client host have of the evidence that control "
+        "learns from: of the last 4,096 samples; below 1, a single client can teach it nothing new "
+        "for long (default: no bound)",
+        **_SHARE,
+    )
+    group.add_argument(
+        "--never-beyond-compiled",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="never let exits answer more than the compiled policy does: what is served can make "
+        "control more conservative, never more aggressive",
     )
     parser.add_argument_group("modes", "\n".join(_describe(MODES)))
     parser.add_argument_group("controllers", "\n".join(_describe(CONTROLLER_WORDS)))

@@ -199,11 +199,11 @@ def bundles(folder: Path) -> dict[str, Bundle]:
 
 @pytest.fixture(scope="module")
 def server(bundles: dict[str, Bundle], folder: Path) -> Iterator[Server]:
-    """All of them behind one server, which audits, and changes no threshold."""
+    """All of them behind one server, which compares all answers, and changes no threshold."""
     paths = [bundle.path for bundle in bundles.values()]
     with ExitStack() as stack:
         launch = launcher(stack, folder)
-        yield launch(*paths, "--mode=audit", "--controller=static")
+        yield launch(*paths, "--mode=release", "--controller=static", "--ramp-budget=100")
 
 
 def samples_of(name: str, bundle: Bundle, folder: Path) -> tuple[Samples, Array]:
@@ -241,8 +241,12 @@ def ask_triton(server: Server, name: str, inputs: Arrays) -> tuple[Array, Array]
 
 
 def counted(server: Server, name: str, samples: int) -> Counts:
-    """What was counted once so many samples were seen to their end."""
-    wait_until(lambda: server.metric("offramp_observed_total", model=name) == samples)
+    """What was counted once so many samples, copies among them, were seen to their end."""
+
+    def seen(word: str) -> float:
+        return server.metric(f"offramp_{word}_total", model=name)
+
+    wait_until(lambda: seen("observed") + seen("discounted_samples") == samples)
     assert server.metric("offramp_lost_feedback_total", model=name) == 0
     return Counts(
         audited=server.metric("offramp_audited_total", model=name),

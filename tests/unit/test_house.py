@@ -46,9 +46,6 @@ WORDS = {
 KEPT = {
     "hopeless": "a label of metrics",
     "cautious": "a label of metrics and a value of the control state",
-    "ladder": "a key of the control state",
-    "ladders": "a key of the control state",
-    "tally": "a key of the control state",
     "bold": "a style of rich's",
 }
 """Words in quotes that files, metrics or other libraries know by that name."""

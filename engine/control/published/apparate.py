@@ -181,7 +181,7 @@ class ApparateController(PublishedController):
         """Policy and counts; the window fills again within as many samples as it holds."""
         counters = self._counters
         counts = {"tunings": counters.tunings, "adjustments": counters.adjustments}
-        return {**self._kept_policy(), **counts, "tally": counters.state()}
+        return {**self._kept_policy(), **counts, "counters": counters.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with a kept policy; a job that is out is not waited for any more."""

@@ -105,7 +105,7 @@ class PameController(PublishedController):
             "own": self._own,
             "moves": self._counters.adjustments,
             "raises": self._counters.tunings,
-            "tally": self._counters.state(),
+            "counters": self._counters.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

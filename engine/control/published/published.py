@@ -92,7 +92,10 @@ class PublishedController:
             version, used = kept_count(state, "version"), kept_exits(state, "exits", exits)
             thresholds = kept_array(state, "thresholds", (None,)).tolist()
             policy = policy_of(version, used, thresholds)
-            numbers, counts = [kept_count(state, name) for name in names], kept_part(state, "tally")
+            numbers, counts = (
+                [kept_count(state, name) for name in names],
+                kept_part(state, "counters"),
+            )
             self._counters.restore(counts)
         except ValueError as error:
             raise ValueError(f"no state of the {self.name} controller: {error}") from error

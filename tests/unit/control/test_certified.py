@@ -447,9 +447,8 @@ def test_state_survives_a_restart(population: Population, tmp_path: Path) -> Non
         {"level": 999},
         {"version": 0},
         {"curves": np.ones((2, 2))},
-        {"ladder": {}},
-        {"counts": [1]},
-        {"tally": {"observed": "many"}},
+        {"path": {}},
+        {"counters": {"observed": "many"}},
         {"bound": None},
     ],
 )
@@ -539,23 +538,3 @@ def test_exits_that_are_proposed_are_tested_and_adopted() -> None:
     assert controller.status().adjustments >= 1
     assert len(answers(controller.policy)) > 1
     assert six.risk(controller.policy) <= EPSILON
-
-
-def test_a_state_in_the_first_format_is_read(population: Population) -> None:
-    """The file was written before controller, guard and proposals became one."""
-    kept = load_state(Path(__file__).parent / "first_format.state.npz", fingerprint={})
-    assert kept is not None
-    controller = guarded(population)
-    controller.restore(kept)
-    status = controller.status()
-    assert (controller.policy.version, status.alarms, status.tunings) == (22, 1, 9)
-    assert answers(controller.policy)
-    again = controller.state()
-    assert again.keys() == kept.keys()
-    assert again["patience"] == kept["patience"]
-    assert again["inner"].keys() == kept["inner"].keys() | {"suspicion"}
-    np.testing.assert_array_equal(
-        again["inner"]["ladder"]["wealth"]["log"], kept["inner"]["ladder"]["wealth"]["log"]
-    )
-    with pytest.raises(ValueError, match="no state of the certified controller"):
-        guarded(population).restore(kept["inner"])

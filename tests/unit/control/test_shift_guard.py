@@ -10,7 +10,7 @@ from tests.fakes import policy_of
 
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, UNKNOWN, Observations, reaches
-from offramp.engine.control.shift_guard import FIRST_WAIT, QUIET, ShiftGuard
+from offramp.engine.control.shift_guard import ALIKE, FIRST_WAIT, KEPT, QUIET, ShiftGuard
 
 
 class Guarded:
@@ -154,13 +154,41 @@ def test_state_is_kept_and_checked() -> None:
     controller, stream = watched(e0=0.8, e1=0.8)
     controller.observe(stream.serve(controller, 50))
     state = controller.guard.state()
-    assert state == {"wait": FIRST_WAIT, "since": FIRST_WAIT + 50}
+    assert (state["wait"], state["since"]) == (FIRST_WAIT, FIRST_WAIT + 50)
+    assert state["recent"].shape == (2, KEPT)
     controller.guard.restore(state)
     with pytest.raises(ValueError, match="'wait' is None"):
         controller.guard.restore({})
     with pytest.raises(ValueError, match="'wait' is 1, expected a count of at least 1024"):
         controller.guard.restore({"wait": 1, "since": 0})
-    assert controller.guard.state() == state
+    with pytest.raises(ValueError, match="'recent' has shape"):
+        controller.guard.restore({**state, "recent": state["recent"][:1]})
+    np.testing.assert_equal(controller.guard.state(), state)
+
+
+def test_after_a_restart_inputs_are_compared_with_those_before() -> None:
+    """The load before the restart was another one than calibration; one goes on, one does not."""
+    before, stream = watched(e0=0.8, e1=0.8)
+    before.guard.recover(before.policy)
+    for _ in range(60):
+        before.observe(stream.serve(before, 50, hardness=2.0))
+    assert before.reasons == []
+    for hardness, differs in ((2.0, False), (0.0, True)):
+        after, stream = watched(e0=0.8, e1=0.8)
+        after.guard.restore(before.guard.state())
+        assert after.guard.compare_with_past(after.policy)
+        assert not after.guard.is_alike
+        for _ in range(ALIKE // 50 + 1):
+            after.observe(stream.serve(after, 50, hardness=hardness))
+        assert (after.reasons == ["inputs"]) == differs
+        assert after.guard.is_alike
+
+
+def test_without_enough_samples_kept_nothing_is_compared() -> None:
+    controller, stream = watched(e0=0.8, e1=0.8)
+    controller.guard.recover(controller.policy)
+    controller.observe(stream.serve(controller, 50))
+    assert not controller.guard.compare_with_past(controller.policy)
 
 
 def test_a_policy_is_watched_by_what_was_seen_before_it() -> None:

@@ -195,12 +195,12 @@ def archive(document: Any, **members: Any) -> bytes:
 def test_a_state_of_another_version_is_left_alone(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.write_bytes(archive({"schema_version": 2, "knowledge": []}))
+    place.write_bytes(archive({"schema_version": 1, "knowledge": []}))
     with caplog.at_level(logging.DEBUG):
         assert load_state(place, fingerprint=HERE) is None
     ((level, text),) = lines(caplog)
     assert level == logging.INFO
-    assert text.endswith("is of schema version 2, this Offramp reads 1; starting afresh")
+    assert text.endswith("is of schema version 1, this Offramp reads 2; starting afresh")
 
 
 class Trap:
@@ -217,7 +217,7 @@ def test_pickles_are_not_opened(place: Path, caplog: pytest.LogCaptureFixture) -
     mark = place.with_name("sprung")
     trap = np.empty(1, dtype=object)
     trap[0] = Trap(mark)
-    document = {"schema_version": 1, "fingerprint": HERE, "state": {"a": {"$array": 0}}}
+    document = {"schema_version": 2, "fingerprint": HERE, "state": {"a": {"$array": 0}}}
     place.write_bytes(archive(document, array_0=trap))
     assert load_state(place, fingerprint=HERE) is None
     assert not mark.exists()
@@ -229,7 +229,7 @@ def test_pickles_are_not_opened(place: Path, caplog: pytest.LogCaptureFixture) -
     assert mark.exists()
 
 
-GOOD = {"schema_version": 1, "fingerprint": HERE, "state": {}}
+GOOD = {"schema_version": 2, "fingerprint": HERE, "state": {}}
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,15 @@ def test_another_ramp_budget_is_another_state() -> None:
     assert prints[0] == prints[1] != prints[2]
 
 
+def test_what_was_learned_beyond_compiled_thresholds_is_another_state() -> None:
+    bundle = Bundle.open(BUNDLE)
+    prints = [
+        make_controller(bundle, bundle.profile(), Mode.AUDIT, options)[1]
+        for options in (ModelOptions(), ModelOptions(never_beyond_compiled=True))
+    ]
+    assert prints[0] != prints[1]
+
+
 @pytest.mark.parametrize(("bound", "confidence"), [(None, None), (0.05, 0.9)])
 def test_what_the_bundle_promises_is_taken_as_it_is(
     bound: float | None, confidence: float | None

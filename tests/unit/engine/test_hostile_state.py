@@ -172,27 +172,30 @@ def test_a_state_that_is_sound_is_restored(
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("patience", "wait"), math.inf),
-        (("patience", "wait"), "1024"),
-        (("patience", "since"), 10**400),
-        (("inner", "version"), 10**400),
-        (("inner", "counts"), [math.inf, 0, 0]),
-        (("inner", "counts"), [0, 0]),
-        (("inner", "tally", "observed"), True),
-        (("inner", "level"), math.nan),
-        (("inner", "ladders"), 0),
-        (("inner", "calibrated"), "no"),
-        (("inner", "curves"), np.full((3, 2), math.inf)),
-        (("inner", "drift"), None),
-        (("inner", "ladder", "samples"), math.inf),
-        (("inner", "ladder", "effort"), math.inf),
-        (("inner", "ladder", "bound"), 0.9),
-        (("inner", "ladder", "exits"), np.array([0, 0, 1])),
-        (("inner", "ladder", "exits"), np.array([-1, 0, 1])),
-        (("inner", "ladder", "alpha"), 0.0),
-        (("inner", "ladder", "wealth", "log"), deep(50)),
-        (("inner", "bound", "alpha"), math.nan),
-        (("inner",), []),
+        (("guard", "wait"), math.inf),
+        (("guard", "wait"), "1024"),
+        (("guard", "since"), 10**400),
+        (("version",), 10**400),
+        (("counters", "alarms"), math.inf),
+        (("counters", "observed"), True),
+        (("level",), math.nan),
+        (("paths",), 0),
+        (("calibrated",), "no"),
+        (("curves",), np.full((3, 2), math.inf)),
+        (("drift",), None),
+        (("path", "samples"), math.inf),
+        (("path", "effort"), math.inf),
+        (("path", "bound"), 0.9),
+        (("path", "exits"), np.array([0, 0, 1])),
+        (("path", "exits"), np.array([-1, 0, 1])),
+        (("path", "alpha"), 0.0),
+        (("path", "wealth", "log"), deep(50)),
+        (("bound", "alpha"), math.nan),
+        (("guard",), []),
+        (("guard", "recent"), np.zeros((2, 600))),
+        (("guard", "recent"), np.full((3, 600), math.nan)),
+        (("guard", "excess"), np.ones(2)),
+        (("suspicion",), None),
     ],
 )
 def test_a_state_that_is_not_is_left_alone(
@@ -212,7 +215,7 @@ def test_a_state_deeper_than_python_reads_is_left_alone(
     fresh: CertifiedController, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, nested = tmp_path / "m.state.npz", "[" * 100_000 + "]" * 100_000
-    document = f'{{"schema_version": 1, "fingerprint": {{}}, "state": {{"inner": {nested}}}}}'
+    document = f'{{"schema_version": 2, "fingerprint": {{}}, "state": {{"path": {nested}}}}}'
     np.savez(path, document=np.array(document.encode()))
     controller = copy.deepcopy(fresh)
     start(controller, path)

@@ -16,6 +16,7 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, Observations
 from offramp.engine.control.controller import ControlStatus, Job
+from offramp.engine.control.evidence_window import EvidenceWindow
 from offramp.engine.control_state import load_state
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError
@@ -84,7 +85,7 @@ def test_in_audit_mode_a_share_runs_on_and_the_rest_leaves() -> None:
     controller = ScriptedController(policy_of(1, e0=0.9), audit_probability=0.25)
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        rows = script(*[[0.95, 0.2]] * 400)
+        rows = script(*[[0.95, 0.2 + 1e-4 * number] for number in range(400)])
         result = await engine.infer("fake", {SCRIPT: rows})
         assert result.exits.tolist() == [0] * 400
         seen = await told(controller, 400)
@@ -98,6 +99,41 @@ def test_in_audit_mode_a_share_runs_on_and_the_rest_leaves() -> None:
         assert np.array_equal(seen.complete, seen.final == 1)
 
     with_engine(body, controller=controller)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_copies_are_no_evidence_and_run_on_in_release_mode_only(release: bool) -> None:
+    """Whichever requests and batches they come in."""
+    controller = ScriptedController(policy_of(1, e0=0.9))
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        copies = script(*[[0.95, 0.2]] * 40)
+        results = [await engine.infer("fake", {SCRIPT: copies}) for _ in range(3)]
+        assert all(result.exits.tolist() == [0] * 40 for result in results)
+        await engine.infer("fake", {SCRIPT: script([0.96, 0.3])})
+        seen = await told(controller, 2)
+        assert len(seen) == 2
+        assert seen.complete.all()
+        await until(lambda: engine.statistics()["fake"].discounted == 119)
+        assert engine.statistics()["fake"].lost_feedback == 0
+        ran_on = sum(n for stage, n in backend.runs if stage == 1)
+        assert ran_on == (121 if release else 2)
+
+    with_engine(body, controller=controller, release=release)
+
+
+def test_one_source_has_at_most_its_share_of_the_evidence() -> None:
+    controller = ScriptedController(policy_of(1, e0=0.9))
+    window = EvidenceWindow(max_source_share=0.1, shared=100)
+
+    async def body(engine: Engine, _backend: FakeBackend) -> None:
+        for number in range(30):
+            x = {SCRIPT: script([0.5 + 1e-3 * number, 0.2])}
+            await engine.infer("fake", x, source="one")
+        await engine.infer("fake", {SCRIPT: script([0.96, 0.3])}, source="other")
+        assert len(await told(controller, 11)) == 11
+
+    with_engine(body, controller=controller, window=window)
 
 
 def test_a_stream_gives_the_early_answer_and_then_the_final_one() -> None:
@@ -212,7 +248,7 @@ def test_a_new_policy_is_in_force_for_what_starts_after_it() -> None:
         assert (await engine.infer("fake", {SCRIPT: script([0.7, 0.1])})).exits.tolist() == [-1]
         controller.policy = policy_of(2, e0=0.6)
         await until(lambda: engine.statistics()["fake"].policy_version == 2)
-        result = await engine.infer("fake", {SCRIPT: script([0.7, 0.1])})
+        result = await engine.infer("fake", {SCRIPT: script([0.7, 0.2])})
         assert (result.exits.tolist(), result.policy_version) == ([0], 2)
         assert engine.model("fake").policy == controller.policy
         assert (await told(controller, 2)).policy_version.tolist() == [1, 2]

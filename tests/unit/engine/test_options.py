@@ -70,6 +70,17 @@ def test_a_wait_that_uses_up_the_objective_is_refused() -> None:
         ModelOptions(max_queue_delay_ms=50.0, slo_ms=20.0)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
+def test_the_share_of_a_source_is_one(share: float) -> None:
+    with pytest.raises(ValueError, match=r"max_source_share is .*, expected above 0 and at most 1"):
+        ModelOptions(max_source_share=share)
+
+
+def test_apparate_cannot_keep_to_compiled_thresholds() -> None:
+    with pytest.raises(ValueError, match="choose certified or static"):
+        ModelOptions(controller="apparate", never_beyond_compiled=True)
+
+
 def test_the_cheapest_without_forced_exits_is_a_contradiction() -> None:
     with pytest.raises(ValueError, match="cheapest forces exits"):
         ModelOptions(scheduling=PolicyName("cheapest"), forced_exits=False)

@@ -79,6 +79,25 @@ def test_a_sample_that_is_tried_again_starts_from_nothing() -> None:
     assert (seen.policy_version.tolist(), seen.answered_at.tolist()) == ([2], [MODEL_END])
 
 
+def test_a_copy_is_no_evidence_unless_it_is_the_same_sample_tried_again() -> None:
+    recorder, three = Recorder(1), sample_ids(0, 1, 2)
+    for _ in range(2):
+        recorder.start(three, 1)
+        recorder.admit(three, [(7, "a"), (7, "b"), (8, "a")])
+        assert recorder.runs_on(three).tolist() == [True, False, True]
+    recorder.finish(three)
+    seen = recorder.take()
+    assert seen is not None
+    assert (len(seen), recorder.discounted, recorder.lost) == (2, 1, 0)
+
+
+def test_in_release_mode_copies_run_on_too() -> None:
+    recorder, two = Recorder(1, release=True), sample_ids(0, 1)
+    recorder.start(two, 1)
+    recorder.admit(two, [(7, "a"), (7, "a")])
+    assert recorder.runs_on(two).all()
+
+
 def test_what_nobody_reads_in_time_is_lost_and_counted() -> None:
     recorder = Recorder(1, capacity=8)
     for first in range(0, 20, 2):

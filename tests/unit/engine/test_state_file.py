@@ -14,7 +14,7 @@ import pytest
 from tests.unit.bundle.examples import write
 
 from offramp.bundle import Bundle
-from offramp.engine.control_state import load_state, save_state
+from offramp.engine.control_state import load_state
 from offramp.engine.state_file import StateFile
 
 HERE = {"bundle": "0123"}
@@ -62,19 +62,6 @@ def test_names_and_hosts_do_not_share_a_file(
             file.release()
     assert len(seen) == len(names) * 3
     assert len(list(tmp_path.iterdir())) == len(seen)
-
-
-def test_what_was_kept_before_there_were_names_is_read(tmp_path: Path) -> None:
-    former = tmp_path / "small.ee.state.npz"
-    save_state(former, {"a": 1}, fingerprint=HERE)
-    content = former.read_bytes()
-    file = of(tmp_path)
-    assert file.load(HERE) == {"a": 1}
-    assert file.save({"a": 2}, HERE)
-    assert file.load(HERE) == {"a": 2}
-    assert former.read_bytes() == content
-    file.path.write_bytes(b"damaged")
-    assert file.load(HERE) is None
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[int]:

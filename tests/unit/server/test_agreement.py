@@ -41,8 +41,8 @@ def test_nothing_is_said_where_nothing_is_observed() -> None:
             "Certified while serving",
             (
                 "disagreement with the unmodified model is at most 0.83 % with 95 % confidence "
-                "(constraint: 1 %). 12,400 samples were observed so far, 412 early answers among "
-                "them audited."
+                "on samples like those observed, copies counted once (constraint: 1 %). 12,400 "
+                "samples were observed so far, 412 early answers among them audited."
             ),
             False,
         ),
@@ -127,6 +127,7 @@ def test_figures() -> None:
         "being audited": "5",
         "audits lost": "3",
         "with inputs out of range": "0",
+        "copies, no evidence": "0",
         "drift alarms": "0",
         "tunings": "3",
         "changes of exits": "2",

@@ -154,7 +154,8 @@ VALUES = {
     "engine_build_minutes": ("6", 6.0), "profile_window_s": ("30", 30.0),
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
-    "trust_inputs": ("true", True), "padding": ("false", False),
+    "trust_inputs": ("true", True), "max_source_share": ("0.25", 0.25),
+    "never_beyond_compiled": ("true", True), "padding": ("false", False),
     "keep_state": ("false", False), "device": ('"cuda:1"', "cuda:1"), "graphs": ("false", False),
     "precision": ('"fp16"', "fp16"), "share_weights": ('"always"', "always"),
 }  # fmt: skip

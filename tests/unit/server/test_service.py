@@ -47,7 +47,7 @@ def test_a_request_is_answered_with_exits_and_confidences(served: Any) -> None:
     np.testing.assert_array_equal(result.confidences, X[:, 3])
     assert result.confidences.dtype == np.float32
     assert result.policy_version == 7
-    assert served.engine.calls[0].priority == 4
+    assert (served.engine.calls[0].priority, served.engine.calls[0].source) == (4, "ipv4:127.0.0.1")
 
 
 def test_forced_samples_are_marked(served: Any) -> None:

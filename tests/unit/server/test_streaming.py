@@ -88,7 +88,7 @@ def test_where_nothing_runs_on_there_is_one_answer(served: Any, ask: Ask) -> Non
     assert not result.corrected.any()
     assert result.policy_version == 7
     np.testing.assert_array_equal(result.outputs["logits"], X[:, :3])
-    assert served.engine.calls[0].priority == 4
+    assert (served.engine.calls[0].priority, served.engine.calls[0].source) == (4, "ipv4:127.0.0.1")
 
 
 @both

@@ -320,7 +320,7 @@ def test_a_kept_state_goes_on() -> None:
         ({"thresholds": np.array([0.5, np.nan])}, "'thresholds' must be finite numbers"),
         ({"thresholds": np.array([0.5])}, "argument"),
         ({"tunings": None}, "no state of the apparate controller"),
-        ({"tally": {"observed": 3}}, "'audited' is None, expected a count"),
+        ({"counters": {"observed": 3}}, "'audited' is None, expected a count"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:

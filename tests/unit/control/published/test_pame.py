@@ -276,7 +276,7 @@ def test_it_goes_on_from_a_kept_state() -> None:
         ({"exits": np.array([3])}, "exit 3 is in use, but the bundle has 3 exits"),
         ({"exits": np.array([0, 1])}, "zip"),
         ({"moves": None}, "no state of the pame controller"),
-        ({"tally": {}}, "expected a count"),
+        ({"counters": {}}, "expected a count"),
     ],
 )
 def test_a_state_that_does_not_fit(change: dict[str, Any], message: str) -> None:
