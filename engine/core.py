@@ -208,7 +208,7 @@ class Engine:
             max_samples=options.max_queue_samples,
         ):
             raise BadInputError(f"{model}: {wrong}")
-        if wrong := served.lengths.wrong(inputs):
+        if wrong := served.lengths.wrong(inputs) or served.limits.wrong(inputs):
             raise BadInputError(f"{model}: {wrong}")
         count = len(next(iter(inputs.values())))
         self._executor.admit(model, count, deadline_s - now_s, priority)
