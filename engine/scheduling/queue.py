@@ -122,9 +122,9 @@ class SampleQueue:
         """The bucket that the next batch is formed of, or when there is one (maybe infinity)."""
         return self._index.next(now_s) if self.size else _NEVER
 
-    def take(self, bucket: Bucket, limit: int) -> RowSet:
-        """Take up to ``limit`` samples of a bucket, most urgent first."""
-        taken, timed = bucket.take(limit), 0
+    def take(self, bucket: Bucket, limit: int, requests: int = 2**31) -> RowSet:
+        """Take up to ``limit`` samples of a bucket, of up to so many requests, by urgency."""
+        taken, timed = bucket.take(limit, requests), 0
         for submission, _, size in taken:
             self.size -= size
             self._by_rank[_rank(submission.priority)] -= size
