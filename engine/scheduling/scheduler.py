@@ -313,8 +313,8 @@ class ModelScheduler:
             return suspect
         for batch in (*self._in_flight.retries, *self._in_flight.interrupted):  # left to others
             until_s = min(until_s, float(batch.samples.deadlines_s.min()))
-            if batch.suspect_until_s is not None and batch.suspect_until_s > now_s:
-                until_s = min(until_s, batch.suspect_until_s)
+            if (waits_s := batch.suspect_until_s) is not None and self._may_take(batch, stream):
+                until_s = min(until_s, waits_s)
         return wait_until(until_s)
 
     def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:

@@ -150,7 +150,9 @@ class SchedulerMachine(CheckedScheduler):
         for half in (left[:middle], left[middle:]):
             if half:
                 until_s = self.now + PATIENCE_S if alone else None
-                self.account.try_again(Retry(stream, sum(half, []), until_s, losses))
+                self.account.try_again(
+                    Retry(stream, list(itertools.chain.from_iterable(half)), until_s, losses)
+                )
         for item in dropped:
             if item.cause is DropCause.FAILED and cancel_rest:
                 self.withdraw(item.request, DropCause.FAILED)
