@@ -4,11 +4,12 @@ One thread a stream, each with its own slot, for all models of the device; the b
 the GIL while it executes. Schedulers, open requests and counters are guarded by one lock, held for
 microseconds. Completed requests are handed to the event loop by the completion queue.
 
-A stage that raises fails its own batch only: the scheduler has each of its requests tried once
-more, alone, on another stream where one is in service, and only those that fail again get an
-error. A stream that fails twice in a row is started anew, after a pause (:mod:`.streams`). One
-whose worker process is lost is started anew at once, and the batch that it ran goes on at the same
-stage, on whichever stream is free: that is no failure of its own.
+A stage that raises fails its own batch only: the scheduler has its requests tried again, half of
+them at a time, on another stream where one is in service, and only those that fail alone get an
+error. A stream that fails twice in a row has to run what is known to be good, and is started anew
+if it fails at that (:mod:`.streams`). One whose worker process is lost is started anew at once, and
+the batch that it ran goes on at the same stage, on whichever stream is free: that is no failure of
+its own.
 Should all streams stay out of service, what waits is told so, until one is back. A thread that
 fails outside of all this takes the models out of service, says so, and leaves nobody waiting.
 """
@@ -32,6 +33,7 @@ from offramp.engine.errors import (
     QueueFullError,
     WorkerLostError,
 )
+from offramp.engine.failure_log import FailureLog
 from offramp.engine.model_runtime import ModelRuntime, Pieces
 from offramp.engine.request_table import CompletionQueue, Request, copy_of
 from offramp.engine.scheduling import (
@@ -65,6 +67,10 @@ class _StartFailedError(Exception):
 
 class _InterruptedError(Exception):
     """A stream lost its worker, and its batch was given back to be resumed."""
+
+
+class _NotWellError(Exception):
+    """A stream failed at what is known to be good, and has to start anew."""
 
 
 class Executor:
@@ -104,6 +110,7 @@ class Executor:
         }
         self.health = StreamHealth(streams)
         """Of the streams; only this executor changes it."""
+        self._failures = FailureLog()
         self._warm = list(slots)
         self._refusal: EngineError | None = None
         """Why no request is taken, for now; or for ever, once ``_stopped``."""
@@ -268,8 +275,6 @@ class Executor:
         try:
             while not self._stopped:
                 try:
-                    if suspected:
-                        self._rest(self.health.rest_s(stream))
                     suspected = self._live(stream, suspected=suspected)
                 except _StartFailedError as failure:
                     suspected = True
@@ -292,13 +297,10 @@ class Executor:
             if not (warm or self._backend.on_cpu):
                 self._run_each(ServedModel.warm_up, slot)
             with self._lock:
-                self.health.started(stream, anew=suspected)
+                self.health.started(stream, self._clock(), anew=suspected)
                 self._scheduler.resume(stream)
                 self._take_requests()
-            while self._serve(stream, slot):
-                if self._backend.on_cpu or not self._is_well(stream, slot):
-                    return True
-            return False
+            return self._serve(stream, slot)
         finally:
             try:
                 slot.close()
@@ -317,19 +319,17 @@ class Executor:
         except Exception as error:
             raise _StartFailedError from error
 
-    def _is_well(self, stream: int, slot: Slot) -> bool:
-        """Whether a suspected slot runs what is known to be good: then it is not given up.
+    def _check(self, stream: int, slot: Slot) -> None:
+        """Have a suspected slot run what is known to be good; _NotWellError if it cannot.
 
-        Where slots have to be warmed up, one is not started anew for the sake of bad requests.
+        So no slot, which may have to be warmed up, is started anew for the sake of bad requests.
         """
-        self._rest(self.health.rest_s(stream))
         try:
             self._run_each(ServedModel.probe, slot)
-        except _StartFailedError:
-            return False
+        except _StartFailedError as failure:
+            raise _NotWellError from failure.__cause__
         with self._lock:
-            self.health.passed(stream)
-        return True
+            self.health.passed(stream, self._clock())
 
     def _run_each(self, run: Callable[[ServedModel, Slot, Deployment], None], slot: Slot) -> None:
         """Run batches that are known to be good, of every model."""
@@ -358,7 +358,7 @@ class Executor:
                 self._ended.wait(left_s)
 
     def _serve(self, stream: int, slot: Slot) -> bool:
-        """Run stages until the stream is suspected, or is stopped; says which."""
+        """Run stages until the stream has to start anew, or is stopped; says which."""
         carry: TensorBatch | None = None
         while (task := self._next_task(stream)) is not None:
             try:
@@ -367,9 +367,13 @@ class Executor:
                 return True
             except Exception as error:
                 carry = None
-                self._give_back(stream, task, error)
-                if self.health.failed(stream) or not isinstance(error, EngineError):
+                try:
+                    if self.health.failed(stream, self._clock()):
+                        self._check(stream, slot)
+                except _NotWellError:
+                    self._give_back(stream, task, error)
                     return True
+                self._give_back(stream, task, error)
         return False
 
     def _next_task(self, stream: int) -> _Task | None:
@@ -465,10 +469,19 @@ class Executor:
         """Give a failed batch back to the scheduler, and fail what has no second chance."""
         model, run, _ = task
         failure = error if isinstance(error, EngineError) else BackendError(repr(error))
-        trace = None if failure is error else error
-        _log.error("%s: stage %d: %s", model.name, run.stage, error, exc_info=trace)
+        now_s = self._clock()
+        silent = self._failures.since_last((model.name, run.stage, type(error)), now_s)
+        if silent is not None:
+            trace = None if failure is error else error
+            more = f" ({silent} more of this kind since the last line of it)" if silent else ""
+            _log.error("%s: stage %d: %s%s", model.name, run.stage, error, more, exc_info=trace)
         with self._lock:
-            self._scheduler.failed(stream, self._clock())
+            if run.samples.alone and self.health.vouches(stream, now_s):
+                failure = type(failure)(
+                    f"the model failed on this request's own data, which was alone in its batch: "
+                    f"{failure}"
+                )
+            self._scheduler.failed(stream, now_s)
             model.fail(failure)
             self._changed.notify_all()
 

@@ -157,7 +157,7 @@ class InFlight:
                 samples=half,
                 pieces=(),
                 failed_on=stream,
-                suspect_until_s=now_s + PATIENCE_S if alone else None,
+                suspect_until_s=self._suspect_until_s(batch, now_s) if alone else None,
                 losses=losses,
                 number=0,
                 wasted_s=0.0,
@@ -165,6 +165,11 @@ class InFlight:
             )
             self.retries.append(retry)
         return sum(len(samples.requests) for samples in requests)
+
+    def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
+        """Until when a request that failed alone waits; not for samples of its own."""
+        own = batch.plan.waiting.queue.holds(int(batch.samples.requests[0]))
+        return now_s if own else now_s + PATIENCE_S
 
     def _may_try_again(self, batch: ScheduledBatch) -> bool:
         """Whether there is another try for a batch of one request."""

@@ -54,6 +54,10 @@ class SampleQueue:
         """Samples that were ever queued."""
         self._started = 0
 
+    def holds(self, request: int) -> bool:
+        """Whether samples of a request wait."""
+        return request in self._by_request
+
     def ahead(self, priority: int) -> int:
         """Samples that wait with this priority or a higher one."""
         return sum(self._by_rank[_rank(priority) :])

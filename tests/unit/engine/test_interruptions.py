@@ -75,7 +75,7 @@ def test_what_ends_every_worker_fails_in_the_end_and_alone() -> None:
         assert (await ask(engine, [0.95, 0.5])).exits.tolist() == [0]
         statistics = engine.statistics()["fake"]
         assert (statistics.failed, statistics.retried) == ({"backend_error": 3}, 3)
-        assert statistics.resumed == 2 * 3 * (MOST_LOSSES - 1), "as a batch, and tried again"
+        assert statistics.resumed == 3 * (MOST_LOSSES - 1 + 1), "as a batch, and tried again"
 
     with_engine(body, on_run)
 
@@ -134,5 +134,5 @@ def test_a_stream_without_a_worker_is_out_of_service_until_it_starts() -> None:
     health.lost(1)
     assert (health.in_service, health.losses, health.given_up([0, 1])) == (1, 1, False)
     health.start_failed(1)
-    health.started(1, anew=True)
+    health.started(1, 0.0, anew=True)
     assert (health.in_service, health.losses, health.restarts) == (2, 1, 2)
