@@ -31,7 +31,7 @@ def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> by
     Messages name ``listing``, the file that has the entry, and the remedy ``mend``.
     """
     content = read_regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
-    _compare(root, entry_of(entry.path, content), entry, listing=listing, mend=mend)
+    compare(root, entry_of(entry.path, content), entry, listing=listing, mend=mend)
     return content
 
 
@@ -45,7 +45,7 @@ def read_pieces(root: Path, entry: FileEntry, *, listing: str, mend: str) -> Ite
             size += len(piece)
             yield piece
     found = FileEntry(path=entry.path, size_bytes=size, sha256=digest.hexdigest())
-    _compare(root, found, entry, listing=listing, mend=mend)
+    compare(root, found, entry, listing=listing, mend=mend)
 
 
 def check_file(root: Path, entry: FileEntry, *, listing: str, mend: str) -> None:
@@ -53,10 +53,10 @@ def check_file(root: Path, entry: FileEntry, *, listing: str, mend: str) -> None
     place = _regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
     with _reading(place, mend=mend), place.open("rb") as file:
         found = _described(entry.path, iter(lambda: file.read(_PIECE_BYTES), b""))
-    _compare(root, found, entry, listing=listing, mend=mend)
+    compare(root, found, entry, listing=listing, mend=mend)
 
 
-def _compare(root: Path, found: FileEntry, entry: FileEntry, *, listing: str, mend: str) -> None:
+def compare(root: Path, found: FileEntry, entry: FileEntry, *, listing: str, mend: str) -> None:
     """Refuse a file that is not what its entry says."""
     place = root / entry.path
     if found.size_bytes != entry.size_bytes:

@@ -33,7 +33,7 @@ from offramp.engine.errors import (
     QueueFullError,
     WorkerLostError,
 )
-from offramp.engine.failure_log import FailureLog
+from offramp.engine.line_limit import LineLimit
 from offramp.engine.model_runtime import ModelRuntime, Pieces
 from offramp.engine.request_table import CompletionQueue, Request, copy_of
 from offramp.engine.scheduling import (
@@ -55,6 +55,8 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
+_LOGGED_EVERY_S = 10.0
+"""Time between two lines about batches that fail in one way."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
 _Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
@@ -110,7 +112,8 @@ class Executor:
         }
         self.health = StreamHealth(streams)
         """Of the streams; only this executor changes it."""
-        self._failures = FailureLog()
+        self._lines = LineLimit(clock, lines=1, window_s=_LOGGED_EVERY_S)
+        """What is logged of batches that fail."""
         self._warm = list(slots)
         self._refusal: EngineError | None = None
         """Why no request is taken, for now; or for ever, once ``_stopped``."""
@@ -470,11 +473,10 @@ class Executor:
         model, run, _ = task
         failure = error if isinstance(error, EngineError) else BackendError(repr(error))
         now_s = self._clock()
-        silent = self._failures.since_last((model.name, run.stage, type(error)), now_s)
-        if silent is not None:
+        suffix = self._lines.admit((model.name, run.stage, type(error)))
+        if suffix is not None:
             trace = None if failure is error else error
-            more = f" ({silent} more of this kind since the last line of it)" if silent else ""
-            _log.error("%s: stage %d: %s%s", model.name, run.stage, error, more, exc_info=trace)
+            _log.error("%s: stage %d: %s%s", model.name, run.stage, error, suffix, exc_info=trace)
         with self._lock:
             if run.samples.alone and self.health.vouches(stream, now_s):
                 failure = type(failure)(

@@ -43,7 +43,7 @@ async def open_models(
     models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
 ) -> OpenedModels:
     """Load, check and warm up bundles, in threads; see :meth:`.Engine.open`."""
-    bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
+    bundles = {n: await asyncio.to_thread(_open_held, path) for n, path in models.items()}
     owned = backend is None
     if backend is None:
         backend = await _in_thread(backend_for, models, options)
@@ -69,6 +69,11 @@ async def open_models(
             _close_after_failure(backend)
         raise
     return OpenedModels(loaded, backend, parallel, slots)
+
+
+def _open_held(path: Path) -> Bundle:
+    """Open a bundle, and hold its files: another may be at its path while it is served."""
+    return Bundle.open(path).held()
 
 
 def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
