@@ -259,10 +259,11 @@ class Engine:
     def ready(self, model: str | None = None) -> bool:
         """Whether the model (or every model) is loaded and takes requests.
 
-        Not once it leaves, and not while no stream of the device can run anything.
+        Not once it leaves, and not while no stream of the device can run it.
         """
-        loaded = model is None or model in self._models
-        return loaded and self._executor.in_service and not (self._leaving or self._draining)
+        if self._leaving or self._draining or (model is not None and model not in self._models):
+            return False
+        return all(map(self._executor.serves, self._models if model is None else (model,)))
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Take a snapshot of every model's counters, safe to keep."""

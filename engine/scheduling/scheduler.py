@@ -262,6 +262,10 @@ class ModelScheduler:
         """Say that a stream, which has no batch, is out of service."""
         self._in_flight.suspended.add(stream)
 
+    def suspends(self, stream: int) -> bool:
+        """Whether a stream is out of service."""
+        return stream in self._in_flight.suspended
+
     def resume(self, stream: int) -> None:
         """Say that a stream is in service again."""
         self._in_flight.suspended.discard(stream)

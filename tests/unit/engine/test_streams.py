@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 from typing import Any
@@ -40,6 +41,15 @@ def test_one_failure_raises_no_suspicion_and_a_second_in_a_row_does() -> None:
     assert health.in_service == 2
 
 
+def test_failures_of_one_model_are_not_those_of_another() -> None:
+    health = StreamHealth(1)
+    assert not health.failed(0, 0.0, "a")
+    assert not health.failed(0, 0.0, "b")
+    health.succeeded(0, "b")
+    assert health.failed(0, 0.0, "a")
+    assert not health.failed(0, 0.0, "b")
+
+
 def test_a_stream_that_passed_is_trusted_for_a_while_unless_nothing_succeeds() -> None:
     health = StreamHealth(1)
     health.passed(0, 10.0)
@@ -69,7 +79,7 @@ def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_start() -> None:
     pauses = [health.start_failed(0) for _ in range(10)]
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     assert (health.in_service, health.restarts) == (0, 10)
-    health.started(0, 0.0, anew=True)
+    health.started(0, anew=True)
     assert (health.in_service, health.restarts) == (1, 11)
     assert health.start_failed(0) == 0.05
     for _ in range(5000):
@@ -342,3 +352,69 @@ def test_what_failed_on_a_stream_is_tried_there_if_the_other_is_out_of_service(
         assert engine.statistics()["fake"].retried == 1
 
     with_engine(body, on_run, backend_type=Half, streams=2)
+
+
+def test_a_model_is_tried_again_on_a_stream_after_pauses_that_double() -> None:
+    health = StreamHealth(2)
+    assert (health.due_s(0), health.broken(0)) == (math.inf, [])
+    assert [health.model_failed(0, "b", now_s) for now_s in (0.0, 1.0, 2.0)] == [0.05, 0.1, 0.2]
+    assert (health.due_s(0), health.due_s(1)) == (2.2, math.inf)
+    assert (health.due(0, 2.1), health.due(0, 2.2)) == ([], ["b"])
+    assert health.serves(0) and health.serves(0, "a") and health.serves(1, "b")
+    assert not health.serves(0, "b")
+    health.model_mended(0, "b")
+    assert health.serves(0, "b") and health.due_s(0) == math.inf
+
+
+def test_a_model_is_given_up_once_it_failed_often_enough_on_every_stream() -> None:
+    health = StreamHealth(2)
+    for stream in range(2):
+        for _ in range(GIVE_UP_AFTER):
+            assert not health.given_up(range(2), "b")
+            health.model_failed(stream, "b", 0.0)
+    assert health.given_up(range(2), "b")
+    assert not health.given_up(range(2), "a") and not health.given_up(range(2))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_model_that_breaks_leaves_the_others_in_service(
+    streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only ``b`` has a third stage, which fails from some time on, for a while."""
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 0.01)
+    broken = threading.Event()
+
+    def on_run(stage: int, rows: int) -> None:
+        if broken.is_set() and stage == 2:
+            raise BackendError("its weights are gone")
+
+    async def body() -> None:
+        backend = FakeBackend(on_run=on_run)
+        models = {
+            "a": fake_model(backend, streams=streams),
+            "b": fake_model(backend, thresholds=(0.9, 0.9), streams=streams),
+        }
+        engine = Engine(models, backend, streams=streams)
+        well, unsure = SURE, {SCRIPT: script([0.5, 0.5, 0.5])}
+        try:
+            assert (await engine.infer("b", unsure)).exits.tolist() == [-1]
+            broken.set()
+            while engine.ready("b"):
+                with pytest.raises(BackendError, match="its weights are gone"):
+                    await engine.infer("b", unsure)
+            for _ in range(20):
+                assert (await engine.infer("a", well)).exits.tolist() == [0]
+                assert engine.ready("a")
+            with pytest.raises(OutOfServiceError, match="b: out of service, no stream can run it"):
+                for _ in range(1000):
+                    await engine.infer("b", unsure)
+            broken.clear()
+            await until(lambda: engine.ready("b"))
+            assert (await engine.infer("b", unsure)).exits.tolist() == [-1]
+            assert engine.statistics()["a"].failed == {}
+            assert engine.statistics()["a"].restarts == 0
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(body(), LIMIT_S))
