@@ -265,6 +265,10 @@ class Engine:
             return False
         return all(map(self._executor.serves, self._models if model is None else (model,)))
 
+    def live(self) -> bool:
+        """Whether it serves some model, or may do so again: if not, start the process again."""
+        return self._executor.live
+
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Take a snapshot of every model's counters, safe to keep."""
         return {name: self._statistics(name) for name in self._models}

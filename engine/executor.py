@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +58,8 @@ _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
 _LOGGED_EVERY_S = 10.0
 """Time between two lines about batches that fail in one way."""
+HOPELESS_AFTER_S = 60.0
+"""Time without any model in service after which the process had better be started again."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
 _Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
@@ -119,6 +122,8 @@ class Executor:
         """Why no request is taken, for now; or for ever, once ``_stopped``."""
         self._refusals: dict[str, EngineError] = {}
         """Why none of some models is taken, for now."""
+        self._out_since_s = math.inf
+        """Since when no model is served; infinity while one is."""
         self._stopped = False
         names = "+".join(models)
         self._threads = [
@@ -233,12 +238,27 @@ class Executor:
         )
         return self._refusal is None and model not in self._refusals and all(served)
 
+    @property
+    def live(self) -> bool:
+        """Whether a model is served, or may yet be: not once none was for too long."""
+        return self._clock() - self._out_since_s < HOPELESS_AFTER_S
+
+    def _note_service(self) -> None:
+        """Note since when no model is served; the lock is held."""
+        if self._stopped:
+            return
+        if any(map(self.serves, self._models)):
+            self._out_since_s = math.inf
+        elif self._out_since_s == math.inf:
+            self._out_since_s = self._clock()
+
     def _take_requests(self) -> None:
         """Refuse no requests any more if there are streams to run them; the lock is held."""
         if not self._stopped and not any(map(self._is_given_up, self._models)):
             self._refusal = None
         for model in [m for m in self._refusals if not self._is_given_up(m, m)]:
             del self._refusals[model]
+        self._note_service()
 
     def _is_given_up(self, needed_by: str, model: str = "") -> bool:
         """Whether nobody should wait for the streams of some stage, or for a model on them."""
@@ -291,6 +311,7 @@ class Executor:
             _log.exception("%s: out of service", threading.current_thread().name)
             with self._lock:
                 self._stopped = True
+                self._out_since_s = -math.inf  # for good
                 self._refuse(OutOfServiceError(f"out of service: {error!r}"), "backend_error")
 
     def _live(self, stream: int, *, suspected: bool) -> bool:
@@ -363,6 +384,7 @@ class Executor:
                 self._refusals[name] = OutOfServiceError(reason)
                 self._models[name].fail_all(self._refusals[name], "backend_error")
         if failures:
+            self._note_service()
             self._changed.notify_all()
 
     def _try_again(self, stream: int, slot: Slot) -> None:
@@ -400,6 +422,7 @@ class Executor:
             if self._refusal is None and any(map(self._is_given_up, self._models)):
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
+            self._note_service()
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
         self._rest(pause_s)
 
@@ -517,6 +540,7 @@ class Executor:
             kept = model.interrupt(self._scheduler.interrupted(stream, self._clock()), error)
             self._scheduler.suspend(stream)
             self.health.lost(stream)
+            self._note_service()
             self._changed.notify_all()
         if kept is None:
             return

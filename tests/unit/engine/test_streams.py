@@ -170,6 +170,28 @@ def test_a_slot_that_opens_at_the_third_try_is_enough(monkeypatch: pytest.Monkey
     with_engine(body, backend_type=Late)
 
 
+def test_an_engine_of_which_nothing_runs_for_too_long_is_not_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("offramp.engine.executor.HOPELESS_AFTER_S", 0.05)
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        assert isinstance(backend, Device)
+        backend.gate.open()
+        assert engine.live()
+        backend.broken.set()
+        with pytest.raises(BackendError):
+            await engine.infer("fake", SURE)
+        await until(lambda: not engine.live())
+        backend.broken.clear()
+        await until(engine.live)
+        assert engine.ready()
+
+    with_engine(body, backend_type=Device)
+
+
 class OnDevice(FakeBackend):
     """Each of its slots is cold."""
 
