@@ -30,6 +30,7 @@ from offramp.bundle.files import (
     dump,
     entry_of,
     inside,
+    names_under,
     parse_json,
     parse_versioned,
     read_checked,
@@ -376,7 +377,7 @@ def _check_files(root: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         check_file(root, entry, listing="manifest", mend=_MEND)
     listed = {entry.path for entry in manifest.files} | {MANIFEST, MANIFEST_HASH}
-    foreign = sorted(_names_under(root) - listed)
+    foreign = sorted(names_under(root, without=ENGINES) - listed)
     if foreign:
         raise BundleIntegrityError(
             f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
@@ -385,16 +386,6 @@ def _check_files(root: Path, manifest: Manifest) -> None:
     absent = sorted(referred - listed)
     if absent:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")
-
-
-def _names_under(root: Path) -> set[str]:
-    """List everything below a folder but plain folders; links are not followed.
-
-    Engines belong to the bundle without being listed: :mod:`offramp.bundle.engines` checks them.
-    """
-    places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
-    names = {place.relative_to(root).as_posix() for place in places}
-    return {name for name in names if not name.startswith(f"{ENGINES}/")}
 
 
 def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:

@@ -113,6 +113,16 @@ def inside(root: Path, name: str, *, mend: str) -> Path:
     return place
 
 
+def names_under(root: Path, *, without: str) -> set[str]:
+    """Everything below a folder but plain folders; links are not followed.
+
+    ``without`` is a folder whose files belong to the bundle without being listed.
+    """
+    places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
+    names = {place.relative_to(root).as_posix() for place in places}
+    return {name for name in names if not name.startswith(f"{without}/")}
+
+
 def write_whole(path: Path, content: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
     """Write a file beside its place, and put it there in one step.
 

@@ -66,8 +66,9 @@ class IndexRange:
         lowest = np.where(np.isfinite(self.lowest), np.ceil(self.lowest), 0)
         highest = np.where(np.isfinite(self.highest), np.floor(self.highest), lowest + 1)
         lowest = np.minimum(np.maximum(lowest, 0), highest)
-        ends = (ends.astype(np.int64) for ends in (lowest, highest + 1))
-        return rng.integers(*(e.item() if e.size == 1 else e for e in ends), shape)
+        if lowest.size == highest.size == 1:  # a scalar draws the same numbers as it always did
+            return rng.integers(int(lowest.item()), int(highest.item()) + 1, shape)
+        return rng.integers(lowest.astype(np.int64), highest.astype(np.int64) + 1, shape)
 
     def clip(self, values: Array) -> Array:
         """Return the nearest legal values."""
@@ -219,12 +220,11 @@ class _Trace:
         before, after = self._shape(source), self._shape(given)
         if legal.lowest.size == 1 or before is None or after is None:
             return [(source, legal.loosest())]
-        fixed = all(isinstance(size, int) for size in (*before[1:], *after[1:]))
+        inner, outer = _sizes(after[1:]), _sizes(before[1:])
         differs = legal.lowest.ndim == len(after) and legal.lowest.shape[0] != 1
-        if before[:1] != after[:1] or not fixed or differs:
+        if before[:1] != after[:1] or inner is None or outer is None or differs:
             return [(source, legal.loosest())]
-        inner, outer = (1, *after[1:]), (1, *before[1:])
-        return [(source, legal.map(lambda ends: np.broadcast_to(ends, inner).reshape(outer)))]
+        return [(source, legal.map(lambda e: np.broadcast_to(e, (1, *inner)).reshape(1, *outer)))]
 
     def transpose(self, op: Operator, _: str, legal: IndexRange) -> list[tuple[str, IndexRange]]:
         source = op.proto.input[0]
@@ -348,6 +348,12 @@ def _fitted(legal: IndexRange, shape: Sequence[int | str] | None) -> IndexRange:
     sizes = shape[len(shape) - legal.lowest.ndim :]
     pairs = enumerate(zip(legal.lowest.shape, sizes, strict=True))
     return legal.loosest(tuple(axis for axis, (mine, size) in pairs if mine not in (1, size)))
+
+
+def _sizes(shape: Sequence[int | str]) -> tuple[int, ...] | None:
+    """Return sizes that are all fixed; ``None`` if some are not."""
+    fixed = tuple(size for size in shape if isinstance(size, int))
+    return fixed if len(fixed) == len(shape) else None
 
 
 def _of_rank(ends: Array, rank: int) -> Array:

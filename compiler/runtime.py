@@ -169,8 +169,8 @@ def _random(
     legal: IndexRange | None,
 ) -> NDArray[np.generic]:
     if np.issubdtype(dtype, np.floating):
-        values = rng.standard_normal(shape)
-        return (values if legal is None else legal.clip(values)).astype(dtype)
+        drawn = rng.standard_normal(shape)
+        return (drawn if legal is None else legal.clip(drawn)).astype(dtype)
     if legal is not None:
         return legal.draw(rng, shape).astype(dtype)
     if dtype == np.uint8:

@@ -58,7 +58,7 @@ _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
 _LOGGED_EVERY_S = 10.0
 """Time between two lines about batches that fail in one way."""
-HOPELESS_AFTER_S = 60.0
+NOT_LIVE_AFTER_S = 60.0
 """Time without any model in service after which the process had better be started again."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
@@ -241,7 +241,7 @@ class Executor:
     @property
     def live(self) -> bool:
         """Whether a model is served, or may yet be: not once none was for too long."""
-        return self._clock() - self._out_since_s < HOPELESS_AFTER_S
+        return self._clock() - self._out_since_s < NOT_LIVE_AFTER_S
 
     def _note_service(self) -> None:
         """Note since when no model is served; the lock is held."""

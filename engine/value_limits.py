@@ -44,11 +44,11 @@ def _or(value: float | None, otherwise: float) -> float:
 
 def _told(bound: ValueBound, values: NDArray[Any], lowest: float, highest: float) -> str:
     legal = (values >= lowest) & (values <= highest)
-    place = list(np.unravel_index(int(np.argmin(legal)), values.shape))
+    place = [int(index) for index in np.unravel_index(int(np.argmin(legal)), values.shape)]
     value = values[tuple(place)]
     if bound.places:
         place[bound.axis] = bound.places[place[bound.axis]]
-    where = ", ".join(map(str, map(int, place)))
+    where = ", ".join(map(str, place))
     return (
         f"input {bound.input!r} has {plain(value.item())} at [{where}], and the model takes "
         f"{bound.legal()} there ({bound.operator} fails on other values); check how the values "

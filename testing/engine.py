@@ -146,7 +146,7 @@ class FakeEngine:
     hurried: bool = False
     """From now on every sample leaves at exit 0, sure enough or not."""
     unready: set[str] = field(default_factory=set)
-    hopeless: bool = False
+    given_up: bool = False
     """Whether no model will be in service again."""
     """Models that are out of service."""
     hold: asyncio.Event | None = None
@@ -223,8 +223,8 @@ class FakeEngine:
         return not (self.leaving or self.draining) and asked <= served - self.unready
 
     def live(self) -> bool:
-        """Unless it is hopeless."""
-        return not self.hopeless
+        """Unless it is given up."""
+        return not self.given_up
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Counts of all models together, under each name."""

@@ -115,7 +115,7 @@ class Bucket:
 
     def take(self, limit: int, requests: int) -> list[Taken]:
         """Take up to ``limit`` samples of up to so many requests, most urgent first."""
-        taken, exhausted = [], 0
+        taken, exhausted = list[Taken](), 0
         while self.size and limit > 0 and len(taken) < requests:
             submission = self.most_urgent()
             left = submission.left

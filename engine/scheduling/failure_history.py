@@ -12,8 +12,9 @@ from typing import Final
 
 _MEMORY: Final = 1 / 64
 """Weight of one request in the share of those that fail."""
-_EXPECTED: Final = 0.5
-"""Failing requests in a batch, on average, above which fewer requests share one."""
+_EXPECTED: Final = 0.125
+"""Failing requests in a batch, on average, above which fewer requests share one. A failing batch of
+eight costs up to three times its own time (``tests/unit/scheduling/test_failing_requests.py``)."""
 _LEAST_SHARE: Final = 1e-3
 """Share of failing requests that counts as none."""
 _IN_VAIN: Final = 3

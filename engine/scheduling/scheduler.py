@@ -333,10 +333,7 @@ class ModelScheduler:
     def _next_retry(
         self, plan: ServedPlan | None, stream: int, now_s: float
     ) -> ScheduledBatch | None:
-        """Take the first that this stream may try: it failed elsewhere, or no other can.
-
-        Requests that failed alone wait until their time, or for ``None``: of any plan.
-        """
+        """Take the first batch of a plan, or of any, that this stream may try again by now."""
         for retry in self._in_flight.retries:
             waits = retry.suspect_until_s is not None and retry.suspect_until_s > now_s
             if plan in (None, retry.plan) and not waits and self._may_take(retry, stream):

@@ -38,7 +38,7 @@ def test_probes(served: Any) -> None:
     status, reason, _ = get(f"{served.url}/health/ready")
     assert status == 503
     assert reason.startswith("not ready: fake")
-    served.engine.hopeless = True
+    served.engine.given_up = True
     status, reason, _ = get(f"{served.url}/health/live")
     assert (status, reason[:8]) == (503, "not live")
 

@@ -130,7 +130,7 @@ def test_metadata_and_readiness(served: Any) -> None:
         served.address, "ServerLive", messages.ServerLiveRequest(), messages.ServerLiveResponse
     )
     assert live.live
-    served.engine.hopeless = True
+    served.engine.given_up = True
     live = call(
         served.address, "ServerLive", messages.ServerLiveRequest(), messages.ServerLiveResponse
     )
