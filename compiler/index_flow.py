@@ -26,17 +26,13 @@ _MOST_CONSTANTS: Final = 2**16
 """Elements of a constant whose values are read."""
 _MOST_STEPS: Final = 2000
 """Operators that indices are traced through: some graph inputs may be reached on many paths."""
-_INDICES: Final = {
-    "Gather": (1, 0),
-    "GatherElements": (1, 0),
-    "ScatterElements": (1, 0),
-    "Scatter": (1, 0),
-    "GatherND": (1, 0),
-    "ScatterND": (1, 0),
-}
-"""By operator, the positions of the indices and of what they index among what it reads."""
-_EMBEDDED: Final = ((0, 2), (1, 3), (8, 3))
-"""The same of ``EmbedLayerNormalization``, which ONNX Runtime fuses: words, segments, positions."""
+_INDEXING: Final = frozenset(
+    {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
+)
+"""Operators that read what they index first, and then the indices."""
+_EMBEDDED: Final = ((0, 2), (1, 4), (8, 3))
+"""Indices and tables among what ``EmbedLayerNormalization`` reads, which ONNX Runtime fuses: of
+words, segments and positions."""
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -128,17 +124,17 @@ class _Trace:
         """Yield the tensors that an operator takes as indices, and their legal values."""
         read = op.proto.input
         if op.proto.domain == "com.microsoft" and op.kind == "EmbedLayerNormalization":
-            for indices, table in _EMBEDDED:
-                rows = self._size(read[table], 0) if len(read) > max(indices, table) else None
-                if rows is not None and read[indices]:
-                    yield read[indices], _between(0, rows - 1)
-        elif is_standard(op.proto) and op.kind in _INDICES:
-            indices, table = _INDICES[op.kind]
-            sizes = self._indexed_sizes(op, read[table], read[indices])
+            for place, of_table in _EMBEDDED:
+                rows = self._size(read[of_table], 0) if len(read) > max(place, of_table) else None
+                if rows is not None and read[place]:
+                    yield read[place], _between(0, rows - 1)
+        elif is_standard(op.proto) and op.kind in _INDEXING:
+            table, indices = read[:2]
+            sizes = self._indexed_sizes(op, table, indices)
             if sizes:
                 lengths = np.array(sizes, np.float64)
                 lengths = lengths if len(sizes) > 1 else lengths[0]
-                yield read[indices], _between(-lengths, lengths - 1)
+                yield indices, _between(-lengths, lengths - 1)
 
     def _indexed_sizes(self, op: Operator, table: str, indices: str) -> list[int]:
         """Return the sizes that indices select from; none if they are not fixed."""

@@ -58,6 +58,7 @@ class Model:
         proto = self.b.build()
         del proto.graph.output[0].type.tensor_type.shape.dim[:]
         proto.graph.output[0].type.tensor_type.ClearField("shape")
+        proto.opset_import.add(domain="com.microsoft", version=1)
         annotate(proto)
         return proto
 
@@ -180,6 +181,20 @@ def elements() -> onnx.ModelProto:
     return m.done()
 
 
+def fused_embedding() -> onnx.ModelProto:
+    """As ONNX Runtime writes it; it takes no negative index."""
+    m = Model(TensorProto.INT32)
+    words, places = (m.b.constant(np.ones((n, 8), np.float32)) for n in (ROWS, COLUMNS))
+    scale, bias = (m.b.constant(np.ones(8, np.float32)) for _ in range(2))
+    m.b.nodes(
+        "EmbedLayerNormalization",
+        *(m.x, "", words, places, "", scale, bias),
+        outs=["y", "mask"],
+        domain="com.microsoft",
+    )
+    return m.done()
+
+
 def two_tables() -> onnx.ModelProto:
     m = Model()
     for rows, out in ((9, "a"), (5, "b")):
@@ -220,6 +235,7 @@ BOUNDED: list[Callable[[], onnx.ModelProto]] = [
     joined_with_a_constant,
     coordinates,
     elements,
+    fused_embedding,
     two_tables,
 ]
 FREE: list[Callable[[], onnx.ModelProto]] = [hashed, chosen_by_a_condition, in_a_branch]
