@@ -22,6 +22,7 @@ from offramp.bundle.parts import Exit, Head, Segment, Variant
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.bundle.profile import Profile, Spread
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
+from offramp.bundle.value_bounds import ValueBound
 from offramp.bundle.weight_sharing import SharingCost
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "TaskKind",
     "TensorSpec",
     "UnreadInput",
+    "ValueBound",
     "Variant",
     "write_bundle",
 ]

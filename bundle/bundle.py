@@ -26,8 +26,11 @@ from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.files import (
     FileContent,
     check_file,
+    compare,
     dump,
+    entry_of,
     inside,
+    names_under,
     parse_json,
     parse_versioned,
     read_checked,
@@ -36,6 +39,7 @@ from offramp.bundle.files import (
     write_described,
 )
 from offramp.bundle.graph_weights import WEIGHTS
+from offramp.bundle.held import HeldFiles
 from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
 from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMA_VERSION, SCHEMAS_READ, Manifest
 from offramp.bundle.measured import MEASURED, Measured
@@ -84,6 +88,8 @@ class Bundle:
     """Of the evidence."""
     _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
     """Of the file of weights as it was when it was opened, and hashed."""
+    _held: HeldFiles | None = field(default=None, compare=False, repr=False)
+    """Files that are read from then on, whatever is at the path, if they are held."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
@@ -96,6 +102,19 @@ class Bundle:
         bundle = cls(path=root, manifest=manifest, policy=policy, _weights=weights)
         bundle.variants()  # which reads their policies
         return bundle
+
+    def held(self) -> Bundle:
+        """Hold the files, so that they can be read though the path names another bundle by then.
+
+        BundleIntegrityError if it does already.
+        """
+        root = self.path.resolve()
+        return replace(self, _held=HeldFiles(root, self.manifest.files, mend=_MEND))
+
+    @property
+    def folder(self) -> Path:
+        """Absolute path of the folder; without links, if the files are held."""
+        return self._held.root if self._held else self.path.absolute()
 
     def variant(self, number: int) -> Bundle:
         """Show the bundle as one of its variants: a bundle of the same files, as a cascade.
@@ -123,17 +142,19 @@ class Bundle:
         graph names weights elsewhere than in the bundle's ``weights.bin``.
         """
         entry = self._entry(name)
-        content = _read_checked(self.path, entry)
+        content = self._content(entry)
         if name not in self.manifest.graphs:
             return content
-        return self._as_run(name, fill(content, entry, self.path, self._weight_bytes, mend=_MEND))
+        size_bytes = self._weight_bytes
+        filled = fill(content, entry, self.path, size_bytes, mend=_MEND, held=self._held)
+        return self._as_run(name, filled)
 
     def graph(self, name: str) -> bytes:
         """Read a graph as it is stored: it may name weights in :meth:`weight_folder`.
 
         Each of them was checked to be there. Errors as of :meth:`read`.
         """
-        content = _read_checked(self.path, self._entry(name))
+        content = self._content(self._entry(name))
         check_graph(content, self.path / name, self._weight_bytes, mend=_MEND)
         return self._as_run(name, content)
 
@@ -147,17 +168,30 @@ class Bundle:
         """Give the folder where runtimes find the weights that graphs name; ``None`` if none do.
 
         The file may be mapped from there: it is what was hashed at the opening, or is hashed again.
-        BundleIntegrityError if it changed.
+        If it changed, that is a BundleIntegrityError, or ``None`` where the files are held.
         """
         if not self._weight_bytes:
             return None
-        if self._weights is None or identity_of_file(self.path / WEIGHTS) != self._weights:
-            check_file(self.path, self._entry(WEIGHTS), listing="manifest", mend=_MEND)
-        return self.path.resolve()
+        if self._weights is None or identity_of_file(self.folder / WEIGHTS) != self._weights:
+            try:
+                check_file(self.folder, self._entry(WEIGHTS), listing="manifest", mend=_MEND)
+            except BundleIntegrityError:
+                if self._held is None:
+                    raise
+                return None
+        return self.folder.resolve()
 
     def stored(self, name: str) -> Iterator[bytes]:
         """Give a file as it is on the disk, piece by piece; raises as :meth:`read`, in the end."""
         return read_pieces(self.path, self._entry(name), listing="manifest", mend=_MEND)
+
+    def _content(self, entry: FileEntry) -> bytes:
+        """Read a file as it is stored, and check it."""
+        if self._held is None:
+            return _read_checked(self.path, entry)
+        content = self._held.read(entry)
+        compare(self.path, entry_of(entry.path, content), entry, listing="manifest", mend=_MEND)
+        return content
 
     def _entry(self, name: str) -> FileEntry:
         found = next((entry for entry in self.manifest.files if entry.path == name), None)
@@ -361,7 +395,7 @@ def _check_files(root: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         check_file(root, entry, listing="manifest", mend=_MEND)
     listed = {entry.path for entry in manifest.files} | {MANIFEST, MANIFEST_HASH}
-    foreign = sorted(_names_under(root) - listed)
+    foreign = sorted(names_under(root, without=ENGINES) - listed)
     if foreign:
         raise BundleIntegrityError(
             f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
@@ -370,16 +404,6 @@ def _check_files(root: Path, manifest: Manifest) -> None:
     absent = sorted(referred - listed)
     if absent:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")
-
-
-def _names_under(root: Path) -> set[str]:
-    """List everything below a folder but plain folders; links are not followed.
-
-    Engines belong to the bundle without being listed: :mod:`offramp.bundle.engines` checks them.
-    """
-    places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
-    names = {place.relative_to(root).as_posix() for place in places}
-    return {name for name in names if not name.startswith(f"{ENGINES}/")}
 
 
 def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:

@@ -33,7 +33,7 @@ def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> by
     Messages name ``listing``, the file that has the entry, and the remedy ``mend``.
     """
     content = read_regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
-    _compare(root, entry_of(entry.path, content), entry, listing=listing, mend=mend)
+    compare(root, entry_of(entry.path, content), entry, listing=listing, mend=mend)
     return content
 
 
@@ -47,7 +47,7 @@ def read_pieces(root: Path, entry: FileEntry, *, listing: str, mend: str) -> Ite
             size += len(piece)
             yield piece
     found = FileEntry(path=entry.path, size_bytes=size, sha256=digest.hexdigest())
-    _compare(root, found, entry, listing=listing, mend=mend)
+    compare(root, found, entry, listing=listing, mend=mend)
 
 
 def check_file(root: Path, entry: FileEntry, *, listing: str, mend: str) -> None:
@@ -55,10 +55,10 @@ def check_file(root: Path, entry: FileEntry, *, listing: str, mend: str) -> None
     place = _regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
     with _reading(place, mend=mend), place.open("rb") as file:
         found = _described(entry.path, iter(lambda: file.read(_PIECE_BYTES), b""))
-    _compare(root, found, entry, listing=listing, mend=mend)
+    compare(root, found, entry, listing=listing, mend=mend)
 
 
-def _compare(root: Path, found: FileEntry, entry: FileEntry, *, listing: str, mend: str) -> None:
+def compare(root: Path, found: FileEntry, entry: FileEntry, *, listing: str, mend: str) -> None:
     """Refuse a file that is not what its entry says."""
     place = root / entry.path
     if found.size_bytes != entry.size_bytes:
@@ -126,6 +126,16 @@ def inside(root: Path, name: str, *, mend: str) -> Path:
     if unsafe:
         raise BundleIntegrityError(f"{root}: the path {name!r} leaves the bundle; {mend}")
     return place
+
+
+def names_under(root: Path, *, without: str) -> set[str]:
+    """Everything below a folder but plain folders; links are not followed.
+
+    ``without`` is a folder whose files belong to the bundle without being listed.
+    """
+    places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
+    names = {place.relative_to(root).as_posix() for place in places}
+    return {name for name in names if not name.startswith(f"{without}/")}
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = True, mode: int = 0o600) -> None:

@@ -38,6 +38,7 @@ from offramp.bundle.padding import Padding, check_paddings
 from offramp.bundle.parts import Exit, Segment, Variant, last_beginning
 from offramp.bundle.serde import LEFT_OUT, check_numbers
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
+from offramp.bundle.value_bounds import ValueBound, check_value_bounds
 from offramp.bundle.weight_sharing import SharingCost
 
 SCHEMA_VERSION = 1
@@ -278,6 +279,8 @@ class Manifest:
     """Libraries with operators of the graphs that ONNX Runtime does not have itself."""
     paddings: tuple[Padding, ...] = field(default=(), metadata=LEFT_OUT)
     """The symbolic sizes in which samples may be padded, so that they can share a batch."""
+    value_bounds: tuple[ValueBound, ...] = field(default=(), metadata=LEFT_OUT)
+    """The values beyond which the model fails: requests with others are refused."""
     subnet: str = field(default="", metadata=LEFT_OUT)
     """What the copy that exits follow keeps of the source model, where it is a subnet of it."""
     variants: tuple[Variant, ...] = field(default=(), metadata=LEFT_OUT)
@@ -308,6 +311,7 @@ class Manifest:
         check_answer(self)
         check_samples(self.inputs, self.calibration)
         check_paddings(self.paddings, self.inputs)
+        check_value_bounds(self.value_bounds, self.inputs)
         check_precision(self)
         check_chain(self)
         check_variants(self)

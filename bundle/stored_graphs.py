@@ -7,12 +7,14 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import BinaryIO, Final, TypeAlias
 
 from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
 from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.graph_weights import WEIGHTS, filled_parts, named_weights
+from offramp.bundle.held import HeldFiles
 from offramp.bundle.onnx_wire import Place, WireError
 
 _PIECE_BYTES: Final = 2**20
@@ -42,13 +44,21 @@ def check_graph(graph: bytes, place: Path, size_bytes: int, *, mend: str) -> Non
         raise BundleSchemaError(f"{place}: {error}; {mend}") from error
 
 
-def fill(graph: bytes, entry: FileEntry, root: Path, size_bytes: int, *, mend: str) -> bytes:
-    """Give a graph of a bundle with the weights that it names.
+def fill(
+    graph: bytes,
+    entry: FileEntry,
+    root: Path,
+    size_bytes: int,
+    *,
+    mend: str,
+    held: HeldFiles | None = None,
+) -> bytes:
+    """Give a graph of a bundle with the weights that it names, from a file that is held if any is.
 
     BundleSchemaError if it names some where there are none; BundleIntegrityError if graph and
     weights are not together what ``entry`` says.
     """
-    pieces = _filled(graph, root, entry.path, size_bytes, mend=mend)
+    pieces = _filled(graph, root, entry.path, size_bytes, mend=mend, held=held)
     if pieces is None:
         return graph
     whole, digest = io.BytesIO(), hashlib.sha256()
@@ -84,22 +94,28 @@ def describe_filled(
 
 
 def _filled(
-    graph: bytes, root: Path, name: str, size_bytes: int, *, mend: str
+    graph: bytes,
+    root: Path,
+    name: str,
+    size_bytes: int,
+    *,
+    mend: str,
+    held: HeldFiles | None = None,
 ) -> Iterator[bytes | memoryview] | None:
     """Give a graph with its weights, piece by piece; ``None`` if it names none."""
     try:
         parts = filled_parts(graph, size_bytes)
     except WireError as error:
         raise BundleSchemaError(f"{root / name}: {error}; {mend}") from error
-    return None if parts is None else _read(parts, root / WEIGHTS, mend)
+    return None if parts is None else _read(parts, root / WEIGHTS, mend, held)
 
 
 def _read(
-    parts: Sequence[memoryview | Place], weights: Path, mend: str
+    parts: Sequence[memoryview | Place], weights: Path, mend: str, held: HeldFiles | None
 ) -> Iterator[bytes | memoryview]:
     # Not mapped: a file that somebody makes shorter meanwhile gives an error, and no signal.
     try:
-        with weights.open("rb", buffering=0) as file:
+        with _opened(weights, held) as file:
             for part in parts:
                 if isinstance(part, Place):
                     yield from _pieces(file.fileno(), part, weights, mend)
@@ -107,6 +123,10 @@ def _read(
                     yield part
     except OSError as error:
         raise BundleIntegrityError(f"{weights}: {error.strerror}; {mend}") from error
+
+
+def _opened(weights: Path, held: HeldFiles | None) -> BinaryIO | FileIO:
+    return weights.open("rb", buffering=0) if held is None else held.opened(WEIGHTS)
 
 
 def _pieces(descriptor: int, place: Place, weights: Path, mend: str) -> Iterator[bytes]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from offramp.bundle import ValueBound
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.joint_training import JointTraining
 from offramp.calibration.dataset import DataSplit
@@ -43,6 +44,8 @@ class CompileRun:
     scratch: ScratchSpace = field(default_factory=ScratchSpace)
     batch_effect: BatchEffect | None = None
     """Taken from what is asked for in ``options``, if it is anything."""
+    value_bounds: tuple[ValueBound, ...] = ()
+    """Values of inputs beyond which the model fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

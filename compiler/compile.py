@@ -53,6 +53,7 @@ from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.subnets import find_variants, read_elastic
 from offramp.compiler.supernet import Supernet
 from offramp.compiler.suspect_answers import warn_of_answers
+from offramp.compiler.value_bounds import find_value_bounds
 from offramp.compiler.variants import DrawnVariant, build_variant
 from offramp.compiler.weights import weight_file
 from offramp.engine.environment import cpu_features
@@ -130,6 +131,7 @@ def compile_model(
             supernet = read_elastic(options.elastic, model, options)
         model = supernet.model
     with weight_file(model.proto, scratch) as weights:
+        bounds = find_value_bounds(model, parts.train.take(slice(1)))
         with progress.step("Slice and verify", 2) as advance:
             with _naming(options.model):
                 sliced = slice_model(model, options).stored(weights)
@@ -140,7 +142,9 @@ def compile_model(
                 options = check_bridges(sliced, options)
                 _verify(sliced, parts, options)
             sliced = sliced.without_weights()
-        run = CompileRun(options=options, parts=parts, progress=progress, scratch=scratch)
+        run = CompileRun(
+            options=options, parts=parts, progress=progress, scratch=scratch, value_bounds=bounds
+        )
         return _compile_sliced(sliced, run, quantise, supernet)
 
 
@@ -259,6 +263,7 @@ def _certify_and_write(
         manifest,
         batch_effect=run.batch_effect,
         paddings=paddings,
+        value_bounds=run.value_bounds,
         variants=tuple(built.variant for built in variants),
         weight_sharing=sharing,
     )

@@ -60,8 +60,9 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(escape(f"With shared weights (--share-weights of eeserve), {line}"))
     if manifest.batch_effect is not None:
         say(escape(f"{manifest.batch_effect.describe()}."))
-    for padding in manifest.paddings:
-        say(escape(f"While serving {padding.describe()}."))
+    rules = [rule.describe() for rule in manifest.paddings]
+    for told in (*rules, *(bound.describe() for bound in manifest.value_bounds)):
+        say(escape(f"While serving {told}."))
     if manifest.precision != "fp32" or manifest.precision_reason:
         say(f"Precision {escape(words.precision(manifest))}")
     for note in bundle.profile().disturbed:

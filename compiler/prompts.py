@@ -14,8 +14,9 @@ from offramp.calibration.dataset import DataError, Dataset
 from offramp.compiler.decoder_cache import is_cache, read_past
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
+from offramp.compiler.index_flow import required_ranges
 from offramp.compiler.rounding import rounding_of
-from offramp.compiler.runtime import GraphRunner, table_size
+from offramp.compiler.runtime import GraphRunner
 from offramp.compiler.shapes import dtype_name
 from offramp.engine.differences import compare
 
@@ -146,7 +147,8 @@ def _padded(
         elif name == inputs.mask:
             value = mask
         elif name == inputs.tokens and not np.issubdtype(dtype, np.floating):
-            value = rng.integers(0, table_size(proto, graph, name) or 2, sizes)
+            legal = required_ranges(proto, graph).get(name)
+            value = legal.draw(rng, sizes) if legal else rng.integers(0, 2, sizes)
         elif np.issubdtype(dtype, np.floating):
             value = rng.standard_normal(sizes)
         elif "position" in name.lower():

@@ -15,6 +15,7 @@ from onnx import helper
 
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
+from offramp.compiler.index_flow import IndexRange, required_ranges
 from offramp.compiler.shapes import (
     BATCH,
     declared_types,
@@ -137,12 +138,13 @@ def random_inputs(
     graph = Dataflow(proto.graph)
     types = declared_types(proto)
     sizes = _random_sizes(proto, batch)
+    ranges = required_ranges(proto, graph)
     feeds: dict[str, NDArray[np.generic]] = {}
     for name in graph.inputs:
         shape = types[name].shape or ()
         sized = tuple(d if isinstance(d, int) else sizes[d] for d in shape)
         dtype = np.dtype(dtype_name(types[name].elem_type))
-        feeds[name] = _random(rng, sized, dtype, table_size(proto, graph, name))
+        feeds[name] = _random(rng, sized, dtype, ranges.get(name))
     return feeds
 
 
@@ -161,24 +163,19 @@ def describe_shapes(feeds: Mapping[str, NDArray[np.generic]]) -> str:
 
 
 def _random(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[np.generic], rows: int
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    dtype: np.dtype[np.generic],
+    legal: IndexRange | None,
 ) -> NDArray[np.generic]:
     if np.issubdtype(dtype, np.floating):
-        return rng.standard_normal(shape).astype(dtype)
-    if dtype == np.uint8 and not rows:
+        drawn = rng.standard_normal(shape)
+        return (drawn if legal is None else legal.clip(drawn)).astype(dtype)
+    if legal is not None:
+        return legal.draw(rng, shape).astype(dtype)
+    if dtype == np.uint8:
         return rng.integers(0, 256, shape).astype(dtype)
-    values = rng.integers(0, rows or 2, shape)
-    if not rows and values.ndim > 1:
+    values = rng.integers(0, 2, shape)
+    if values.ndim > 1:
         values[:, 0] = 1
     return values.astype(dtype)
-
-
-def table_size(proto: onnx.ModelProto, graph: Dataflow, name: str) -> int:
-    """Count the rows of the table that an input indexes, also through ``Cast``; 0 of none."""
-    tables = {t.name: t.dims[0] for t in proto.graph.initializer if t.dims}
-    for op in graph.consumers.get(name, ()):
-        if op.kind == "Gather" and op.proto.input[1] == name and op.proto.input[0] in tables:
-            return tables[op.proto.input[0]]
-        if op.kind == "Cast" and (rows := table_size(proto, graph, op.writes[0])):
-            return rows
-    return 0

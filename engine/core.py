@@ -223,7 +223,7 @@ class Engine:
             raise BadInputError(f"{model}: {wrong}")
         if served.unread:
             inputs = {n: array for n, array in inputs.items() if n not in served.unread}
-        if wrong := served.lengths.wrong(inputs):
+        if wrong := served.lengths.wrong(inputs) or served.limits.wrong(inputs):
             raise BadInputError(f"{model}: {wrong}")
         count = len(next(iter(inputs.values())))
         self._executor.admit(model, count, deadline_s - now_s, priority)
@@ -278,10 +278,15 @@ class Engine:
     def ready(self, model: str | None = None) -> bool:
         """Whether the model (or every model) is loaded and takes requests.
 
-        Not once it leaves, and not while no stream of the device can run anything.
+        Not once it leaves, and not while no stream of the device can run it.
         """
-        loaded = model is None or model in self._models
-        return loaded and self._executor.in_service and not (self._leaving or self._draining)
+        if self._leaving or self._draining or (model is not None and model not in self._models):
+            return False
+        return all(map(self._executor.serves, self._models if model is None else (model,)))
+
+    def live(self) -> bool:
+        """Whether it serves some model, or may do so again: if not, start the process again."""
+        return self._executor.live
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Take a snapshot of every model's counters, safe to keep."""

@@ -4,11 +4,12 @@ One thread a stream, each with its own slot, for all models of the device; the b
 the GIL while it executes. Schedulers, open requests and counters are guarded by one lock, held for
 microseconds. Completed requests are handed to the event loop by the completion queue.
 
-A stage that raises fails its own batch only: the scheduler has each of its requests tried once
-more, alone, on another stream where one is in service, and only those that fail again get an
-error. A stream that fails twice in a row is started anew, after a pause (:mod:`.streams`). One
-whose worker process is lost is started anew at once, and the batch that it ran goes on at the same
-stage, on whichever stream is free: that is no failure of its own.
+A stage that raises fails its own batch only: the scheduler has its requests tried again, half of
+them at a time, on another stream where one is in service, and only those that fail alone get an
+error. A stream that fails twice in a row has to run what is known to be good, and is started anew
+if it fails at that (:mod:`.streams`). One whose worker process is lost is started anew at once, and
+the batch that it ran goes on at the same stage, on whichever stream is free: that is no failure of
+its own.
 Should all streams stay out of service, what waits is told so, until one is back. A thread that
 fails outside of all this takes the models out of service, says so, and leaves nobody waiting.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ from offramp.engine.errors import (
     QueueFullError,
     WorkerLostError,
 )
+from offramp.engine.line_limit import LineLimit
 from offramp.engine.model_runtime import ModelRuntime, Pieces
 from offramp.engine.request_table import CompletionQueue, Request, copy_of
 from offramp.engine.scheduling import (
@@ -53,6 +56,10 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
+_LOGGED_EVERY_S = 10.0
+"""Time between two lines about batches that fail in one way."""
+NOT_LIVE_AFTER_S = 60.0
+"""Time without any model in service after which the process had better be started again."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
 _Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
@@ -65,6 +72,10 @@ class _StartFailedError(Exception):
 
 class _InterruptedError(Exception):
     """A stream lost its worker, and its batch was given back to be resumed."""
+
+
+class _NotWellError(Exception):
+    """A stream failed at what is known to be good, and has to start anew."""
 
 
 class Executor:
@@ -104,9 +115,15 @@ class Executor:
         }
         self.health = StreamHealth(streams)
         """Of the streams; only this executor changes it."""
+        self._lines = LineLimit(clock, lines=1, window_s=_LOGGED_EVERY_S)
+        """What is logged of batches that fail."""
         self._warm = list(slots)
         self._refusal: EngineError | None = None
         """Why no request is taken, for now; or for ever, once ``_stopped``."""
+        self._refusals: dict[str, EngineError] = {}
+        """Why none of some models is taken, for now."""
+        self._out_since_s = math.inf
+        """Since when no model is served; infinity while one is."""
         self._stopped = False
         names = "+".join(models)
         self._threads = [
@@ -152,8 +169,8 @@ class Executor:
             submission = Submission(
                 request.number, request.count, due_s, request.priority, request.batch_key
             )
-            if self._refusal is not None:
-                raise copy_of(self._refusal)
+            if (refusal := self._refusal or self._refusals.get(model)) is not None:
+                raise copy_of(refusal)
             try:
                 self._scheduler.submit(model, submission, request.submitted_s)
             except SchedulerFullError as error:
@@ -213,29 +230,47 @@ class Executor:
             self._scheduler.flush()
             self._changed.notify_all()
 
+    def serves(self, model: str) -> bool:
+        """Whether requests of a model are taken, and streams are there to run every stage of it."""
+        served = (
+            any(self.health.serves(stream, model) for stream in streams)
+            for streams in self._needed(model)
+        )
+        return self._refusal is None and model not in self._refusals and all(served)
+
     @property
-    def in_service(self) -> bool:
-        """Whether requests are taken, and streams are there to run every stage of them."""
-        served = (any(map(self.health.serves, streams)) for streams in self._needed())
-        return self._refusal is None and all(served)
+    def live(self) -> bool:
+        """Whether a model is served, or may yet be: not once none was for too long."""
+        return self._clock() - self._out_since_s < NOT_LIVE_AFTER_S
+
+    def _note_service(self) -> None:
+        """Note since when no model is served; the lock is held."""
+        if self._stopped:
+            return
+        if any(map(self.serves, self._models)):
+            self._out_since_s = math.inf
+        elif self._out_since_s == math.inf:
+            self._out_since_s = self._clock()
 
     def _take_requests(self) -> None:
         """Refuse no requests any more if there are streams to run them; the lock is held."""
-        if not self._stopped and not self._is_given_up():
+        if not self._stopped and not any(map(self._is_given_up, self._models)):
             self._refusal = None
+        for model in [m for m in self._refusals if not self._is_given_up(m, m)]:
+            del self._refusals[model]
+        self._note_service()
 
-    def _is_given_up(self) -> bool:
-        """Whether nobody should wait for the streams of some stage."""
-        return any(map(self.health.given_up, self._needed()))
+    def _is_given_up(self, needed_by: str, model: str = "") -> bool:
+        """Whether nobody should wait for the streams of some stage, or for a model on them."""
+        return any(self.health.given_up(s, model) for s in self._needed(needed_by))
 
-    def _needed(self) -> Iterator[Sequence[int]]:
+    def _needed(self, model: str) -> Iterator[Sequence[int]]:
         """Give groups of streams, of each of which one must be there to serve every stage."""
-        for model in self._models.values():
-            placed = model.scheduler.placed
-            if placed is None:
-                yield range(self.health.streams)
-            else:
-                yield from placed.holders()
+        placed = self._models[model].scheduler.placed
+        if placed is None:
+            yield range(self.health.streams)
+        else:
+            yield from placed.holders()
 
     def pending(self) -> int:
         """Count the requests that somebody waits for."""
@@ -268,8 +303,6 @@ class Executor:
         try:
             while not self._stopped:
                 try:
-                    if suspected:
-                        self._rest(self.health.rest_s(stream))
                     suspected = self._live(stream, suspected=suspected)
                 except _StartFailedError as failure:
                     suspected = True
@@ -278,6 +311,7 @@ class Executor:
             _log.exception("%s: out of service", threading.current_thread().name)
             with self._lock:
                 self._stopped = True
+                self._out_since_s = -math.inf  # for good
                 self._refuse(OutOfServiceError(f"out of service: {error!r}"), "backend_error")
 
     def _live(self, stream: int, *, suspected: bool) -> bool:
@@ -287,18 +321,21 @@ class Executor:
         """
         slot, warm = self._open_slot(stream)
         try:
+            broken: dict[str, Exception] = {}
             if suspected:
-                self._run_each(ServedModel.probe, slot)
+                broken = self._run_each(ServedModel.probe, slot)
             if not (warm or self._backend.on_cpu):
-                self._run_each(ServedModel.warm_up, slot)
+                broken |= self._run_each(ServedModel.warm_up, slot)
             with self._lock:
                 self.health.started(stream, anew=suspected)
                 self._scheduler.resume(stream)
+                for model in self._models.keys() - broken.keys():
+                    self.health.model_mended(stream, model)
+                    if suspected:
+                        self.health.passed(stream, self._clock(), model)
+                self._leave_out(stream, broken)
                 self._take_requests()
-            while self._serve(stream, slot):
-                if self._backend.on_cpu or not self._is_well(stream, slot):
-                    return True
-            return False
+            return self._serve(stream, slot)
         finally:
             try:
                 slot.close()
@@ -317,27 +354,64 @@ class Executor:
         except Exception as error:
             raise _StartFailedError from error
 
-    def _is_well(self, stream: int, slot: Slot) -> bool:
-        """Whether a suspected slot runs what is known to be good: then it is not given up.
+    def _check(self, stream: int, slot: Slot, model: ModelRuntime) -> None:
+        """Have a suspected slot run what is known to be good, of the model that failed there.
 
-        Where slots have to be warmed up, one is not started anew for the sake of bad requests.
+        If it fails, and another model passes, the slot leaves out the one; _NotWellError if none
+        does. So no slot, which may have to be warmed up, is started anew for bad requests.
         """
-        self._rest(self.health.rest_s(stream))
-        try:
-            self._run_each(ServedModel.probe, slot)
-        except _StartFailedError:
-            return False
+        failure = _failure_of(ServedModel.probe, model, slot)
+        others = [
+            m for n, m in self._models.items() if m is not model and self.health.serves(stream, n)
+        ]
+        if failure and all(_failure_of(ServedModel.probe, other, slot) for other in others):
+            raise _NotWellError from failure
         with self._lock:
-            self.health.passed(stream)
-        return True
+            if failure:
+                self._leave_out(stream, {model.name: failure})
+            else:
+                self.health.passed(stream, self._clock(), model.name)
 
-    def _run_each(self, run: Callable[[ServedModel, Slot, Deployment], None], slot: Slot) -> None:
-        """Run batches that are known to be good, of every model."""
-        try:
-            for runtime in self._models.values():
-                run(runtime.model, slot, runtime.current)
-        except Exception as error:
-            raise _StartFailedError from error
+    def _leave_out(self, stream: int, failures: Mapping[str, Exception]) -> None:
+        """Run some models on a stream no more until they pass there; the lock is held."""
+        for name, error in failures.items():
+            pause_s = self.health.model_failed(stream, name, self._clock())
+            told = "stream %d: %s fails at a known-good batch, again in %g s: %s"
+            _log.warning(told, stream, name, pause_s, error)
+            self._scheduler.suspend(stream, name)
+            if name not in self._refusals and self._is_given_up(name, name):
+                reason = f"{name}: out of service, no stream can run it: {error}"
+                self._refusals[name] = OutOfServiceError(reason)
+                self._models[name].fail_all(self._refusals[name], "backend_error")
+        if failures:
+            self._note_service()
+            self._changed.notify_all()
+
+    def _try_again(self, stream: int, slot: Slot) -> None:
+        """Have models that a stream left out run what is known to be good, if it is time."""
+        for name in self.health.due(stream, self._clock()):
+            failure = _failure_of(ServedModel.probe, self._models[name], slot)
+            with self._lock:
+                if failure:
+                    self._leave_out(stream, {name: failure})
+                    continue
+                self.health.model_mended(stream, name)
+                self._scheduler.resume(stream, name)
+                self._take_requests()
+                self._changed.notify_all()
+
+    def _run_each(
+        self, run: Callable[[ServedModel, Slot, Deployment], None], slot: Slot
+    ) -> dict[str, Exception]:
+        """Run batches that are known to be good, of every model; gives the failures of some.
+
+        _StartFailedError if all fail.
+        """
+        failures = {name: _failure_of(run, model, slot) for name, model in self._models.items()}
+        found = {name: failure for name, failure in failures.items() if failure is not None}
+        if len(found) == len(self._models):
+            raise _StartFailedError from next(iter(found.values()))
+        return found
 
     def _pause(self, stream: int, error: BaseException) -> None:
         """Take a stream that cannot start out of service for a while."""
@@ -345,9 +419,10 @@ class Executor:
             pause_s = self.health.start_failed(stream)
             _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
             self._scheduler.suspend(stream)
-            if self._refusal is None and self._is_given_up():
+            if self._refusal is None and any(map(self._is_given_up, self._models)):
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
+            self._note_service()
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
         self._rest(pause_s)
 
@@ -358,24 +433,35 @@ class Executor:
                 self._ended.wait(left_s)
 
     def _serve(self, stream: int, slot: Slot) -> bool:
-        """Run stages until the stream is suspected, or is stopped; says which."""
+        """Run stages until the stream has to start anew, or is stopped; says which."""
         carry: TensorBatch | None = None
-        while (task := self._next_task(stream)) is not None:
+        while not self._stopped:
+            task = self._next_task(stream)
+            if task is None:
+                self._try_again(stream, slot)
+                continue
             try:
                 carry = self._run_stage(stream, slot, task, carry)
             except _InterruptedError:
                 return True
             except Exception as error:
                 carry = None
-                self._give_back(stream, task, error)
-                if self.health.failed(stream) or not isinstance(error, EngineError):
+                try:
+                    if self.health.failed(stream, self._clock(), task[0].name):
+                        self._check(stream, slot, task[0])
+                except _NotWellError:
+                    self._give_back(stream, task, error)
                     return True
+                self._give_back(stream, task, error)
         return False
 
     def _next_task(self, stream: int) -> _Task | None:
-        """Wait for the scheduler to have something for this stream; ``None`` to end."""
+        """Wait for the scheduler to have something for this stream.
+
+        ``None`` if it is stopped, or if a model that it left out is to be tried again.
+        """
         with self._lock:
-            while not self._stopped:
+            while not self._stopped and (due_s := self.health.due_s(stream)) > self._clock():
                 task = None
                 decision = self._scheduler.next(stream, self._clock())
                 if isinstance(decision, Assignment):
@@ -387,7 +473,7 @@ class Executor:
                     if self._scheduler.waiting:  # another stream may start, or keep time
                         self._announce()
                     return task
-                timeout_s = _LONGEST_WAIT_S
+                timeout_s = min(due_s - self._clock(), _LONGEST_WAIT_S)
                 if isinstance(decision, Wait):
                     timeout_s = min(max(decision.until_s - self._clock(), 0.0), timeout_s)
                 self._changed.wait(timeout_s)
@@ -415,7 +501,8 @@ class Executor:
             except Exception as error:  # its rows have left the scheduler: tell those who wait
                 model.abandon(run, BackendError(repr(error)))
                 raise
-            self.health.succeeded(stream)
+            if len(transition.released):
+                self.health.succeeded(stream, model.name)
             self._announce()
         if not len(transition.survivors):
             return None
@@ -453,6 +540,7 @@ class Executor:
             kept = model.interrupt(self._scheduler.interrupted(stream, self._clock()), error)
             self._scheduler.suspend(stream)
             self.health.lost(stream)
+            self._note_service()
             self._changed.notify_all()
         if kept is None:
             return
@@ -465,10 +553,21 @@ class Executor:
         """Give a failed batch back to the scheduler, and fail what has no second chance."""
         model, run, _ = task
         failure = error if isinstance(error, EngineError) else BackendError(repr(error))
-        trace = None if failure is error else error
-        _log.error("%s: stage %d: %s", model.name, run.stage, error, exc_info=trace)
+        now_s = self._clock()
+        suffix = self._lines.admit((model.name, run.stage, type(error)))
+        if suffix is not None:
+            trace = None if failure is error else error
+            _log.error("%s: stage %d: %s%s", model.name, run.stage, error, suffix, exc_info=trace)
         with self._lock:
-            self._scheduler.failed(stream, self._clock())
+            runs = self.health.serves(stream, model.name) and self.health.vouches(
+                stream, now_s, model.name
+            )
+            if run.samples.alone and runs:
+                failure = type(failure)(
+                    f"the model failed on this request's own data, which was alone in its batch: "
+                    f"{failure}"
+                )
+            self._scheduler.failed(stream, now_s)
             model.fail(failure)
             self._changed.notify_all()
 
@@ -479,3 +578,14 @@ class Executor:
             model.fail_all(refusal, cause)
         self._changed.notify_all()
         self._ended.notify_all()
+
+
+def _failure_of(
+    run: Callable[[ServedModel, Slot, Deployment], None], runtime: ModelRuntime, slot: Slot
+) -> Exception | None:
+    """Run what is known to be good of a model on a slot; gives what it raises."""
+    try:
+        run(runtime.model, slot, runtime.current)
+    except Exception as error:
+        return error
+    return None

@@ -36,19 +36,26 @@ class _Window:
 class LineLimit:
     """Decides which lines are written; kinds are from a fixed set."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        lines: int = LINES,
+        window_s: float = WINDOW_S,
+    ) -> None:
+        """Admit up to ``lines`` of a kind in every window."""
+        self._clock, self._lines, self._window_s = clock, lines, window_s
         self._windows: dict[object, _Window] = {}
 
     def admit(self, kind: object) -> str | None:
         """What to append to the next line of a kind; ``None`` if it is not to be written."""
         now_s = self._clock()
         window = self._windows.get(kind)
-        if window is None or now_s - window.began_s >= WINDOW_S:
+        if window is None or now_s - window.began_s >= self._window_s:
             left_out = window.left_out if window else 0
             self._windows[kind] = _Window(began_s=now_s, lines=1)
             return f" (… and {left_out} more like it)" if left_out else ""
-        if window.lines < LINES:
+        if window.lines < self._lines:
             window.lines += 1
             return ""
         window.left_out += 1

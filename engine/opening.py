@@ -44,7 +44,7 @@ async def open_models(
 ) -> OpenedModels:
     """Load, check and warm up bundles, in threads; see :meth:`.Engine.open`."""
     _check_names(models)
-    bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
+    bundles = {n: await asyncio.to_thread(_open_held, path) for n, path in models.items()}
     owned = backend is None
     if backend is None:
         backend = await _in_thread(backend_for, models, options)
@@ -80,6 +80,11 @@ def _check_names(models: Mapping[str, Path]) -> None:
                 f"{str(path)!r} would be served as {name!r}, which clients cannot ask for; "
                 "expected printable Unicode: rename its folder, or add --model NAME=PATH"
             )
+
+
+def _open_held(path: Path) -> Bundle:
+    """Open a bundle, and hold its files: another may be at its path while it is served."""
+    return Bundle.open(path).held()
 
 
 def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:

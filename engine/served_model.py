@@ -43,6 +43,7 @@ from offramp.engine.scheduling import (
 )
 from offramp.engine.served_splits import ServedSplits
 from offramp.engine.state_file import StateFile
+from offramp.engine.value_limits import ValueLimits
 from offramp.engine.whole_promise import EndEvidence, end_evidence, whole_status
 
 _log = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ class ServedModel:
     """Of the engines that are served, where they are of another precision."""
     lengths: LengthRules = field(default_factory=LengthRules)
     """Which samples of different length share a batch, and which are of new lengths."""
+    limits: ValueLimits = field(default_factory=ValueLimits)
+    """The values of inputs that the model takes."""
     bundle: str = ""
     """SHA-256 of the bundle's manifest."""
     exits: int = 0
@@ -190,6 +193,7 @@ class ServedModel:
             guard=_guard(name, bundle) if control and not of_model.trust_inputs else None,
             evidence=end_evidence(bundle),
             lengths=_length_rules(name, bundle, of_model),
+            limits=ValueLimits(bundle.manifest.value_bounds),
             bundle=identity,
             exits=exits,
             profile_file=ProfileFile.of(bundle.path, name) if keeps_profile else None,

@@ -303,7 +303,7 @@ def make_application(engine: ServedEngine, reception: Reception) -> web.Applicat
     application = web.Application(middlewares=[_one_a_turn()])
     routes = {
         "/": lambda: web.Response(text=render_status(engine), content_type="text/html"),
-        "/health/live": lambda: _text("live\n"),
+        "/health/live": lambda: _liveness(engine),
         "/health/ready": lambda: _readiness(engine),
         "/metrics": lambda: web.Response(
             body=render_metrics(engine, reception.refused),
@@ -351,6 +351,12 @@ def _readiness(engine: ServedEngine) -> web.Response:
         reason = "shutting down, or out of service: see the log"
         return _text(f"not ready: {', '.join(waiting)} ({reason})\n", status=503)
     return _text("ready\n") if engine.ready() else _text("not ready: shutting down\n", status=503)
+
+
+def _liveness(engine: ServedEngine) -> web.Response:
+    if engine.live():
+        return _text("live\n")
+    return _text("not live: no model could be served for too long, see the log\n", status=503)
 
 
 def _text(text: str, *, status: int = 200) -> web.Response:

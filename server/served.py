@@ -50,6 +50,9 @@ class ServedEngine(Protocol):
     def ready(self, model: str | None = None) -> bool:
         """Whether the model (or every model) takes requests."""
 
+    def live(self) -> bool:
+        """Whether some model is served, or may be again without a new process."""
+
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """A snapshot per model."""
 

@@ -59,8 +59,8 @@ class InferenceService:
     async def ServerLive(  # noqa: N802 - the protocol's name
         self, _request: messages.ServerLiveRequest, _context: _Context
     ) -> messages.ServerLiveResponse:
-        """Live as long as it answers."""
-        return messages.ServerLiveResponse(live=True)
+        """Live as long as it answers, and some model is served or may be again."""
+        return messages.ServerLiveResponse(live=self._engine.live())
 
     async def ServerReady(  # noqa: N802
         self, _request: messages.ServerReadyRequest, _context: _Context

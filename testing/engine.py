@@ -147,6 +147,8 @@ class FakeEngine:
     hurried: bool = False
     """From now on every sample leaves at exit 0, sure enough or not."""
     unready: set[str] = field(default_factory=set)
+    given_up: bool = False
+    """Whether no model will be in service again."""
     """Models that are out of service."""
     hold: asyncio.Event | None = None
     """Requests wait for it; draining sets it."""
@@ -226,6 +228,10 @@ class FakeEngine:
         served = {info.name for info in self.served}
         asked = served if model is None else {model}
         return not (self.leaving or self.draining) and asked <= served - self.unready
+
+    def live(self) -> bool:
+        """Unless it is given up."""
+        return not self.given_up
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Counts of all models together, under each name."""

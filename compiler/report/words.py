@@ -211,6 +211,7 @@ def facts(
         ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),
         *([("Other batches", effect.describe())] if (effect := manifest.batch_effect) else []),
         *(("Other lengths", padding.describe()) for padding in manifest.paddings),
+        *(("Legal values", bound.describe()) for bound in manifest.value_bounds),
         *([("Large weights", kept_once(weights))] if weights and weights.file_bytes else []),
         *(("Shared in memory", line) for line in shared_weights(manifest)),
     ]

@@ -52,7 +52,7 @@ def make_session(
     options = session_options(weights=weights)
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # failures are raised, and logged by whoever runs a stage
     if form is WeightForm.SHARED:
         run_on_file(options)
     if has_half_precision(model) or form is WeightForm.SHARED:

@@ -67,7 +67,7 @@ class WorkerActor:
                 token=self._token,
                 context=None if identity is None else identity.context(),
                 make=self._make,
-                find=BundlesByHash([Bundle.open(Path(path)) for path in self._bundles]),
+                find=BundlesByHash([Bundle.open(Path(path)).held() for path in self._bundles]),
                 any_graph=self.any_graph,
             )
             listening = listen_on(HostPort(host, 0))

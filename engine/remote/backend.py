@@ -22,11 +22,12 @@ from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError, WorkerLostError
+from offramp.engine.line_limit import LineLimit
 from offramp.engine.plan import StageSpec
 from offramp.engine.remote.launching import WorkerHandle, WorkerLauncher
 from offramp.engine.remote.routing import RoutedSlot
 from offramp.engine.remote.slot import LEAST_LIMIT_S, RemoteSlot, RemoteStage
-from offramp.engine.remote.stages import describe_stage, manifest_hash
+from offramp.engine.remote.stages import describe_graph, describe_stage, manifest_hash
 from offramp.engine.remote.wire import Hello, Prepare, Release
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class RemoteBackend:
         self._seats = [_Seat(launcher) for launcher in launchers]
         self._lock = threading.Lock()
         """Of the seats' counts."""
+        self._lines = LineLimit(lines=1, window_s=60.0)
         self.restarts = 0
         """Workers that were started in place of one that was lost."""
 
@@ -248,15 +250,33 @@ class RemoteBackend:
                 raise
             seat.absent = False
             try:
-                for stage in sorted(self._known(), key=lambda stage: stage.number):
-                    if self._holds(number, stage.spec):
-                        self._load(worker, stage)
+                self._load_all(number, worker)
             except BaseException:
                 worker.end()
                 raise
             seat.worker = worker
             _log.info("%s is ready: %s", worker.name, seat.launcher.describe())
             return worker
+
+    def _load_all(self, number: int, worker: WorkerHandle) -> None:
+        """Have a worker that starts load what it holds; what does not load fails by itself later.
+
+        BackendError if nothing loads.
+        """
+        failures, loaded = list[BackendError](), False
+        for stage in sorted(self._known(), key=lambda stage: stage.number):
+            if not self._holds(number, stage.spec):
+                continue
+            try:
+                self._load(worker, stage)
+                loaded = True
+            except WorkerLostError:
+                raise
+            except BackendError as error:
+                failures.append(error)
+                _log.warning("%s goes without a stage: %s", worker.name, error)
+        if failures and not loaded:
+            raise failures[0]
 
     def _load_everywhere(self, stage: RemoteStage) -> list[BackendError | None]:
         """Have all that hold a stage, and are there, load it; gives what came of each."""
@@ -311,8 +331,37 @@ class RemoteBackend:
                     with contextlib.suppress(BackendError):  # it is lost, and so is the stage
                         seat.worker.order(Release(stage=gone))
         if stage.number not in worker.stages:
-            worker.order(Prepare(stage=stage.number, document=stage.document), stage.graph)
+            try:
+                worker.order(Prepare(stage=stage.number, document=stage.document), stage.graph)
+            except WorkerLostError:
+                raise
+            except BackendError as error:
+                self._send_graph(worker, stage, error)
             worker.stages.add(stage.number)
+
+    def _send_graph(self, worker: WorkerHandle, stage: RemoteStage, error: BackendError) -> None:
+        """Send the graph that this process holds of a bundle which the worker does not find.
+
+        The bundle may have been replaced since it was opened. Raises the worker's ``error`` if it
+        does not take the graph either.
+        """
+        bundle = stage.spec.bundle
+        if bundle is None:
+            raise error
+        document, graph = describe_graph(stage.spec)
+        try:
+            worker.order(Prepare(stage=stage.number, document=document), graph)
+        except WorkerLostError:
+            raise
+        except BackendError:
+            raise error from None
+        suffix = self._lines.admit(bundle.path)
+        if suffix is not None:
+            _log.warning(
+                "%s was replaced or removed since it was opened: %s gets the graphs of the one "
+                "that is served, until the server is started again (%s)%s",
+                bundle.path, worker.name, error, suffix,
+            )  # fmt: skip
 
     def _next_released(self) -> int | None:
         try:

@@ -194,7 +194,7 @@ def _serve(
     try:
         for text in given.criterion_module:
             load_criterion(text)
-        bundles = BundlesByHash([Bundle.open(path) for path in given.bundles])
+        bundles = BundlesByHash([Bundle.open(path).held() for path in given.bundles])
         identity = _identity(given)
         admission = Admission(
             token=read_token(given.token_file),

@@ -78,12 +78,9 @@ def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
     BackendError if it is a stage of a bundle that was not planned by the bundle alone.
     """
     if spec.bundle is None:
-        names = {f.name for f in fields(StageDescription)} - {"weight_form"}
-        said = {name: getattr(spec, name) for name in names}
-        described = StageDescription(**said, weight_form=spec.weight_form.value)
-        return json.dumps({"described": to_plain(described)}), spec.load()
+        return describe_graph(spec)
     named = StageName(
-        path=quote(os.fsencode(spec.bundle.path.absolute())),
+        path=quote(os.fsencode(spec.bundle.folder)),
         manifest_sha256=manifest_hash(spec.bundle),
         variant=spec.bundle.number,
         unmodified=spec.unmodified,
@@ -109,10 +106,20 @@ def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
     return json.dumps({"named": to_plain(named)}), b""
 
 
+def describe_graph(spec: StageSpec) -> tuple[str, bytes]:
+    """Give a document of a stage as that of no bundle, and the graph that travels beside it."""
+    names = {f.name for f in fields(StageDescription)} - {"weight_form"}
+    said = {name: getattr(spec, name) for name in names}
+    described = StageDescription(**said, weight_form=spec.weight_form.value)
+    return json.dumps({"described": to_plain(described)}), spec.load()
+
+
 class BundlesByPath:
     """The bundles of the router's own host, where it says that they are; each is opened once."""
 
-    def __init__(self, open_bundle: Callable[[Path], Bundle] = Bundle.open) -> None:
+    def __init__(
+        self, open_bundle: Callable[[Path], Bundle] = lambda path: Bundle.open(path).held()
+    ) -> None:
         self._open = open_bundle
         self._opened: dict[Path, Bundle] = {}
 

@@ -50,7 +50,7 @@ class DropCause(StrEnum):
     CANCELLED = "cancelled"
     """Its caller left."""
     FAILED = "backend_error"
-    """Its execution failed, twice or with no time left, or another part of its request did."""
+    """Its execution failed, alone or with no time left, or another part of its request did."""
 
 
 class SchedulerFullError(Exception):
@@ -111,6 +111,11 @@ class RowSet(NamedTuple):
         """Split into one set for each request."""
         for request in dict.fromkeys(self.requests.tolist()):
             yield self.take(np.flatnonzero(self.requests == request))
+
+    @property
+    def alone(self) -> bool:
+        """Whether all are of one request."""
+        return bool((self.requests == self.requests[0]).all())
 
     def dropped(self, cause: DropCause) -> list[Dropped]:
         """Report that all of them leave; of those who have their answer there is no report."""

@@ -113,10 +113,10 @@ class Bucket:
         submission.left = 0
         self._used_up(1)
 
-    def take(self, limit: int) -> list[Taken]:
-        """Take up to ``limit`` samples, most urgent first."""
-        taken, exhausted = [], 0
-        while self.size and limit > 0:
+    def take(self, limit: int, requests: int) -> list[Taken]:
+        """Take up to ``limit`` samples of up to so many requests, most urgent first."""
+        taken, exhausted = list[Taken](), 0
+        while self.size and limit > 0 and len(taken) < requests:
             submission = self.most_urgent()
             left = submission.left
             count = left if left <= limit else limit

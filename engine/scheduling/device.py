@@ -90,7 +90,7 @@ class DeviceScheduler:
             self._started_s[stream] = now_s
             return Assignment(mine.name, decision)
         until_s = float("inf")
-        busy = [share for share in self._shares.values() if share.busy]
+        busy = [s for s in self._shares.values() if s.busy and not s.scheduler.suspends(stream)]
         for share in sorted(busy, key=lambda share: share.used_s):  # who is owed most goes first
             decision = share.scheduler.next(stream, now_s)
             if isinstance(decision, Run):
@@ -129,15 +129,17 @@ class DeviceScheduler:
         self._charge(stream, now_s)
         return self._running.pop(stream).scheduler.interrupted(stream, now_s)
 
-    def suspend(self, stream: int) -> None:
-        """Say that a stream, which has no batch, is out of service."""
+    def suspend(self, stream: int, model: str | None = None) -> None:
+        """Say that a stream is out of service, for a model or for all; it has no batch of these."""
         for share in self._shares.values():
-            share.scheduler.suspend(stream)
+            if model in (None, share.name):
+                share.scheduler.suspend(stream)
 
-    def resume(self, stream: int) -> None:
-        """Say that a stream is in service again."""
+    def resume(self, stream: int, model: str | None = None) -> None:
+        """Say that a stream is in service again, for a model or for all."""
         for share in self._shares.values():
-            share.scheduler.resume(stream)
+            if model in (None, share.name):
+                share.scheduler.resume(stream)
 
     def flush(self) -> None:
         """Wait for batch mates no longer, from now on."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -16,16 +17,20 @@ from offramp.engine.scheduling.base import (
     RowSet,
     Transition,
     all_rows,
+    concatenate,
 )
 from offramp.engine.scheduling.buffered import BufferedQueue
+from offramp.engine.scheduling.failure_history import FailureHistory
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.placed import PlacedPlan
 from offramp.engine.scheduling.policy import Merge, Policy, Start, Waiting
-from offramp.engine.scheduling.queue import SampleQueue
+from offramp.engine.scheduling.queue import PATIENCE_S, SampleQueue
 from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 
 _LATE: Final = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 _NO_ROWS: Rows = np.empty(0, np.intp)
+_LOSSES_OF_HALVES: Final = 2
+"""Workers that may be lost to each half of a batch that was given up for it."""
 
 
 class InFlight:
@@ -36,11 +41,12 @@ class InFlight:
         self.batches: dict[int, ScheduledBatch] = {}
         """The running batches, by stream."""
         self.retries: list[ScheduledBatch] = []
-        """Batches of one request each, to be tried again from stage 0."""
+        """Batches that failed, or halves of them, to be tried again from stage 0."""
         self.interrupted: list[ScheduledBatch] = []
         """Batches whose worker was lost, to be resumed at their stage; each waits as one piece."""
         self.plans: list[ServedPlan] = []
         """Oldest first; new batches start under the last."""
+        self.failures = FailureHistory()
         self.buffered = 0
         """Samples that wait at splits."""
         self.suspended: set[int] = set()
@@ -113,14 +119,72 @@ class InFlight:
 
     def form(self, plan: ServedPlan, choice: Start | Merge) -> ScheduledBatch:
         """Form the batch that a policy chose: of new samples, or of what waits at a split."""
+        together = self.failures.together
         if isinstance(choice, Start):
-            return plan.form(choice)
-        limit = min(choice.limit, plan.latencies.max_batch_size)
+            return plan.form(choice, together)
+        limit = min(choice.limit, plan.latencies.max_batch_size, together)
         samples, pieces = plan.waiting.buffered[choice.stage].take(choice.bucket, limit)
         self.buffered -= len(samples.requests)
         key, variant = choice.bucket.batch_key, choice.bucket.variant
         last = plan.latencies.last(variant)
         return ScheduledBatch(plan, choice.stage, samples, key, last, variant, pieces)
+
+    def fail(self, stream: int, now_s: float) -> int:
+        """Have the batch of a stream tried again, in halves; gives how many of its samples are.
+
+        Whatever failed in the company of others is most often well, so each half runs at once. A
+        request that failed alone waits for all others, and fails for good the next time.
+        """
+        batch = self.batches[stream]
+        answered, alone = batch.samples.answered, batch.samples.alone
+        staying = ~answered
+        staying[self.lose_late(batch, staying, now_s)] = False
+        if answered.any():  # feedback is not worth another try
+            self.lose(batch.samples.take(np.flatnonzero(answered)))
+        requests = [*batch.samples.take(np.flatnonzero(staying)).by_request()]
+        if batch.suspect_until_s is not None and requests:
+            self.failures.tried_again(succeeded=False)
+        if alone and requests and not self._may_try_again(batch):
+            self.failures.failed()
+            self.lose(requests.pop(), DropCause.FAILED)
+        requests = [samples for samples in requests if not self._is_late(batch, samples, now_s)]
+        for half in halves(requests):
+            # Of the workers that may be lost to it, a half of what ends workers has few left.
+            losses = max(batch.losses - _LOSSES_OF_HALVES, 0)
+            retry = replace(
+                batch,
+                stage=0,
+                samples=half,
+                pieces=(),
+                failed_on=stream,
+                suspect_until_s=self._suspect_until_s(batch, now_s) if alone else None,
+                losses=losses,
+                number=0,
+                wasted_s=0.0,
+                executing=False,
+            )
+            self.retries.append(retry)
+        return sum(len(samples.requests) for samples in requests)
+
+    def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
+        """Until when a request that failed alone waits; not for samples of its own."""
+        own = batch.plan.waiting.queue.holds(int(batch.samples.requests[0]))
+        return now_s if own else now_s + PATIENCE_S
+
+    def _may_try_again(self, batch: ScheduledBatch) -> bool:
+        """Whether there is another try for a batch of one request."""
+        others = (*self.retries, *self.interrupted, *self.batches.values())
+        waiting = any(other.suspect_until_s is not None for other in others)
+        return batch.failed_on is None and self.failures.allows_try(waiting=waiting)
+
+    def _is_late(self, batch: ScheduledBatch, samples: RowSet, now_s: float) -> bool:
+        """Drop a request that has no time left to be tried again."""
+        latencies, rows = batch.plan.latencies, len(samples.requests)
+        needed_s = latencies.span_s(0, batch.deepest, rows, batch.variant)
+        late = bool(samples.deadlines_s[0] <= now_s + needed_s)
+        if late:
+            self.lose(samples, DropCause.FAILED)
+        return late
 
     def buffer(self, batch: ScheduledBatch, now_s: float) -> None:
         """Let the survivors of a batch wait at the split that it has come to."""
@@ -229,7 +293,7 @@ class InFlight:
     def cancel(self, request: int, cause: DropCause) -> None:
         """Withdraw a request: what waits leaves now, what runs when its stage is done."""
         self._drop_buffered(lambda buffer: buffer.remove(request), cause)
-        self._drop_retries(lambda retry: retry.samples.requests[0] == request, cause)
+        self._drop_retries(lambda samples: samples.requests == request, cause)
         self._drop_interrupted(lambda samples: samples.requests == request, cause)
         if any((batch.samples.requests == request).any() for batch in self.batches.values()):
             self._cancelled.setdefault(request, cause)
@@ -237,7 +301,7 @@ class InFlight:
     def expire(self, now_s: float) -> None:
         """Drop what waits and can no longer be answered in time."""
         self._drop_buffered(lambda buffer: buffer.expire(now_s), DropCause.EXPIRED)
-        self._drop_retries(lambda retry: retry.samples.deadlines_s[0] <= now_s, DropCause.EXPIRED)
+        self._drop_retries(lambda samples: samples.deadlines_s <= now_s, DropCause.EXPIRED)
         self._drop_interrupted(lambda samples: samples.deadlines_s <= now_s, DropCause.EXPIRED)
 
     def lose_late(self, batch: ScheduledBatch, staying: NDArray[np.bool_], now_s: float) -> Rows:
@@ -294,10 +358,14 @@ class InFlight:
                 self.lose(samples, cause)
                 self.buffered -= len(samples.requests)
 
-    def _drop_retries(self, which: Callable[[ScheduledBatch], bool], cause: DropCause) -> None:
-        for retry in [retry for retry in self.retries if which(retry)]:
-            self.retries.remove(retry)
-            self.lose(retry.samples, cause)
+    def _drop_retries(self, which: Callable[[RowSet], NDArray[np.bool_]], cause: DropCause) -> None:
+        for retry in self.retries.copy():
+            leaving = which(retry.samples)
+            if leaving.any():
+                self.lose(retry.samples.take(np.flatnonzero(leaving)), cause)
+                retry.samples = retry.samples.take(np.flatnonzero(~leaving))
+            if leaving.all():
+                self.retries.remove(retry)
 
     def _drop_interrupted(
         self, which: Callable[[RowSet], NDArray[np.bool_]], cause: DropCause
@@ -321,3 +389,9 @@ class InFlight:
     def _buffers(self) -> Iterator[BufferedQueue]:
         for plan in self.plans:
             yield from plan.waiting.buffered
+
+
+def halves(requests: Sequence[RowSet]) -> list[RowSet]:
+    """Join the samples of some requests into two batches, of as many requests each, or into one."""
+    middle = (len(requests) + 1) // 2
+    return [concatenate(part) for part in (requests[:middle], requests[middle:]) if part]

@@ -54,6 +54,10 @@ class SampleQueue:
         """Samples that were ever queued."""
         self._started = 0
 
+    def holds(self, request: int) -> bool:
+        """Whether samples of a request wait."""
+        return request in self._by_request
+
     def ahead(self, priority: int) -> int:
         """Samples that wait with this priority or a higher one."""
         return sum(self._by_rank[_rank(priority) :])
@@ -122,9 +126,9 @@ class SampleQueue:
         """The bucket that the next batch is formed of, or when there is one (maybe infinity)."""
         return self._index.next(now_s) if self.size else _NEVER
 
-    def take(self, bucket: Bucket, limit: int) -> RowSet:
-        """Take up to ``limit`` samples of a bucket, most urgent first."""
-        taken, timed = bucket.take(limit), 0
+    def take(self, bucket: Bucket, limit: int, requests: int = 2**31) -> RowSet:
+        """Take up to ``limit`` samples of a bucket, of up to so many requests, by urgency."""
+        taken, timed = bucket.take(limit, requests), 0
         for submission, _, size in taken:
             self.size -= size
             self._by_rank[_rank(submission.priority)] -= size

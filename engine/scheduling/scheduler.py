@@ -200,6 +200,7 @@ class ModelScheduler:
         batch.pieces = ()
         transition = self._in_flight.leave(batch, exited, runs_on, now_s)
         self._admission.keep(len(transition.released), now_s)
+        self._in_flight.failures.succeeded(len(transition.released))
         self._admit_less(now_s)
         if self._parallel.adapts:
             deadlines_s = samples.deadlines_s[transition.released]
@@ -207,18 +208,19 @@ class ModelScheduler:
                 self._parallel.observe(bounded, int((deadlines_s < now_s).sum()))
         survivors = transition.survivors
         if not len(survivors):
+            if batch.suspect_until_s is not None:
+                self._in_flight.failures.tried_again(succeeded=True)
             self._finish(stream)
             return transition
         if len(survivors) < before:
             batch.samples = batch.samples.take(survivors)
         batch.stage += 1
         batch.executing = False
-        retry = batch.failed_on is not None
         if batch.plan.runs_on(stream, batch, before, len(survivors)):
             self._parallel.running(stream, len(survivors))
             return transition
         number = batch.number
-        if retry:  # it stays alone, so that it fails alone
+        if batch.failed_on is not None:  # it stays by itself, so that nothing fails with it
             self._in_flight.interrupt(batch, number, now_s)
         else:
             self._in_flight.buffer(batch, now_s)
@@ -228,28 +230,14 @@ class ModelScheduler:
     def failed(self, stream: int, now_s: float) -> None:
         """Take note that the batch of ``stream`` failed, if it has one.
 
-        Each of its requests is tried once more from the start: alone, so that one bad request
-        fails alone, and on another stream where one is in service. What was tried before, or
-        has no time left for it, is dropped as ``FAILED``.
+        Its requests are tried again from the start, half of them at a time, so that one that fails
+        is found and fails alone; and on another stream where one is in service. A request that
+        failed alone is tried once more when nothing else waits. What failed twice like that, or has
+        no time left, is dropped as ``FAILED``.
         """
-        if (batch := self._in_flight.batches.get(stream)) is None:
-            return
-        answered = batch.samples.answered
-        staying = ~answered
-        staying[self._in_flight.lose_late(batch, staying, now_s)] = False
-        if answered.any():  # feedback is not worth a second try
-            self._in_flight.lose(batch.samples.take(np.flatnonzero(answered)))
-        plan, deepest, variant = batch.plan, batch.deepest, batch.variant
-        for samples in batch.samples.take(np.flatnonzero(staying)).by_request():
-            needed_s = plan.latencies.span_s(0, deepest, len(samples.requests), variant)
-            if batch.failed_on is not None or samples.deadlines_s[0] <= now_s + needed_s:
-                self._in_flight.lose(samples, DropCause.FAILED)
-                continue
-            retry = ScheduledBatch(plan, 0, samples, batch.batch_key, deepest, variant)
-            retry.failed_on = stream
-            self._in_flight.retries.append(retry)
-            self.retried += len(samples.requests)
-        self._finish(stream)
+        if stream in self._in_flight.batches:
+            self.retried += self._in_flight.fail(stream, now_s)
+            self._finish(stream)
 
     def interrupted(self, stream: int, now_s: float) -> int | None:
         """Take note that the worker of ``stream`` was lost amid its run, if it has one.
@@ -273,6 +261,10 @@ class ModelScheduler:
     def suspend(self, stream: int) -> None:
         """Say that a stream, which has no batch, is out of service."""
         self._in_flight.suspended.add(stream)
+
+    def suspends(self, stream: int) -> bool:
+        """Whether a stream is out of service."""
+        return stream in self._in_flight.suspended
 
     def resume(self, stream: int) -> None:
         """Say that a stream is in service again."""
@@ -312,7 +304,7 @@ class ModelScheduler:
                 return resumed
         until_s = float("inf")
         for plan in self._in_flight.plans:
-            retry = self._next_retry(plan, stream)
+            retry = self._next_retry(plan, stream, now_s)
             if retry is not None:
                 return retry
             chosen = self._choose(plan, stream, now_s)
@@ -320,8 +312,13 @@ class ModelScheduler:
                 return chosen
             if isinstance(chosen, Wait):
                 until_s = min(until_s, chosen.until_s)
+        others_wait = self._queue.size or self._in_flight.buffered
+        if not others_wait and (suspect := self._next_retry(None, stream, float("inf"))):
+            return suspect
         for batch in (*self._in_flight.retries, *self._in_flight.interrupted):  # left to others
             until_s = min(until_s, float(batch.samples.deadlines_s.min()))
+            if (waits_s := batch.suspect_until_s) is not None and self._may_take(batch, stream):
+                until_s = min(until_s, waits_s)
         return wait_until(until_s)
 
     def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:
@@ -333,10 +330,13 @@ class ModelScheduler:
             able = frozenset(n for n in able if placed.holds(n, batch.stage))
         return batch.failed_on != stream or not able
 
-    def _next_retry(self, plan: ServedPlan, stream: int) -> ScheduledBatch | None:
-        """Take the first that this stream may try: it failed elsewhere, or no other can."""
+    def _next_retry(
+        self, plan: ServedPlan | None, stream: int, now_s: float
+    ) -> ScheduledBatch | None:
+        """Take the first batch of a plan, or of any, that this stream may try again by now."""
         for retry in self._in_flight.retries:
-            if retry.plan is plan and self._may_take(retry, stream):
+            waits = retry.suspect_until_s is not None and retry.suspect_until_s > now_s
+            if plan in (None, retry.plan) and not waits and self._may_take(retry, stream):
                 self._in_flight.retries.remove(retry)
                 return retry
         return None

@@ -25,10 +25,10 @@ class ServedPlan:
     placed: PlacedPlan | None = None
     """Where streams differ: what each of them is asked with, instead of policy and latencies."""
 
-    def form(self, start: Start) -> ScheduledBatch:
-        """Form the new batch that its policy chose."""
+    def form(self, start: Start, requests: int) -> ScheduledBatch:
+        """Form the new batch that its policy chose, of up to so many requests."""
         limit = min(start.limit, self.latencies.max_batch_size)
-        samples = self.waiting.queue.take(start.bucket, limit)
+        samples = self.waiting.queue.take(start.bucket, limit, requests)
         variant, deepest = start.variant, start.deepest
         if deepest is None:
             deepest = self.latencies.last(variant)
@@ -73,7 +73,7 @@ class ServedPlan:
 
 @dataclass(slots=True, eq=False)
 class ScheduledBatch:
-    """A batch on a stream, or of a request to be tried again; its samples leave bit by bit."""
+    """A batch on a stream, or to be tried again; its samples leave bit by bit."""
 
     plan: ServedPlan
     """The plan that its samples were started under, and end under."""
@@ -87,7 +87,9 @@ class ScheduledBatch:
     pieces: tuple[Piece, ...] = ()
     """The buffered batches that it was just merged of."""
     failed_on: int | None = None
-    """The stream that its samples failed on before, if this is their second try."""
+    """The stream that its samples failed on before, if they are tried again."""
+    suspect_until_s: float | None = None
+    """Of a request that failed alone: until when its second try waits for all others."""
     losses: int = 0
     """How often the worker that ran it was lost."""
     number: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ from offramp.certify import binomial_cdf, evaluate
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.weights import WeightSizes
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
+from offramp.engine.core import Engine
+from offramp.engine.errors import BadInputError
 from offramp.engine.exit_check import confidence_of
+from offramp.engine.options import EngineOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_chained_plan, make_plan
 
@@ -188,6 +192,28 @@ def test_large_weights_are_in_one_file_once(compiled) -> None:
     told = "Large weights" in bundle.read("report.html").decode()
     assert told == (bundle.weight_folder() is not None) == (bundle.manifest.schema_version == 2)
     assert told == bool(large)
+
+
+def test_values_that_the_model_fails_on_are_refused_before_they_join_a_batch(compiled) -> None:
+    bundle, unseen = compiled
+    if "input_ids" not in unseen:
+        assert bundle.manifest.value_bounds == ()
+        return
+    ((name, highest),) = ((b.input, b.highest) for b in bundle.manifest.value_bounds)
+    assert name == "input_ids"
+
+    async def ask() -> None:
+        options = EngineOptions(backend="onnxruntime", keep_state=False)
+        async with await Engine.open({"m": bundle.path}, options) as engine:
+            await engine.infer("m", unseen)
+            beyond = {**unseen, name: unseen[name].copy()}
+            beyond[name][7, 3] = highest + 1
+            told = rf"m: input 'input_ids' has {highest + 1:g} at \[7, 3\], and the model takes"
+            with pytest.raises(BadInputError, match=told):
+                await engine.infer("m", beyond)
+            assert engine.statistics()["m"].failed == {}
+
+    asyncio.run(ask())
 
 
 def test_the_manifest_has_the_sizes_of_all_parts(compiled) -> None:

@@ -1,4 +1,4 @@
-"""What fails once is tried again, alone and elsewhere; what fails twice is told."""
+"""What fails once is tried again, in halves and elsewhere; a request that fails alone is told."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ def test_a_batch_that_fails_once_is_answered_all_the_same(error: Exception) -> N
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(BackendError("out of memory"), "^out of memory$"), (ZeroDivisionError(), "ZeroDivision")],
+    [(BackendError("out of memory"), "out of memory$"), (ZeroDivisionError(), "ZeroDivision")],
 )
 def test_a_request_that_fails_twice_is_told_why(error: Exception, message: str) -> None:
-    numbers = (0, 1) if isinstance(error, BackendError) else (0, 3)  # after two stages of a probe
+    """In between the stream has shown that it runs what is known to be good."""
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(BackendError, match=message):
+        with pytest.raises(BackendError, match=f"failed on this request's own data.*{message}"):
             await ask(engine, [0.95, 0.5])
         assert (await ask(engine, [0.95, 0.5])).exits.tolist() == [0]
         statistics = engine.statistics()["fake"]
         assert (statistics.failed, statistics.retried) == ({"backend_error": 1}, 1)
 
-    with_engine(body, fails_at(*numbers, error=error))
+    with_engine(body, fails_at(0, 1, error=error))
 
 
-def test_requests_of_a_failed_batch_are_tried_alone_on_the_other_stream() -> None:
+def test_requests_of_a_failed_batch_are_tried_by_halves_on_the_other_stream() -> None:
     where: list[tuple[str, int]] = []
 
     def on_run(stage: int, rows: int) -> None:
@@ -101,7 +101,7 @@ def test_requests_of_a_failed_batch_are_tried_alone_on_the_other_stream() -> Non
     (failed, size), *again = where
     other = {"fake-stream-0": "fake-stream-1", "fake-stream-1": "fake-stream-0"}[failed]
     assert size == 3
-    assert again == [(other, 1)] * 3
+    assert again == [(other, 2), (other, 1)]
 
 
 def test_rows_that_are_tried_again_get_their_own_answers() -> None:
@@ -143,7 +143,7 @@ def test_a_bad_request_however_often_it_comes_stops_no_stream(streams: int) -> N
         assert (await ask(engine, [0.95, 0.5])).exits.tolist() == [0]
         statistics = engine.statistics()["fake"]
         assert (statistics.failed, statistics.retried) == ({"backend_error": 20}, 20)
-        assert statistics.restarts >= 1
+        assert statistics.restarts == 0
 
     with_engine(body, backend_type=Poisoned, streams=streams)
 
@@ -159,7 +159,7 @@ def test_one_bad_request_fails_alone() -> None:
         assert [r.exits.tolist() for r in answered] == [[0], [-1], [0]]
         statistics = engine.statistics()["fake"]
         assert statistics.failed == {"backend_error": 1}
-        assert (statistics.answered, statistics.retried) == (3, 4)
+        assert (statistics.answered, statistics.retried) == (3, 4 + 2)
 
     with_engine(body, backend_type=Poisoned, max_batch_size=4, max_delay_s=3600.0)
 
@@ -236,7 +236,7 @@ def test_among_many_failures_everybody_is_answered_rightly_or_told(scheduling: s
         try:
             result = await engine.infer("fake", {SCRIPT: rows})
         except BackendError as error:
-            assert str(error) == "now and then"
+            assert str(error).endswith("now and then")
             return 0
         stage = np.where(result.exits < 0, 2, result.exits)
         np.testing.assert_array_equal(result.outputs["answer"], rows[np.arange(len(rows)), stage])

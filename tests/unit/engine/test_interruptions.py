@@ -75,7 +75,7 @@ def test_what_ends_every_worker_fails_in_the_end_and_alone() -> None:
         assert (await ask(engine, [0.95, 0.5])).exits.tolist() == [0]
         statistics = engine.statistics()["fake"]
         assert (statistics.failed, statistics.retried) == ({"backend_error": 3}, 3)
-        assert statistics.resumed == 2 * 3 * (MOST_LOSSES - 1), "as a batch, and tried again"
+        assert statistics.resumed == 3 * (MOST_LOSSES - 1 + 1), "as a batch, and tried again"
 
     with_engine(body, on_run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 from typing import Any
@@ -15,7 +16,12 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError, OutOfServiceError
 from offramp.engine.served_model import warm_slots
-from offramp.engine.streams import FIRST_PAUSE_S, GIVE_UP_AFTER, StreamHealth
+from offramp.engine.streams import (
+    GIVE_UP_AFTER,
+    MOST_IN_A_ROW,
+    TRUST_S,
+    StreamHealth,
+)
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
 
 SURE = {SCRIPT: script([0.95, 0.5])}
@@ -27,12 +33,45 @@ def in_service(engine: Engine) -> int:
 
 def test_one_failure_raises_no_suspicion_and_a_second_in_a_row_does() -> None:
     health = StreamHealth(2)
-    assert not health.failed(0)
+    assert not health.failed(0, 0.0)
     health.succeeded(0)
-    assert not health.failed(0)
-    assert not health.failed(1)
-    assert health.failed(0)
+    assert not health.failed(0, 0.0)
+    assert not health.failed(1, 0.0)
+    assert health.failed(0, 0.0)
     assert health.in_service == 2
+
+
+def test_failures_of_one_model_are_not_those_of_another() -> None:
+    health = StreamHealth(1)
+    assert not health.failed(0, 0.0, "a")
+    assert not health.failed(0, 0.0, "b")
+    health.succeeded(0, "b")
+    assert health.failed(0, 0.0, "a")
+    assert not health.failed(0, 0.0, "b")
+
+
+def test_a_stream_that_passed_is_trusted_for_a_while_unless_nothing_succeeds() -> None:
+    health = StreamHealth(1)
+    health.passed(0, 10.0)
+    just_before_s = 10.0 + TRUST_S - 0.01
+    assert not any(health.failed(0, just_before_s) for _ in range(MOST_IN_A_ROW))
+    assert health.failed(0, just_before_s)
+    health.passed(0, 20.0)
+    assert not health.failed(0, 20.0 + TRUST_S)
+    assert health.failed(0, 20.0 + TRUST_S)
+
+
+def test_a_stream_vouches_for_a_failure_once_something_else_succeeded() -> None:
+    health = StreamHealth(1)
+    health.failed(0, 0.0)
+    assert not health.vouches(0, 0.0), "nothing ever ran"
+    health.succeeded(0)
+    health.failed(0, 0.0)
+    assert health.vouches(0, 0.0)
+    health.failed(0, 0.0)
+    assert not health.vouches(0, 0.0), "twice in a row"
+    health.passed(0, 0.0)
+    assert health.vouches(0, 0.5 * TRUST_S)
 
 
 def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_start() -> None:
@@ -87,11 +126,8 @@ def test_a_broken_device_is_given_up_and_taken_back(
         assert engine.ready("fake")
         backend.gate.open()
         errors = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {type(error) for error in errors} == {BackendError, OutOfServiceError}
-        assert {str(error) for error in errors} == {
-            "device lost",
-            "out of service, no stream can start: device lost",
-        }
+        assert {type(error) for error in errors} == {OutOfServiceError}
+        assert {str(e) for e in errors} == {"out of service, no stream can start: device lost"}
         assert not engine.ready()
         with pytest.raises(
             OutOfServiceError, match=r"out of service, no stream can start: device lost"
@@ -132,6 +168,28 @@ def test_a_slot_that_opens_at_the_third_try_is_enough(monkeypatch: pytest.Monkey
         assert backend.runs == [(0, 1), (1, 1), (0, 1)]  # it had to run a probe first
 
     with_engine(body, backend_type=Late)
+
+
+def test_an_engine_of_which_nothing_runs_for_too_long_is_not_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("offramp.engine.executor.NOT_LIVE_AFTER_S", 0.05)
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        assert isinstance(backend, Device)
+        backend.gate.open()
+        assert engine.live()
+        backend.broken.set()
+        with pytest.raises(BackendError):
+            await engine.infer("fake", SURE)
+        await until(lambda: not engine.live())
+        backend.broken.clear()
+        await until(engine.live)
+        assert engine.ready()
+
+    with_engine(body, backend_type=Device)
 
 
 class OnDevice(FakeBackend):
@@ -318,12 +376,67 @@ def test_what_failed_on_a_stream_is_tried_there_if_the_other_is_out_of_service(
     with_engine(body, on_run, backend_type=Half, streams=2)
 
 
-def test_a_stream_none_of_whose_batches_succeeds_starts_anew_no_faster_than_it_may() -> None:
-    health = StreamHealth(1)
-    assert health.rest_s(0) == 0.0
-    for _ in range(2):
-        health.started(0, anew=True)
-    assert health.rest_s(0) == FIRST_PAUSE_S
-    assert health.in_service == 1
-    health.succeeded(0)
-    assert health.rest_s(0) == 0.0
+def test_a_model_is_tried_again_on_a_stream_after_pauses_that_double() -> None:
+    health = StreamHealth(2)
+    assert (health.due_s(0), health.broken(0)) == (math.inf, [])
+    assert [health.model_failed(0, "b", now_s) for now_s in (0.0, 1.0, 2.0)] == [0.05, 0.1, 0.2]
+    assert (health.due_s(0), health.due_s(1)) == (2.2, math.inf)
+    assert (health.due(0, 2.1), health.due(0, 2.2)) == ([], ["b"])
+    assert health.serves(0) and health.serves(0, "a") and health.serves(1, "b")
+    assert not health.serves(0, "b")
+    health.model_mended(0, "b")
+    assert health.serves(0, "b") and health.due_s(0) == math.inf
+
+
+def test_a_model_is_given_up_once_it_failed_often_enough_on_every_stream() -> None:
+    health = StreamHealth(2)
+    for stream in range(2):
+        for _ in range(GIVE_UP_AFTER):
+            assert not health.given_up(range(2), "b")
+            health.model_failed(stream, "b", 0.0)
+    assert health.given_up(range(2), "b")
+    assert not health.given_up(range(2), "a") and not health.given_up(range(2))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_model_that_breaks_leaves_the_others_in_service(
+    streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only ``b`` has a third stage, which fails from some time on, for a while."""
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 0.01)
+    broken = threading.Event()
+
+    def on_run(stage: int, rows: int) -> None:
+        if broken.is_set() and stage == 2:
+            raise BackendError("its weights are gone")
+
+    async def body() -> None:
+        backend = FakeBackend(on_run=on_run)
+        models = {
+            "a": fake_model(backend, streams=streams),
+            "b": fake_model(backend, thresholds=(0.9, 0.9), streams=streams),
+        }
+        engine = Engine(models, backend, streams=streams)
+        well, unsure = SURE, {SCRIPT: script([0.5, 0.5, 0.5])}
+        try:
+            assert (await engine.infer("b", unsure)).exits.tolist() == [-1]
+            broken.set()
+            while engine.ready("b"):
+                with pytest.raises(BackendError, match="its weights are gone"):
+                    await engine.infer("b", unsure)
+            for _ in range(20):
+                assert (await engine.infer("a", well)).exits.tolist() == [0]
+                assert engine.ready("a")
+            with pytest.raises(OutOfServiceError, match="b: out of service, no stream can run it"):
+                for _ in range(1000):
+                    await engine.infer("b", unsure)
+            broken.clear()
+            await until(lambda: engine.ready("b"))
+            assert (await engine.infer("b", unsure)).exits.tolist() == [-1]
+            assert engine.statistics()["a"].failed == {}
+            assert engine.statistics()["a"].restarts == 0
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(body(), LIMIT_S))

@@ -23,6 +23,18 @@ class Asked(NamedTuple):
     deadline_s: float
 
 
+class Retry(NamedTuple):
+    """A batch that is to be tried again."""
+
+    failed_on: int
+    """The stream that it failed on."""
+    samples: list[Sample]
+    suspect_until_s: float | None
+    """Until when it waits for all others, if its one request failed alone."""
+    losses: int
+    """Workers that it has lost."""
+
+
 class Origin(NamedTuple):
     """How a sample was started."""
 
@@ -49,8 +61,7 @@ class Account:
         self.failures: Counter[Sample] = Counter()
         self.interruptions = 0
         """Of samples, once for each time."""
-        self.retries: list[tuple[int, list[Sample]]] = []
-        """The stream that it failed on, and the samples of one request."""
+        self.retries: list[Retry] = []
         self.kept: dict[int, dict[int, Sample]] = {}
         """Buffered and interrupted batches that were not discarded: their samples by position."""
 
@@ -109,14 +120,14 @@ class Account:
         assert len(set(names)) == len(names)
         return names
 
-    def try_again(self, stream: int, samples: list[Sample]) -> None:
-        """Samples of one request are to be tried again from the start."""
-        for sample in samples:
-            assert not self.failures[sample], "tried a third time"
+    def try_again(self, retry: Retry) -> None:
+        """A batch is to be tried again from the start."""
+        for sample in retry.samples:
+            assert not (retry.suspect_until_s and self.failures[sample]), "tried alone, and again"
             self.failures[sample] += 1
             self.place[sample] = "retry"
             del self.stage[sample]
-        self.retries.append((stream, samples))
+        self.retries.append(retry)
 
     def interrupt(self, number: int, by_position: dict[int, Sample]) -> None:
         """Samples are to run their last stage once more, from tensors that are kept."""
@@ -134,7 +145,8 @@ class Account:
     def leave(self, samples: list[Sample]) -> None:
         """They are through, wherever they are."""
         gone = set(samples)
-        self.retries = [item for item in self.retries if not gone & set(item[1])]
+        left = [r._replace(samples=[s for s in r.samples if s not in gone]) for r in self.retries]
+        self.retries = [retry for retry in left if retry.samples]
         for number, by_position in self.kept.items():
             self.kept[number] = {p: s for p, s in by_position.items() if s not in gone}
         for sample in samples:

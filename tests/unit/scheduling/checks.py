@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from numpy.typing import NDArray
-from tests.unit.scheduling.account import Account, Sample
+from tests.unit.scheduling.account import Account, Retry, Sample
 from tests.unit.scheduling.helpers import SIZE, pairs, scheduler
 
 from offramp.engine.scheduling import (
@@ -113,6 +113,8 @@ class CheckedScheduler(RuleBasedStateMachine):
                 assert not places["buffered"], "a stream idles although something is buffered"
                 assert not places["queued"] or self.setup.max_delay_s, "a stream idles for nothing"
             assert not self.to_retry(stream), "a stream idles although it could try again"
+            if not (places["queued"] or places["buffered"]):
+                assert not self.to_retry(stream, suspects=True), "nothing else waits"
         return False
 
     def done(self, stream: int, exited: Flags, runs_on: Flags | None = None) -> None:
@@ -257,16 +259,27 @@ class CheckedScheduler(RuleBasedStateMachine):
             self.failed_on[stream] = self.failed_before.pop(number)
 
     def check_retry(self, stream: int, samples: list[Sample]) -> None:
-        retries = self.account.retries
-        failed_on = next(s for s, again in retries if again == samples)
+        retry = next(retry for retry in self.account.retries if retry.samples == samples)
+        self.account.retries.remove(retry)
+        self.failed_on[stream], self.losses[stream] = retry.failed_on, retry.losses
         plan = self.account.origin[samples[0]].plan
-        assert failed_on != stream or not self.able(stream, plan, 0), "tried again where it failed"
-        retries.remove((failed_on, samples))
-        self.failed_on[stream] = failed_on
+        elsewhere = retry.failed_on != stream or not self.able(stream, plan, 0)
+        assert elsewhere, "tried again where it failed"
+        if self.waits(retry):
+            places = set(self.account.place.values())
+            assert not places & {"queued", "buffered"}, "a suspect ran before others"
+            assert not self.to_retry(stream), "a suspect ran before others"
 
-    def to_retry(self, stream: int) -> list[int]:
+    def waits(self, retry: Retry) -> bool:
+        return retry.suspect_until_s is not None and retry.suspect_until_s > self.now
+
+    def to_retry(self, stream: int, *, suspects: bool = False) -> list[int]:
         """The plans of what a stream may try again: it failed elsewhere, or nobody else can."""
-        plans = [(s, self.account.origin[again[0]].plan) for s, again in self.account.retries]
+        plans = [
+            (retry.failed_on, self.account.origin[retry.samples[0]].plan)
+            for retry in self.account.retries
+            if suspects or not self.waits(retry)
+        ]
         return [
             plan
             for failed_on, plan in plans

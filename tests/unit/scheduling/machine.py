@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from tests.unit.scheduling.account import Asked, Sample
+from tests.unit.scheduling.account import Asked, Retry, Sample
 from tests.unit.scheduling.checks import CheckedScheduler, Setup
 from tests.unit.scheduling.helpers import (
     SIZE,
@@ -123,6 +123,8 @@ class SchedulerMachine(CheckedScheduler):
     def fail_on(self, stream: int, *, cancel_rest: bool, interrupted: bool = False) -> None:
         run = self.running.pop(stream)
         self.before.pop(stream, None)
+        alone = len({request for request, _ in pairs(run)}) == 1
+        in_vain = not self.s._in_flight.failures.allows_try(waiting=True)
         if interrupted:  # once too often
             assert self.s.interrupted(stream, self.now) is None
         else:
@@ -139,12 +141,18 @@ class SchedulerMachine(CheckedScheduler):
             if item.cause is DropCause.FAILED:
                 needed_s = self.latencies[run.plan].span_s(0, run.deepest, len(samples))
                 late = self.account.asked[item.request].deadline_s <= self.now + needed_s
-                tried = all(self.account.failures[sample] for sample in samples)
-                assert late or tried or item.request in self.account.withdrawn
+                tried = all(self.account.failures[sample] for sample in samples) or in_vain
+                assert late or (alone and tried) or item.request in self.account.withdrawn
             lost += samples
         self.lose(lost)
-        for samples in mine.values():
-            self.account.try_again(stream, samples)
+        left, middle = list(mine.values()), (len(mine) + 1) // 2
+        losses = max(self.losses[stream] - 2, 0)
+        for half in (left[:middle], left[middle:]):
+            if half:
+                until_s = self.now + PATIENCE_S if alone else None
+                self.account.try_again(
+                    Retry(stream, list(itertools.chain.from_iterable(half)), until_s, losses)
+                )
         for item in dropped:
             if item.cause is DropCause.FAILED and cancel_rest:
                 self.withdraw(item.request, DropCause.FAILED)

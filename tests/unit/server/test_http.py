@@ -38,6 +38,9 @@ def test_probes(served: Any) -> None:
     status, reason, _ = get(f"{served.url}/health/ready")
     assert status == 503
     assert reason.startswith("not ready: fake")
+    served.engine.given_up = True
+    status, reason, _ = get(f"{served.url}/health/live")
+    assert (status, reason[:8]) == (503, "not live")
 
 
 def test_metrics_count_what_was_answered(served: Any) -> None:

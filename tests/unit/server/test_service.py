@@ -130,6 +130,11 @@ def test_metadata_and_readiness(served: Any) -> None:
         served.address, "ServerLive", messages.ServerLiveRequest(), messages.ServerLiveResponse
     )
     assert live.live
+    served.engine.given_up = True
+    live = call(
+        served.address, "ServerLive", messages.ServerLiveRequest(), messages.ServerLiveResponse
+    )
+    assert not live.live
 
 
 @pytest.mark.parametrize(
