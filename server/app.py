@@ -14,8 +14,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
+from offramp.server.addresses import check_free, join_address
 from offramp.server.connections import fit_limits
-from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint, check_free, join_address
+from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.memory import keep_large_blocks
 from offramp.server.options import MIB, ServerOptions
 from offramp.server.reception import Reception
@@ -137,6 +138,7 @@ async def _listen(
         engine,
         max_message_bytes=options.max_message_mib * MIB,
         max_connections=limits.grpc,
+        keepalive=options.keepalive,
         reception=reception,
     )
     stack.push_async_callback(endpoint.stop, 0.0)

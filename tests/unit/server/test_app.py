@@ -29,7 +29,7 @@ from tests.leaving import codes_while_leaving
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
 from offramp.client.wire import build_request
 from offramp.server.app import StopSignals, serve_until_stopped
-from offramp.server.endpoints import check_free, join_address
+from offramp.server.addresses import check_free, join_address
 from offramp.server.errors import StartError
 from offramp.server.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.options import ServerOptions
