@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, TypeVar
@@ -162,7 +163,7 @@ async def _leave(
     engine.leave()
     await endpoint.leaving()
     delay_s = options.drain_delay_s if stop.patient else 0.0
-    drained = await _unless(stop.forced, _drain(engine, options, delay_s))
+    drained = await _unless(stop.forced, _drain(engine, endpoint, options, delay_s))
     if not drained:
         logger.error(
             "leaving with %d samples unanswered%s",
@@ -174,12 +175,19 @@ async def _leave(
     return EXIT_OK if drained else EXIT_UNANSWERED
 
 
-async def _drain(engine: ServedEngine, options: ServerOptions, delay_s: float) -> bool:
-    """Let load balancers notice, then finish what is in flight; whether that was done in time."""
+async def _drain(
+    engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, delay_s: float
+) -> bool:
+    """Let load balancers notice, send clients away, and finish what is in flight.
+
+    Returns whether that was done in time.
+    """
     if delay_s > 0:
         logger.info("new requests are answered for %g s more (--drain-delay-s)", delay_s)
         await asyncio.sleep(delay_s)
-    return await engine.drain(options.shutdown_timeout_s)
+    ends_s = time.monotonic() + options.shutdown_timeout_s
+    await endpoint.send_away(options.shutdown_timeout_s)
+    return await engine.drain(max(0.0, ends_s - time.monotonic()))
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:

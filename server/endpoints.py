@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc.aio
@@ -19,9 +21,10 @@ from offramp.server.addresses import bind, join_address
 from offramp.server.connections import MAX_HTTP_CONNECTIONS, HttpConnections
 from offramp.server.errors import StartError
 from offramp.server.grpc_sockets import (
+    address_of,
     close_connections,
     hang_up,
-    has_connections,
+    open_connections,
     refuse_connections,
     send_away,
 )
@@ -98,6 +101,15 @@ class HealthReporter:
             yield model.name, self._engine.ready(model.name)
 
 
+QUIET_S: Final = 1.0
+"""Without a request for so long, clients that were sent away have no more to say."""
+
+_PAUSE_S: Final = 0.05
+"""Between two looks for connections that are to be sent away."""
+
+_LOOK_S: Final = 1.0
+"""Between two looks for connections whose clients do not read."""
+
 SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
 """What reflection lists."""
 
@@ -114,9 +126,10 @@ class GrpcEndpoint:
         keepalive: KeepaliveOptions | None = None,
         reception: Reception | None = None,
     ) -> None:
-        reception = reception or Reception()
+        self._reception = reception = reception or Reception()
         self._health = HealthReporter(engine)
         self._port: int | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
             options=[
                 *_channel_options(max_message_bytes),
@@ -141,6 +154,7 @@ class GrpcEndpoint:
             raise StartError(f"cannot listen for gRPC on {address}: {error}") from error
         await self._server.start()
         self._port = port
+        self._closing = asyncio.create_task(self._close_offenders(port), name="offenders")
         return port
 
     async def serving(self) -> None:
@@ -151,16 +165,50 @@ class GrpcEndpoint:
         """Report everything as not serving, for good; calls are answered all the same."""
         await self._health.leave()
 
+    async def send_away(self, limit_s: float) -> None:
+        """Have all clients open their calls elsewhere, and answer those that come all the same.
+
+        Until no connection is left, or no request has come for a while: streams that idle end with
+        their connection. At most for ``limit_s``.
+        """
+        assert self._port is not None, "start() comes first"
+        refuse_connections(self._port)
+        told: set[tuple[str, int]] = set()
+        now_s = time.monotonic()
+        ends_s, quiet_s, admitted = now_s + limit_s, now_s + QUIET_S, self._reception.admitted
+        while (there := open_connections(self._port)).peers and now_s < min(ends_s, quiet_s):
+            if untold := there.greeted - told:
+                async with self._reception.answers.held() as writing:
+                    told |= send_away(self._port, untold - set(map(address_of, writing)))
+            if self._reception.requests or self._reception.admitted != admitted:
+                admitted, quiet_s = self._reception.admitted, time.monotonic() + QUIET_S
+            await asyncio.sleep(_PAUSE_S)
+            now_s = time.monotonic()
+
+    async def _close_offenders(self, port: int) -> None:
+        """Close connections that reset too many calls, or do not read their answers."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._reception.offended.wait()
+            if offenders := self._reception.offenders():
+                close_connections(port, set(map(address_of, offenders)))
+                for peer, reason in offenders.items():
+                    self._reception.log_closed(peer, reason)
+
     async def stop(self, grace_s: float) -> None:
-        """End all connections, after ``grace_s`` for the last answers to leave if there are any.
+        """End all connections, after at most ``grace_s`` for the last answers to be written.
 
         Calls of whatever state then end with UNAVAILABLE, as the connection is lost to them.
         """
+        if self._closing is not None:
+            self._closing.cancel()
         await self._health.stop()
         port, self._port = self._port, None
         if port is not None:
-            if grace_s > 0 and has_connections(port):
-                await asyncio.sleep(grace_s)
+            ends_s = time.monotonic() + grace_s
+            while self._reception.requests and time.monotonic() < ends_s:  # noqa: ASYNC110
+                await asyncio.sleep(_PAUSE_S)
             hang_up(port)
         await self._server.stop(None)
 

@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
@@ -23,16 +24,11 @@ _GOAWAY: Final = struct.pack(">HBBBIII", 0, 8, 7, 0, 0, 2**31 - 1, 0)
 (RFC 9113, 6.8). Calls that were under way are answered."""
 
 _GREETED_BYTES: Final = 9
-"""Received by the peer: gRPC's SETTINGS, which have to come first, begin with so many."""
+"""Of gRPC's first frame, SETTINGS; a peer that has acknowledged so many bytes gets it whole."""
 
 _TCP_INFO_BYTES: Final = 128
 _BYTES_ACKED: Final = 120
 """Offset in ``struct tcp_info`` of Linux."""
-
-
-def has_connections(port: int) -> bool:
-    """Return whether a port of this process has any connection."""
-    return any(map(_connected, _sockets(port)))
 
 
 def refuse_connections(port: int) -> None:
@@ -42,31 +38,48 @@ def refuse_connections(port: int) -> None:
             _refuse(one)
 
 
-def send_away(port: int, told: set[tuple[object, ...]]) -> None:
-    """Tell the peers of a port's connections to open no more calls there, each once.
+@dataclass(frozen=True, slots=True)
+class OpenConnections:
+    """The peers of a port's connections."""
 
-    gRPC itself can do that only while it stops, and from then on cancels each call that it has not
-    handed over yet, with a status that clients do not retry. Without Linux nobody is told.
+    peers: frozenset[tuple[str, int]]
+    greeted: frozenset[tuple[str, int]]
+    """Those that have received the first frame of gRPC's, which has to come before any other."""
 
-    To be called while gRPC writes no answer, so that the frame comes between two of its own.
-    ``told`` has the addresses of those that were told, and gets the new ones.
-    """
+
+def open_connections(port: int) -> OpenConnections:
+    """Return the connections of a port of this process."""
+    peers, greeted = set(), set()
     for one in _sockets(port):
-        if not _connected(one) or not _greeted(one):
-            continue
+        with suppress(OSError):  # the peer has left, or it is the listening one
+            peer = _peer_of(one)
+            peers.add(peer)
+            if _greeted(one):
+                greeted.add(peer)
+    return OpenConnections(frozenset(peers), frozenset(greeted))
+
+
+def send_away(port: int, peers: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Tell peers of a port to open no more calls on their connections; return those that took it.
+
+    gRPC itself can do that only while it stops, and from then on it cancels each call that it has
+    not handed over yet, with a status that clients do not retry. To be called while gRPC writes
+    nothing to these peers, so that the frame comes between two of its own, and once for each.
+    """
+    told = set()
+    for one in _sockets(port):
         with suppress(OSError):  # the peer has left, or reads nothing
-            peer = one.getpeername()
-            if peer not in told and one.send(_GOAWAY, socket.MSG_DONTWAIT) == len(_GOAWAY):
+            peer = _peer_of(one)
+            if peer in peers and one.send(_GOAWAY, socket.MSG_DONTWAIT) == len(_GOAWAY):
                 told.add(peer)
+    return told
 
 
-def close_connections(port: int, peers: Collection[str]) -> None:
-    """Close connections of a port of this process by their peers, as gRPC names these."""
-    addresses = {_address_of(peer) for peer in peers}
+def close_connections(port: int, peers: Collection[tuple[str, int]]) -> None:
+    """Close connections of a port of this process by their peers."""
     for one in _sockets(port):
         with suppress(OSError):  # the peer was faster, or it is the listening one
-            host, peer_port = one.getpeername()[:2]
-            if (host.removeprefix("::ffff:"), peer_port) in addresses:
+            if _peer_of(one) in peers:
                 one.shutdown(socket.SHUT_RDWR)
 
 
@@ -140,7 +153,12 @@ def _greeted(one: socket.socket) -> bool:
     return bool(struct.unpack_from("Q", info, _BYTES_ACKED)[0] >= _GREETED_BYTES)
 
 
-def _address_of(peer: str) -> tuple[str, int]:
-    """Return host and port of ``ipv4:127.0.0.1:5000`` or ``ipv6:%5B::1%5D:5000``."""
+def _peer_of(one: socket.socket) -> tuple[str, int]:
+    host, port = one.getpeername()[:2]
+    return str(host).removeprefix("::ffff:"), int(port)
+
+
+def address_of(peer: str) -> tuple[str, int]:
+    """Return host and port of a peer as gRPC names it: ``ipv6:%5B::1%5D:5000``."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return host.strip("[]"), int(port)

@@ -27,7 +27,7 @@ from offramp.server.connections import (
 )
 from offramp.server.endpoints import GrpcEndpoint
 from offramp.server.errors import StartError
-from offramp.server.grpc_sockets import has_connections
+from offramp.server.grpc_sockets import open_connections
 from offramp.server.options import MIB
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
@@ -168,7 +168,7 @@ def test_a_socket_that_was_reset_belongs_to_no_port(
 
     connect(served.address, b"")
     monkeypatch.setattr(socket.socket, "getsockname", refuse)
-    assert not has_connections(int(served.address.rpartition(":")[2]))
+    assert not open_connections(int(served.address.rpartition(":")[2])).peers
 
 
 @pytest.fixture
