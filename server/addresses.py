@@ -23,10 +23,9 @@ def parse_host(text: str) -> str:
     Raises:
         ValueError: The text is neither a name nor an address.
     """
-    bracketed = text.startswith("[") and text.endswith("]")
-    host = text[1:-1] if bracketed else text
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
-        if bracketed or ":" in host:
+        if text.startswith("[") or ":" in host:
             return str(ipaddress.IPv6Address(host))
         if not 0 < len(host) <= _LONGEST_HOST or not host.isprintable() or " " in host:
             raise ValueError

@@ -1,8 +1,9 @@
 """The life of a server: open the engine, listen, wait for a signal, drain, close.
 
 The first signal ends readiness; new requests are answered for a while more, since load balancers
-take their time to notice. Then they are refused with ``UNAVAILABLE``, what is in flight is
-answered, the connections are closed, and the engine saves its state.
+take their time to notice. Then no more connections are accepted, and clients are told to leave
+those that they have; what they send there all the same is answered. Once they are gone or quiet,
+the connections are closed, and the engine saves its state.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ EXIT_UNANSWERED: Final = 1
 """Requests in flight were given up: the time ran out, or a second signal came."""
 
 _FLUSH_S: Final = 1.0
-"""After the last answer, for its bytes to leave, and for open health watches to be told."""
+"""For the last answers to be written."""
 
 _T = TypeVar("_T")
 EngineOpener = Callable[[], Coroutine[Any, Any, ServedEngine]]
@@ -159,7 +160,7 @@ async def _listen(
 async def _leave(
     engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, stop: StopSignals
 ) -> int:
-    """Be not ready any more, answer for a while, then what is in flight, and hang up."""
+    """Be not ready any more, answer for a while, send clients away, and hang up."""
     engine.leave()
     await endpoint.leaving()
     delay_s = options.drain_delay_s if stop.patient else 0.0
@@ -186,7 +187,9 @@ async def _drain(
         logger.info("new requests are answered for %g s more (--drain-delay-s)", delay_s)
         await asyncio.sleep(delay_s)
     ends_s = time.monotonic() + options.shutdown_timeout_s
-    await endpoint.send_away(options.shutdown_timeout_s)
+    if options.shutdown_timeout_s > 0:
+        engine.flush()
+        await endpoint.send_away(options.shutdown_timeout_s)
     return await engine.drain(max(0.0, ends_s - time.monotonic()))
 
 

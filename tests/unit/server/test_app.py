@@ -29,7 +29,7 @@ from tests.leaving import codes_while_leaving
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
 from offramp.client.wire import build_request
 from offramp.server.app import StopSignals, serve_until_stopped
-from offramp.server.addresses import check_free, join_address
+from offramp.server.addresses import check_free
 from offramp.server.errors import StartError
 from offramp.server.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.options import ServerOptions
@@ -307,10 +307,6 @@ def test_a_foreign_address_is_named() -> None:
         check_free("192.0.2.1", 0, option="--grpc-port")
 
 
-def test_ipv6_addresses_are_bracketed() -> None:
-    assert join_address("::1", 8001) == "[::1]:8001"
-    assert join_address("localhost", 8001) == "localhost:8001"
-
 
 def test_json_lines() -> None:
     error = KeyError("x")
@@ -329,42 +325,34 @@ def test_json_lines() -> None:
     }
 
 
-class Asking(FakeEngine):
-    """While it drains, asks the server for its health."""
-
-    address = ""
-    health: int | None = None
-
-    async def drain(self, timeout_s: float) -> bool:
-        async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
-        self.health = reply.status
-        return True
-
-
-def test_health_says_so_before_what_is_in_flight_has_ended(
+def test_health_watchers_are_told_before_the_server_hangs_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = Asking()
+    async def open_engine() -> FakeEngine:
+        return FakeEngine()
 
-    async def open_engine() -> Asking:
-        return engine
-
-    async def scenario() -> int:
+    async def scenario() -> list[int]:
         stop = StopSignals()
         options = ServerOptions(grpc_port=0, http_port=0, drain_delay_s=0)
         serving = asyncio.create_task(serve_until_stopped(open_engine, options, stop))
         await asyncio.to_thread(wait_until, lambda: "ready: gRPC" in caplog.text)
         ready = READY.search(caplog.text)
         assert ready
-        engine.address = ready[1]
-        stop.request("SIGTERM")
-        return await serving
+        async with grpc.aio.insecure_channel(ready[1]) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+            told = [(await watch.read()).status]
+            stop.request("SIGTERM")
+            told.append((await watch.read()).status)
+        assert await serving == 0
+        return told
 
     with caplog.at_level(logging.INFO):
-        assert asyncio.run(scenario()) == 0
-    assert engine.health == health_pb2.HealthCheckResponse.NOT_SERVING
+        told = asyncio.run(scenario())
+    assert told == [
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+    ]
 
 
 @pytest.fixture
