@@ -221,6 +221,9 @@ _CONNECTION_OPTIONS: Final = (
     # It would also refuse calls (REFUSED_STREAM) of clients that keep to the limit, as calls that
     # have just ended still count there.
     ("grpc.http.overload_protection", 0),
+    # A call that has waited for so many seconds until Python takes it is dropped: a flood of calls
+    # that are reset at once is over as much sooner. gRPC's own default is 30 s.
+    ("grpc.server_max_unrequested_time_in_server", 5),
     # From accepting a connection to its first SETTINGS; gRPC's own default is 120 s.
     ("grpc.server_handshake_timeout_ms", 5_000),
     # Without a call; clients connect again with their next one, and hardly notice.

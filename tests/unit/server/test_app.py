@@ -24,10 +24,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from tests.leaving import codes_while_leaving
+from tests.leaving import codes_of_two_replicas, codes_while_leaving
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
 from offramp.client.wire import build_request
+from offramp.proto.messages import ModelStreamInferResponse
 from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.addresses import check_free
 from offramp.server.errors import StartError
@@ -209,6 +210,45 @@ def test_under_load_calls_end_with_ok_or_unavailable(launch: Callable[..., Proce
     codes = asyncio.run(codes_while_leaving(server.address, server.process, request))
     assert server.process.wait(30) == 0
     assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="clients are sent away on Linux alone")
+@pytest.mark.parametrize("delay_s", [0, 0.5])
+def test_a_rolling_restart_loses_no_request(launch: Callable[..., Process], delay_s: float) -> None:
+    leaving, staying = launch(f"--drain-delay-s={delay_s}"), launch()
+    request = build_request("fake", {"x": X}, outputs=None, priority=0)
+    addresses = (leaving.address, staying.address)
+    codes = asyncio.run(codes_of_two_replicas(addresses, leaving.process, request))
+    assert leaving.process.wait(30) == 0
+    assert set(codes) == {grpc.StatusCode.OK}
+
+
+def test_an_open_stream_is_answered_while_its_server_leaves(launch: Callable[..., Process]) -> None:
+    server = launch("--drain-delay-s=0")
+    request = build_request("fake", {"x": X}, outputs=None, priority=0)
+
+    errors = []
+
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stream = channel.stream_stream(
+                "/inference.GRPCInferenceService/ModelStreamInfer",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=ModelStreamInferResponse.FromString,
+            )(timeout=60)
+            for number in range(10):
+                await stream.write(request)
+                errors.append((await stream.read()).error_message)
+                if number == 1:
+                    server.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.05)
+            await stream.read()  # until the server, which hears no more, ends it
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        asyncio.run(scenario())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert errors == [""] * 10
+    assert server.process.wait(30) == 0
 
 
 def test_requests_that_do_not_end_in_time_are_given_up(launch: Callable[..., Process]) -> None:
