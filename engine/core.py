@@ -299,11 +299,15 @@ class Engine:
         """
         self._leaving = True
 
+    def flush(self) -> None:
+        """From now on run requests at once, without waiting for others to share a batch with."""
+        self._executor.flush()
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
         self._draining = True
         deadline_s = time.monotonic() + timeout_s
-        self._executor.flush()
+        self.flush()
         while self._executor.pending():
             if time.monotonic() >= deadline_s:
                 return False

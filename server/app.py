@@ -1,8 +1,9 @@
 """The life of a server: open the engine, listen, wait for a signal, drain, close.
 
 The first signal ends readiness; new requests are answered for a while more, since load balancers
-take their time to notice. Then they are refused with ``UNAVAILABLE``, what is in flight is
-answered, the connections are closed, and the engine saves its state.
+take their time to notice. Then no more connections are accepted, and clients are told to leave
+those that they have; what they send there all the same is answered. Once they are gone or quiet,
+the connections are closed, and the engine saves its state.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
+from offramp.server.addresses import check_free, join_address
 from offramp.server.connections import fit_limits
-from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint, check_free, join_address
+from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.memory import keep_large_blocks
 from offramp.server.options import MIB, ServerOptions
 from offramp.server.reception import Reception
@@ -88,7 +91,7 @@ EXIT_UNANSWERED: Final = 1
 """Requests in flight were given up: the time ran out, or a second signal came."""
 
 _FLUSH_S: Final = 1.0
-"""After the last answer, for its bytes to leave, and for open health watches to be told."""
+"""For the last answers to be written."""
 
 _T = TypeVar("_T")
 EngineOpener = Callable[[], Coroutine[Any, Any, ServedEngine]]
@@ -137,6 +140,7 @@ async def _listen(
         engine,
         max_message_bytes=options.max_message_mib * MIB,
         max_connections=limits.grpc,
+        keepalive=options.keepalive,
         reception=reception,
     )
     stack.push_async_callback(endpoint.stop, 0.0)
@@ -156,11 +160,11 @@ async def _listen(
 async def _leave(
     engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, stop: StopSignals
 ) -> int:
-    """Be not ready any more, answer for a while, then what is in flight, and hang up."""
+    """Be not ready any more, answer for a while, send clients away, and hang up."""
     engine.leave()
     await endpoint.leaving()
     delay_s = options.drain_delay_s if stop.patient else 0.0
-    drained = await _unless(stop.forced, _drain(engine, options, delay_s))
+    drained = await _unless(stop.forced, _drain(engine, endpoint, options, delay_s))
     if not drained:
         logger.error(
             "leaving with %d samples unanswered%s",
@@ -172,12 +176,21 @@ async def _leave(
     return EXIT_OK if drained else EXIT_UNANSWERED
 
 
-async def _drain(engine: ServedEngine, options: ServerOptions, delay_s: float) -> bool:
-    """Let load balancers notice, then finish what is in flight; whether that was done in time."""
+async def _drain(
+    engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, delay_s: float
+) -> bool:
+    """Let load balancers notice, send clients away, and finish what is in flight.
+
+    Returns whether that was done in time.
+    """
     if delay_s > 0:
         logger.info("new requests are answered for %g s more (--drain-delay-s)", delay_s)
         await asyncio.sleep(delay_s)
-    return await engine.drain(options.shutdown_timeout_s)
+    ends_s = time.monotonic() + options.shutdown_timeout_s
+    if options.shutdown_timeout_s > 0:
+        engine.flush()
+        await endpoint.send_away(options.shutdown_timeout_s)
+    return await engine.drain(max(0.0, ends_s - time.monotonic()))
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:

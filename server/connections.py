@@ -1,28 +1,21 @@
-"""Connections of the two ports: how many there may be, how long they may idle, how they end."""
+"""Limits of the connections of both ports, and the connections of the HTTP port."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import os
 import resource
-import socket
-import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from aiohttp import web
 
 from offramp.server.errors import StartError
+from offramp.server.grpc_sockets import DESCRIPTORS
 
 logger = logging.getLogger(__name__)
-
-_DESCRIPTORS: Final = Path("/dev/fd")
-"""A folder with an entry for each open file descriptor of the process."""
 
 SPARE_DESCRIPTORS: Final = 32
 """Kept free for files, pipes and threads that come and go, and connections about to be refused."""
@@ -56,7 +49,7 @@ def fit_limits(wanted: int) -> ConnectionLimits:
     The soft limit of descriptors is raised as far as the hard one allows. To be called when
     everything else is open. Raises StartError if hardly a connection is left.
     """
-    in_use = len(list(_DESCRIPTORS.iterdir())) + SPARE_DESCRIPTORS
+    in_use = len(list(DESCRIPTORS.iterdir())) + SPARE_DESCRIPTORS
     needed = in_use + 2 * MAX_HTTP_CONNECTIONS + wanted  # as many again may wait for room
     allowed = _raise_descriptors(needed)
     if allowed >= needed:
@@ -154,77 +147,3 @@ def _abort(one: web.RequestHandler) -> None:
     one.force_close()
     if transport is not None:
         transport.abort()
-
-
-def has_connections(port: int) -> bool:
-    """Whether a port of this process has any."""
-    return any(map(_connected, _sockets(port)))
-
-
-def hang_up(port: int) -> None:
-    """End all connections of a port of this process, and let none come; the kernel tells the peers.
-
-    gRPC answers CANCELLED to calls that come while its server stops: clients do not retry that,
-    and it says that they hung up themselves. A connection that ends is UNAVAILABLE to all its
-    calls. So there must be no connection left when the server is stopped.
-    """
-    for one in _sockets(port):
-        if not _connected(one):
-            _refuse(one)
-    for _ in range(_PASSES):  # those that were accepted meanwhile come up in the next
-        connected = 0
-        for one in filter(_connected, _sockets(port)):
-            with suppress(OSError):  # the peer was faster
-                one.shutdown(socket.SHUT_RDWR)
-                connected += 1
-        if not connected:
-            return
-
-
-_PASSES: Final = 100
-_SO_ATTACH_FILTER: Final = 26
-
-
-def _refuse(listener: socket.socket) -> None:
-    """Let no more connections come, by a packet filter (man 7 socket) that drops everything.
-
-    Shutting the listener down would do as well, but for an error that gRPC prints.
-    """
-    drop = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF_RET: 0 bytes
-    program = struct.pack("HP", 1, ctypes.addressof(drop))
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-    except OSError:  # not on Linux
-        with suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets(port: int) -> Iterator[socket.socket]:
-    """The TCP sockets of this process at a local port, each as a duplicate to be used at once.
-
-    gRPC gives no access to its own.
-    """
-    for entry in tuple(_DESCRIPTORS.iterdir()):
-        try:
-            duplicate = os.dup(int(entry.name))
-        except OSError:  # closed meanwhile
-            continue
-        try:
-            one = socket.socket(fileno=duplicate)
-        except OSError:  # a file
-            os.close(duplicate)
-            continue
-        with one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and _port(one) == port:
-                yield one
-
-
-def _port(one: socket.socket) -> int | None:
-    """The local port; ``None`` where the peer has just reset the connection, as macOS tells."""
-    with suppress(OSError):
-        return int(one.getsockname()[1])
-    return None
-
-
-def _connected(one: socket.socket) -> bool:
-    return not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

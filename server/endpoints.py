@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc.aio
@@ -17,60 +17,24 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from offramp.proto.descriptors import FILE, SERVICE
-from offramp.server.connections import (
-    MAX_HTTP_CONNECTIONS,
-    HttpConnections,
-    hang_up,
-    has_connections,
-)
+from offramp.server.addresses import bind, join_address
+from offramp.server.connections import MAX_HTTP_CONNECTIONS, HttpConnections
 from offramp.server.errors import StartError
+from offramp.server.grpc_sockets import (
+    address_of,
+    close_connections,
+    hang_up,
+    open_connections,
+    refuse_connections,
+    send_away,
+)
 from offramp.server.guarded import GuardedServer
 from offramp.server.metrics import CONTENT_TYPE, render_metrics
-from offramp.server.options import MAX_CONNECTIONS
+from offramp.server.options import MAX_CONNECTIONS, KeepaliveOptions
 from offramp.server.reception import Reception
 from offramp.server.served import ServedEngine
 from offramp.server.service import inference_handler
 from offramp.server.status import render_status
-
-
-def join_address(host: str, port: int) -> str:
-    """``127.0.0.1:8001``, ``[::1]:8001``."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def check_free(host: str, port: int, *, option: str) -> None:
-    """Make sure that a port can be listened on, before models are loaded for nothing.
-
-    grpc reports a taken port in lines of its own on stderr, and without the reason in the
-    exception; so it is asked for here first. Port 0 is always free; ``option`` is the command
-    line's that sets the port, for the message of the StartError.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise StartError(_reason(error, host, port, option)) from error
-
-
-def _reason(error: OSError, host: str, port: int, option: str) -> str:
-    where = join_address(host, port)
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} is in use on {host}; stop the process that listens there, "
-            f"or choose another port with {option} (0 takes any free one)"
-        )
-    if error.errno == errno.EACCES:
-        return f"no permission to listen on {where}; choose a port from 1024 on with {option}"
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"{host!r} is no address of this machine ({error.strerror}); "
-            "choose one with --host, 0.0.0.0 is all of them"
-        )
-    return f"cannot listen on {where}: {error.strerror}"
 
 
 logger = logging.getLogger(__name__)
@@ -137,6 +101,15 @@ class HealthReporter:
             yield model.name, self._engine.ready(model.name)
 
 
+QUIET_S: Final = 1.0
+"""Without a request for so long, clients that were sent away have no more to say."""
+
+_PAUSE_S: Final = 0.05
+"""Between two looks for connections that are to be sent away."""
+
+_LOOK_S: Final = 1.0
+"""Between two looks for connections whose clients do not read."""
+
 SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
 """What reflection lists."""
 
@@ -150,16 +123,19 @@ class GrpcEndpoint:
         *,
         max_message_bytes: int,
         max_connections: int = MAX_CONNECTIONS,
+        keepalive: KeepaliveOptions | None = None,
         reception: Reception | None = None,
     ) -> None:
-        reception = reception or Reception()
+        self._reception = reception = reception or Reception()
         self._health = HealthReporter(engine)
         self._port: int | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
             options=[
                 *_channel_options(max_message_bytes),
                 ("grpc.max_allowed_incoming_connections", max_connections),
                 *_CONNECTION_OPTIONS,
+                *_keepalive_options(keepalive or KeepaliveOptions()),
             ]
         )
         self._server.add_generic_rpc_handlers((inference_handler(engine, reception),))
@@ -178,6 +154,7 @@ class GrpcEndpoint:
             raise StartError(f"cannot listen for gRPC on {address}: {error}") from error
         await self._server.start()
         self._port = port
+        self._closing = asyncio.create_task(self._close_offenders(port), name="offenders")
         return port
 
     async def serving(self) -> None:
@@ -188,16 +165,50 @@ class GrpcEndpoint:
         """Report everything as not serving, for good; calls are answered all the same."""
         await self._health.leave()
 
+    async def send_away(self, limit_s: float) -> None:
+        """Have all clients open their calls elsewhere, and answer those that come all the same.
+
+        Until no connection is left, or no request has come for a while: streams that idle end with
+        their connection. At most for ``limit_s``.
+        """
+        assert self._port is not None, "start() comes first"
+        refuse_connections(self._port)
+        told: set[tuple[str, int]] = set()
+        now_s = time.monotonic()
+        ends_s, quiet_s, admitted = now_s + limit_s, now_s + QUIET_S, self._reception.admitted
+        while (there := open_connections(self._port)).peers and now_s < min(ends_s, quiet_s):
+            if untold := there.greeted - told:
+                async with self._reception.answers.held() as writing:
+                    told |= send_away(self._port, untold - set(map(address_of, writing)))
+            if self._reception.requests or self._reception.admitted != admitted:
+                admitted, quiet_s = self._reception.admitted, time.monotonic() + QUIET_S
+            await asyncio.sleep(_PAUSE_S)
+            now_s = time.monotonic()
+
+    async def _close_offenders(self, port: int) -> None:
+        """Close connections that reset too many calls, or do not read their answers."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._reception.offended.wait()
+            if offenders := self._reception.offenders():
+                close_connections(port, set(map(address_of, offenders)))
+                for peer, reason in offenders.items():
+                    self._reception.log_closed(peer, reason)
+
     async def stop(self, grace_s: float) -> None:
-        """End all connections, after ``grace_s`` for the last answers to leave if there are any.
+        """End all connections, after at most ``grace_s`` for the last answers to be written.
 
         Calls of whatever state then end with UNAVAILABLE, as the connection is lost to them.
         """
+        if self._closing is not None:
+            self._closing.cancel()
         await self._health.stop()
         port, self._port = self._port, None
         if port is not None:
-            if grace_s > 0 and has_connections(port):
-                await asyncio.sleep(grace_s)
+            ends_s = time.monotonic() + grace_s
+            while self._reception.requests and time.monotonic() < ends_s:  # noqa: ASYNC110
+                await asyncio.sleep(_PAUSE_S)
             hang_up(port)
         await self._server.stop(None)
 
@@ -210,14 +221,31 @@ _CONNECTION_OPTIONS: Final = (
     # It would also refuse calls (REFUSED_STREAM) of clients that keep to the limit, as calls that
     # have just ended still count there.
     ("grpc.http.overload_protection", 0),
+    # A call that has waited for so many seconds until Python takes it is dropped: a flood of calls
+    # that are reset at once is over as much sooner. gRPC's own default is 30 s.
+    ("grpc.server_max_unrequested_time_in_server", 5),
     # From accepting a connection to its first SETTINGS; gRPC's own default is 120 s.
     ("grpc.server_handshake_timeout_ms", 5_000),
     # Without a call; clients connect again with their next one, and hardly notice.
     ("grpc.max_connection_idle_ms", 60_000),
-    # With a call, but silent: the peer may be gone without a word, and is asked.
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
 )
+
+
+def _keepalive_options(options: KeepaliveOptions) -> list[tuple[str, int]]:
+    return [
+        ("grpc.keepalive_time_ms", options.grpc_keepalive_time_ms),
+        ("grpc.keepalive_timeout_ms", options.grpc_keepalive_timeout_ms),
+        (
+            "grpc.keepalive_permit_without_calls",
+            int(options.grpc_keepalive_permit_without_calls),
+        ),
+        ("grpc.http2.max_pings_without_data", options.grpc_http2_max_pings_without_data),
+        (
+            "grpc.http2.min_ping_interval_without_data_ms",
+            options.grpc_http2_min_recv_ping_interval_without_data_ms,
+        ),
+        ("grpc.http2.max_ping_strikes", options.grpc_http2_max_ping_strikes),
+    ]
 
 
 def _channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
@@ -266,28 +294,27 @@ class HttpEndpoint:
         self._connections = HttpConnections(self._running_server, most=max_connections)
         application.middlewares.append(self._connections.note_use)
         self._closing_idle: asyncio.Task[None] | None = None
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int) -> int:
         """Listen, or raise StartError; gives the port, which the system chooses for port 0."""
+        sockets = bind(host, port, option="--http-port")
         await self._runner.setup()
-        try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                self._connections.accept, host, port, reuse_address=True, backlog=self._backlog
+        loop = asyncio.get_running_loop()
+        for one in sockets:
+            listener = await loop.create_server(
+                self._connections.accept, sock=one, backlog=self._backlog
             )
-        except OSError as error:
-            reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror
-            address = join_address(host, port)
-            raise StartError(f"cannot listen for HTTP on {address}: {reason}") from error
+            self._listeners.append(listener)
         self._closing_idle = asyncio.create_task(self._connections.close_idle(), name="idle HTTP")
-        return int(self._listener.sockets[0].getsockname()[1])
+        return int(sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Close all connections; harmless if it never started."""
         if self._closing_idle is not None:
             self._closing_idle.cancel()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         left = self._connections.transports()
         await self._runner.cleanup()
         for each in left:  # closed, it would still wait for its peer to read

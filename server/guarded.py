@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from offramp.server.decoding import decode_small
-from offramp.server.reception import Method, Reception, Visit, answering_errors
+from offramp.server.reception import CallKind, Method, Reception, Visit, answering_errors
 
 _Handler: TypeAlias = Any
 """A ``grpc.RpcMethodHandler``, whose types say nothing of asyncio."""
@@ -42,16 +42,19 @@ class GuardedServer:
 
 
 def _guarded(name: str, handler: _Handler, reception: Reception) -> _Handler:
-    how = {"response_serializer": handler.response_serializer}
+    serialize = handler.response_serializer
+    how = {"response_serializer": serialize}
     if handler.stream_stream:
-        answer = answering_errors(reception, name, _of_many(handler), whole_stream=True)
+        answer = answering_errors(reception, name, _of_many(handler), kind=CallKind.WATCH)
         return grpc.stream_stream_rpc_method_handler(answer, **how)
     if handler.unary_stream:
         method = _of_one(handler, handler.unary_stream)
-        answer = answering_errors(reception, name, method, whole_stream=True)
+        answer = answering_errors(reception, name, method, kind=CallKind.WATCH)
         return grpc.unary_stream_rpc_method_handler(answer, **how)
-    answer = answering_errors(reception, name, _of_one(handler, handler.unary_unary))
-    return grpc.unary_unary_rpc_method_handler(answer, **how)
+    method = _of_one(handler, handler.unary_unary)
+    return grpc.unary_unary_rpc_method_handler(
+        answering_errors(reception, name, method, serialize=serialize)
+    )
 
 
 def _of_one(handler: _Handler, method: Any) -> Method[Any]:

@@ -59,9 +59,13 @@ class MemoryReturn:
         self._waiting = False
         self._running: asyncio.Future[object] | None = None
 
-    def grew(self, size_bytes: int, held_bytes: int) -> None:
-        """A message came; with it, messages take so much now."""
+    def grew(self, size_bytes: int, held_bytes: int, *, left_bytes: int = 0) -> None:
+        """A message came; with it, messages take so much now.
+
+        ``left_bytes`` are left behind however small the message is.
+        """
         self._peak_bytes = max(self._peak_bytes, held_bytes)
+        self._large_bytes += left_bytes
         if size_bytes >= LARGE_BYTES:
             self._large_bytes += size_bytes
             self._another_came = True

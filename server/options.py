@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from offramp.engine.plan import Mode
+from offramp.server.addresses import parse_host
 
 MIB: Final = 1024 * 1024
 
@@ -24,11 +25,43 @@ MAX_CONNECTIONS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepaliveOptions:
+    """HTTP/2 pings of the gRPC port, by the names that Triton has for them.
+
+    Triton keeps gRPC's own defaults, by which a client that pings oftener than every five minutes
+    on an idle stream, or every two hours without a call, is hung up on. These defaults are made
+    for clients and load balancers that ping every ten seconds.
+    """
+
+    grpc_keepalive_time_ms: int = 60_000
+    """How long a connection may be silent until the server pings it."""
+    grpc_keepalive_timeout_ms: int = 20_000
+    """How long the server then waits for an answer until it closes the connection."""
+    grpc_keepalive_permit_without_calls: bool = True
+    """Whether pings are sent and taken on connections without a call."""
+    grpc_http2_max_pings_without_data: int = 0
+    """Pings that the server sends while it has no data to send; 0 is no limit."""
+    grpc_http2_min_recv_ping_interval_without_data_ms: int = 1_000
+    """The least time between two pings of a client to which no data are sent."""
+    grpc_http2_max_ping_strikes: int = 2
+    """Pings that may come sooner until the client is hung up on; 0 is no limit."""
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            if not 0 <= getattr(self, name) <= MAX_COUNT:
+                raise ValueError(f"{name} {getattr(self, name)} is not in 0 to {MAX_COUNT}")
+        for name in ("grpc_keepalive_time_ms", "grpc_keepalive_timeout_ms"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is 0; expected a time, for instance 60000")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """The addresses that a server listens on, and its limits."""
 
     host: str = "127.0.0.1"
-    """Name or address of the interface; ``0.0.0.0`` is all of them."""
+    """Name or address of the interface, of both ports; ``0.0.0.0`` and ``::`` are all of them, by
+    IPv4 and IPv6. An IPv6 address may be in brackets."""
     grpc_port: int = 8001
     """0 takes any free one."""
     http_port: int = 8000
@@ -42,6 +75,8 @@ class ServerOptions:
     a model's queue takes by default: that one fills first."""
     max_queue_mib: int = 1024
     """Messages of the requests being answered; more are refused. 16 of the largest by default."""
+    keepalive: KeepaliveOptions = field(default_factory=KeepaliveOptions)
+    """Pings of the gRPC port."""
     access_log: bool = False
     """Whether every request has a line in the log."""
     drain_delay_s: float = 5.0
@@ -50,6 +85,7 @@ class ServerOptions:
     """How long requests in flight may take to end once new ones are refused."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", parse_host(self.host))
         for name, port in (("grpc_port", self.grpc_port), ("http_port", self.http_port)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{name} {port} is not in 0 to 65535")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
@@ -16,6 +19,7 @@ import grpc.aio
 
 from offramp.engine.errors import EngineError
 from offramp.engine.line_limit import LineLimit, one_line
+from offramp.server.answers import PendingAnswer, PendingAnswers, ResetCounts
 from offramp.server.errors import (
     ERROR_METADATA_KEY,
     INTERNAL_ERROR,
@@ -43,6 +47,26 @@ _OURS: Final = {grpc.StatusCode.INTERNAL}
 """Codes that are no fault of a client's: logged as errors."""
 
 
+MAX_WATCHES: Final = 1024
+"""Open streams of health and reflection, which therefore leave those of inference their room."""
+
+MAX_WATCHES_OF_A_PEER: Final = 16
+"""Of one connection; a client needs one for each service or model that it watches."""
+
+_CALL_BYTES: Final = 20 * 1024
+"""Roughly what gRPC takes for a call, and leaves behind if many come at once."""
+
+
+class CallKind(Enum):
+    """Kinds of calls, by the limit that they count for."""
+
+    REQUEST = "request"
+    STREAM = "stream"
+    """Of inference requests."""
+    WATCH = "watch"
+    """A stream of health or reflection."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Visit:
     """A request while it is here."""
@@ -51,12 +75,13 @@ class Visit:
     peer: Callable[[], str]
     began_s: float
     """Monotonic."""
-    whole_stream: bool = False
-    """Whether it is not one request but a stream, of them or of answers."""
+    kind: CallKind = CallKind.REQUEST
     admitted: bool = False
     """Whether it counts as one of those that may be here at once."""
     size_bytes: int = 0
     """Held for it."""
+    answer: PendingAnswer | None = None
+    """Its answer, until gRPC has written it: for so long the request counts as being here."""
     model: str = ""
     rows: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
@@ -71,7 +96,8 @@ class Reception:
     """Admits requests within the limits, counts refusals, and writes the access log.
 
     Used on the event loop's thread. The bytes of a message are held from its arrival until it is
-    answered, as the arrays of the request are views of them.
+    answered, as the arrays of the request are views of them; then those of its answer, until gRPC
+    has written them.
     """
 
     def __init__(
@@ -87,9 +113,17 @@ class Reception:
         self._lines = LineLimit()
         self.requests = 0
         """Being answered now."""
+        self.admitted = 0
+        """Requests that were admitted so far."""
         self.streams = 0
         """Open now."""
+        self._watches: Counter[str] = Counter()
+        """Open now, by peer."""
         self.held_bytes = 0
+        self.answers = PendingAnswers()
+        self._resets = ResetCounts()
+        self.offended = asyncio.Event()
+        """Set when there is a connection to close at once."""
         self._refused = dict.fromkeys(REFUSALS, 0)
 
     @property
@@ -97,9 +131,11 @@ class Reception:
         """Refusals so far, by the names of the status code and of the reason."""
         return MappingProxyType(self._refused)
 
-    def enter(self, method: str, peer: Callable[[], str], *, whole_stream: bool = False) -> Visit:
+    def enter(
+        self, method: str, peer: Callable[[], str], *, kind: CallKind = CallKind.REQUEST
+    ) -> Visit:
         """Note a call that came; :meth:`leave` must follow."""
-        return Visit(method=method, peer=peer, began_s=time.monotonic(), whole_stream=whole_stream)
+        return Visit(method=method, peer=peer, began_s=time.monotonic(), kind=kind)
 
     def check_room(self) -> None:
         """Refuse a request for inference before its message is received, if there is no room.
@@ -126,15 +162,29 @@ class Reception:
         if self.held_bytes + size_bytes > self._max_bytes:
             raise self._full(size_bytes)
         self.requests += 1
+        self.admitted += 1
         self.held_bytes += size_bytes
         visit.admitted = True
         visit.size_bytes = size_bytes
 
     def open_stream(self, visit: Visit) -> None:
-        """Take a stream; RequestCountError if as many are open as may be."""
-        self._check_count(self.streams, "streams are open")
-        self.streams += 1
+        """Take a stream; RequestCountError if as many of its kind are open as may be."""
+        if visit.kind is CallKind.WATCH:
+            peer = visit.peer()
+            self._check_watches(self._watches[peer], MAX_WATCHES_OF_A_PEER, "this connection has")
+            self._check_watches(self._watches.total(), MAX_WATCHES, "the server has")
+            self._watches[peer] += 1
+        else:
+            self._check_count(self.streams, "streams are open")
+            self.streams += 1
         visit.admitted = True
+
+    def _check_watches(self, here: int, limit: int, who: str) -> None:
+        if here >= limit:
+            raise RequestCountError(
+                f"{who} {here} open streams of health and reflection, which is the limit; "
+                "end one before you open another"
+            )
 
     def _check_count(self, here: int, what: str) -> None:
         if here >= self._max_requests:
@@ -147,16 +197,73 @@ class Reception:
         """Note a message that is not held: of a method that takes names alone."""
         self._memory.grew(size_bytes, self.held_bytes + size_bytes)
 
+    async def answer(
+        self, visit: Visit, size_bytes: int, when_done: Callable[[Any], None]
+    ) -> None:
+        """Note that gRPC gets the answer of a request, once it may.
+
+        ``when_done`` takes a callback for the end of the call.
+        """
+        await self.answers.turn()
+        answer = self.answers.add(visit.peer, size_bytes, time.monotonic())
+        self.held_bytes += size_bytes - visit.size_bytes
+        self._memory.grew(size_bytes, self.held_bytes)
+        visit.size_bytes, visit.answer = size_bytes, answer
+
+        def written(_: object) -> None:
+            self.answers.remove(answer)
+            self._release(visit)
+
+        when_done(written)
+
+    @asynccontextmanager
+    async def streaming(self, peer: Callable[[], str], size_bytes: int) -> AsyncIterator[None]:
+        """Wait until a message of a stream may go to gRPC, and note it while it is written."""
+        await self.answers.turn()
+        answer = self.answers.add(peer, size_bytes, time.monotonic(), streamed=True)
+        try:
+            yield
+        finally:
+            self.answers.remove(answer)
+
     def leave(self, visit: Visit) -> None:
         """The call is answered, refused, or its caller has left."""
-        if visit.whole_stream:
-            self.streams -= visit.admitted
-        else:
+        if visit.answer is None:
+            self._release(visit)
+        stream = visit.kind is not CallKind.REQUEST
+        if self._access_log and not (stream and visit.code is grpc.StatusCode.OK):
+            self._log_access(visit)
+
+    def _release(self, visit: Visit) -> None:
+        """Forget a call that gRPC has done with."""
+        if visit.kind is CallKind.REQUEST:
             self.requests -= visit.admitted
+        elif visit.kind is CallKind.STREAM:
+            self.streams -= visit.admitted
+        elif visit.admitted:
+            self._watches -= Counter((visit.peer(),))  # forgets peers without any
         self.held_bytes -= visit.size_bytes
         self._memory.shrank(self.held_bytes)
-        if self._access_log and not (visit.whole_stream and visit.code is grpc.StatusCode.OK):
-            self._log_access(visit)
+
+    def reset(self, visit: Visit) -> None:
+        """Note a call that was cancelled before its message was taken."""
+        peer = visit.peer()
+        self._memory.grew(0, self.held_bytes, left_bytes=_CALL_BYTES)
+        self._resets.add(peer, time.monotonic())
+        if self._resets.excessive(peer):
+            self.offended.set()
+
+    def offenders(self) -> Mapping[str, str]:
+        """Return the connections to close, by peer, with the reason."""
+        self.offended.clear()
+        crowded = 2 * self.requests > self._max_requests or 2 * self.held_bytes > self._max_bytes
+        unread = self.answers.unread(time.monotonic(), crowded=crowded)
+        return {**unread, **self._resets.beyond()}
+
+    def log_closed(self, peer: str, reason: str) -> None:
+        """Log that a connection was closed, a few lines a second at most."""
+        if (suffix := self._lines.admit("closed")) is not None:
+            logger.info("closed the connection of %s: %s%s", peer, reason, suffix)
 
     def refuse(self, visit: Visit, error: Exception) -> tuple[grpc.StatusCode, str]:
         """Count and log a refusal or failure; gives what to tell the client."""
@@ -209,19 +316,32 @@ Method: TypeAlias = Callable[[Visit, Any, _Context], Awaitable[_T]]
 
 
 def answering_errors(
-    reception: Reception, name: str, method: Method[_T], *, whole_stream: bool = False
-) -> Callable[[Any, _Context], Awaitable[_T]]:
-    """A method as grpc takes it: what it raises becomes the status of its call."""
+    reception: Reception,
+    name: str,
+    method: Method[_T],
+    *,
+    serialize: Callable[[_T], bytes] | None = None,
+    kind: CallKind = CallKind.REQUEST,
+) -> Callable[[Any, _Context], Awaitable[bytes | None]]:
+    """A method as grpc takes it: what it raises becomes the status of its call.
+
+    ``serialize`` makes the bytes of what a request is answered with.
+    """
 
     @wraps(method)
-    async def answered(request: Any, context: _Context) -> _T:
-        visit = reception.enter(name, context.peer, whole_stream=whole_stream)
+    async def answered(request: Any, context: _Context) -> bytes | None:
+        visit = reception.enter(name, context.peer, kind=kind)
         if isinstance(request, bytes):
             reception.passed(len(request))
         try:
-            if whole_stream:
+            if kind is not CallKind.REQUEST:
                 reception.open_stream(visit)
-            return await method(visit, request, context)
+            result = await method(visit, request, context)
+            if serialize is None:
+                return None
+            answer = serialize(result)
+            await reception.answer(visit, len(answer), context.add_done_callback)
+            return answer
         except grpc.aio.AbortError:  # a status that the method has set itself
             visit.code = context.code()
             raise
@@ -233,14 +353,23 @@ def answering_errors(
             metadata = ((ERROR_METADATA_KEY, wire_name(error)),)
         except BaseException:
             visit.code = grpc.StatusCode.CANCELLED
+            if not visit.admitted and not _expired(context):
+                reception.reset(visit)
             raise
         finally:
             reception.leave(visit)
         # Not where the error is being handled: the call keeps the exception that this raises, and
         # would keep by it the error, its traceback, and all that the method held.
+        await reception.answers.turn()
         return await context.abort(code, shortened(message), metadata)
 
     return answered
+
+
+def _expired(context: _Context) -> bool:
+    """Whether a call was cancelled because its deadline had passed."""
+    left_s = context.time_remaining()
+    return left_s is not None and left_s <= 0
 
 
 def _lost(error: Exception) -> bool:

@@ -59,6 +59,9 @@ class ServedEngine(Protocol):
     def leave(self) -> None:
         """Be not ready from now on, but answer requests all the same, until ``drain``."""
 
+    def flush(self) -> None:
+        """From now on run requests at once, without waiting for others to share a batch with."""
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
 

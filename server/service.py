@@ -23,7 +23,7 @@ from offramp.server.codec import (
 )
 from offramp.server.decoding import RequestDecoder, decode_small
 from offramp.server.errors import UndecodableError
-from offramp.server.reception import Method, Reception, Visit, answering_errors
+from offramp.server.reception import CallKind, Method, Reception, Visit, answering_errors
 from offramp.server.served import ServedEngine
 from offramp.server.streaming import RequestStream
 from offramp.server.turns import Turns
@@ -129,9 +129,15 @@ class InferenceService:
         self, _visit: Visit, _requests: AsyncIterator[bytes], context: _Context
     ) -> None:
         """Answer the requests of a stream; a message that is none ends it with its status."""
+
+        async def write(response: messages.ModelStreamInferResponse) -> None:
+            data = response.SerializeToString()
+            async with self._reception.streaming(context.peer, len(data)):
+                await context.write(data)
+
         stream = RequestStream(
             self._engine,
-            context.write,
+            write,
             reception=self._reception,
             decoder=self._decoder,
             peer=context.peer,
@@ -192,15 +198,16 @@ def _method_handler(
     call = getattr(service, method.name)
     serialize = getattr(messages, method.output_type.name).SerializeToString
     if method.client_streaming:
-        answer = answering_errors(reception, method.name, call, whole_stream=True)
-        return grpc.stream_stream_rpc_method_handler(answer, response_serializer=serialize)
+        answer = answering_errors(reception, method.name, call, kind=CallKind.STREAM)
+        return grpc.stream_stream_rpc_method_handler(answer)
     if method.name == "ModelInfer":
         # As a stream of one message, it is received only once the request is admitted.
-        answer = answering_errors(reception, method.name, call)
-        return grpc.stream_unary_rpc_method_handler(answer, response_serializer=serialize)
+        answer = answering_errors(reception, method.name, call, serialize=serialize)
+        return grpc.stream_unary_rpc_method_handler(answer)
     decode = getattr(messages, method.input_type.name).FromString
-    answer = answering_errors(reception, method.name, _decoding(call, decode))
-    return grpc.unary_unary_rpc_method_handler(answer, response_serializer=serialize)
+    decoded = _decoding(call, decode)
+    answer = answering_errors(reception, method.name, decoded, serialize=serialize)
+    return grpc.unary_unary_rpc_method_handler(answer)
 
 
 def _decoding(call: Callable[..., Awaitable[_T]], decode: Callable[[bytes], Any]) -> Method[_T]:

@@ -241,12 +241,17 @@ class FakeEngine:
         """Be not ready any more."""
         self.leaving = True
 
+    def flush(self) -> None:
+        """Let the held requests go."""
+        for held in (self.hold, self.hold_final):
+            if held is not None:
+                held.set()
+
     async def drain(self, timeout_s: float) -> bool:
         """Let the held requests go; ``timeout_s`` 0 holds them, and fails if there are any."""
         self.draining = True
-        for held in (self.hold, self.hold_final):
-            if held is not None and timeout_s > 0:
-                held.set()
+        if timeout_s > 0:
+            self.flush()
         if self.waiting and timeout_s > 0:
             await self.idle.wait()
         return self.waiting == 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -54,4 +56,38 @@ async def codes_while_leaving(
         while codes[grpc.StatusCode.OK] < 100:  # noqa: ASYNC110 - the load is under way
             await asyncio.sleep(0.01)
         process.send_signal(signal.SIGTERM)
+    return codes
+
+
+async def codes_of_two_replicas(
+    addresses: Sequence[str], process: subprocess.Popen[Any], request: ModelInferRequest
+) -> Counter[grpc.StatusCode]:
+    """What calls end with that are spread over replicas, of which one leaves."""
+    codes: Counter[grpc.StatusCode] = Counter()
+    config = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+    options = [("grpc.service_config", config), ("grpc.enable_retries", 0)]
+    gone = asyncio.Event()
+
+    async def ask(infer: Any) -> None:
+        while not gone.is_set():
+            try:
+                await infer(request, timeout=30)
+                codes[grpc.StatusCode.OK] += 1
+            except grpc.aio.AioRpcError as error:
+                codes[error.code()] += 1
+
+    target = f"ipv4:{','.join(addresses)}"
+    async with grpc.aio.insecure_channel(target, options) as channel, asyncio.TaskGroup() as tasks:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=ModelInferRequest.SerializeToString,
+        )
+        for _ in range(32):
+            tasks.create_task(ask(infer))
+        while codes[grpc.StatusCode.OK] < 100:  # noqa: ASYNC110 - the load is under way
+            await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(process.wait)
+        await asyncio.sleep(0.1)
+        gone.set()
     return codes

@@ -23,7 +23,7 @@ from offramp.server.arguments.settings import (
 from offramp.server.arguments.values import integer, named_path, number, port
 from offramp.server.configuration import Configuration, ConfigurationError, read_configuration
 from offramp.server.logging_setup import FORMATS, LEVELS
-from offramp.server.options import MAX_COUNT, MAX_MESSAGE_MIB, ServerOptions
+from offramp.server.options import MAX_COUNT, MAX_MESSAGE_MIB, KeepaliveOptions, ServerOptions
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,11 @@ def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> d
 def add_network(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = option_adder(parser.add_argument_group("network"), ServerOptions())
-    add("--host", "interface to listen on; 0.0.0.0 is all of them", metavar="ADDRESS")
+    add(
+        "--host",
+        "interface that both ports listen on; 0.0.0.0 and :: are all of them, by IPv4 and IPv6",
+        metavar="ADDRESS",
+    )
     add("--grpc-port", "port of gRPC; 0 takes any free one", metavar="PORT", type=port)
     add("--http-port", "port of HTTP; 0 takes any free one", metavar="PORT", type=port)
     add(
@@ -153,6 +157,47 @@ def add_network(parser: argparse.ArgumentParser) -> None:
         "after that, how long requests in flight may take to end",
         metavar="S",
         type=number(0.0),
+    )
+
+
+def add_keepalive(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`KeepaliveOptions`."""
+    group = parser.add_argument_group(
+        "keepalive", "HTTP/2 pings on the gRPC port; the names are those of Triton."
+    )
+    add = option_adder(group, KeepaliveOptions())
+    milliseconds = {"metavar": "MS", "type": integer(1, MAX_COUNT)}
+    count = {"metavar": "N", "type": integer(0, MAX_COUNT)}
+    add(
+        "--grpc-keepalive-time-ms",
+        "how long a connection may be silent until the server pings it",
+        **milliseconds,
+    )
+    add(
+        "--grpc-keepalive-timeout-ms",
+        "how long the server then waits for an answer until it closes the connection",
+        **milliseconds,
+    )
+    add(
+        "--grpc-keepalive-permit-without-calls",
+        "send and take pings on connections without a call as well",
+        action=argparse.BooleanOptionalAction,
+    )
+    add(
+        "--grpc-http2-max-pings-without-data",
+        "pings that the server sends while it has no data to send; 0: no limit",
+        **count,
+    )
+    add(
+        "--grpc-http2-min-recv-ping-interval-without-data-ms",
+        "least time between two pings of a client while the server sends it no data",
+        metavar="MS",
+        type=integer(0, MAX_COUNT),
+    )
+    add(
+        "--grpc-http2-max-ping-strikes",
+        "pings that may come sooner, until the client gets GOAWAY (too_many_pings); 0: no limit",
+        **count,
     )
 
 
@@ -253,6 +298,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"offramp {__version__}")
     add_models(parser)
     add_network(parser)
+    add_keepalive(parser)
     add_control(parser)
     add_execution(parser)
     add_scheduling(parser)
@@ -271,7 +317,7 @@ def _understand(given: argparse.Namespace) -> Arguments:
     return Arguments(
         models=name_models(given.bundles, [*given.model, *configured]),
         engine=options,
-        server=ServerOptions(**settings_in(given, ServerOptions)),
+        server=_server_options(given),
         log_level=given.log_level,
         log_format=given.log_format,
         self_check=given.self_check,
@@ -279,3 +325,8 @@ def _understand(given: argparse.Namespace) -> Arguments:
         custom_ops=tuple(given.custom_ops),
         criterion_modules=tuple(given.criterion_module),
     )
+
+
+def _server_options(given: argparse.Namespace) -> ServerOptions:
+    keepalive = KeepaliveOptions(**settings_in(given, KeepaliveOptions))
+    return ServerOptions(**settings_in(given, ServerOptions), keepalive=keepalive)

@@ -14,9 +14,9 @@ from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, Mo
 from offramp.engine.plan import Mode
 from offramp.engine.weight_sharing import MOST_MORE_TIME
 from offramp.server.arguments.values import integer, mode, number, policy, share
-from offramp.server.options import DEFAULT_MODE, ServerOptions
+from offramp.server.options import DEFAULT_MODE, KeepaliveOptions, ServerOptions
 
-_Defaults: TypeAlias = EngineOptions | ModelOptions | ServerOptions
+_Defaults: TypeAlias = EngineOptions | ModelOptions | ServerOptions | KeepaliveOptions
 
 
 def option_adder(group: argparse._ArgumentGroup, defaults: _Defaults) -> Callable[..., None]:

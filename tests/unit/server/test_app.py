@@ -24,12 +24,13 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from tests.leaving import codes_while_leaving
+from tests.leaving import codes_of_two_replicas, codes_while_leaving
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
 from offramp.client.wire import build_request
+from offramp.proto.messages import ModelStreamInferResponse
 from offramp.server.app import StopSignals, serve_until_stopped
-from offramp.server.endpoints import check_free, join_address
+from offramp.server.addresses import check_free
 from offramp.server.errors import StartError
 from offramp.server.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.options import ServerOptions
@@ -211,6 +212,45 @@ def test_under_load_calls_end_with_ok_or_unavailable(launch: Callable[..., Proce
     assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="clients are sent away on Linux alone")
+@pytest.mark.parametrize("delay_s", [0, 0.5])
+def test_a_rolling_restart_loses_no_request(launch: Callable[..., Process], delay_s: float) -> None:
+    leaving, staying = launch(f"--drain-delay-s={delay_s}"), launch()
+    request = build_request("fake", {"x": X}, outputs=None, priority=0)
+    addresses = (leaving.address, staying.address)
+    codes = asyncio.run(codes_of_two_replicas(addresses, leaving.process, request))
+    assert leaving.process.wait(30) == 0
+    assert set(codes) == {grpc.StatusCode.OK}
+
+
+def test_an_open_stream_is_answered_while_its_server_leaves(launch: Callable[..., Process]) -> None:
+    server = launch("--drain-delay-s=0")
+    request = build_request("fake", {"x": X}, outputs=None, priority=0)
+
+    errors = []
+
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stream = channel.stream_stream(
+                "/inference.GRPCInferenceService/ModelStreamInfer",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=ModelStreamInferResponse.FromString,
+            )(timeout=60)
+            for number in range(10):
+                await stream.write(request)
+                errors.append((await stream.read()).error_message)
+                if number == 1:
+                    server.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.05)
+            await stream.read()  # until the server, which hears no more, ends it
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        asyncio.run(scenario())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert errors == [""] * 10
+    assert server.process.wait(30) == 0
+
+
 def test_requests_that_do_not_end_in_time_are_given_up(launch: Callable[..., Process]) -> None:
     server = launch("--hold", "--shutdown-timeout-s=0")
 
@@ -307,10 +347,6 @@ def test_a_foreign_address_is_named() -> None:
         check_free("192.0.2.1", 0, option="--grpc-port")
 
 
-def test_ipv6_addresses_are_bracketed() -> None:
-    assert join_address("::1", 8001) == "[::1]:8001"
-    assert join_address("localhost", 8001) == "localhost:8001"
-
 
 def test_json_lines() -> None:
     error = KeyError("x")
@@ -329,42 +365,34 @@ def test_json_lines() -> None:
     }
 
 
-class Asking(FakeEngine):
-    """While it drains, asks the server for its health."""
-
-    address = ""
-    health: int | None = None
-
-    async def drain(self, timeout_s: float) -> bool:
-        async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
-        self.health = reply.status
-        return True
-
-
-def test_health_says_so_before_what_is_in_flight_has_ended(
+def test_health_watchers_are_told_before_the_server_hangs_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = Asking()
+    async def open_engine() -> FakeEngine:
+        return FakeEngine()
 
-    async def open_engine() -> Asking:
-        return engine
-
-    async def scenario() -> int:
+    async def scenario() -> list[int]:
         stop = StopSignals()
         options = ServerOptions(grpc_port=0, http_port=0, drain_delay_s=0)
         serving = asyncio.create_task(serve_until_stopped(open_engine, options, stop))
         await asyncio.to_thread(wait_until, lambda: "ready: gRPC" in caplog.text)
         ready = READY.search(caplog.text)
         assert ready
-        engine.address = ready[1]
-        stop.request("SIGTERM")
-        return await serving
+        async with grpc.aio.insecure_channel(ready[1]) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+            told = [(await watch.read()).status]
+            stop.request("SIGTERM")
+            told.append((await watch.read()).status)
+        assert await serving == 0
+        return told
 
     with caplog.at_level(logging.INFO):
-        assert asyncio.run(scenario()) == 0
-    assert engine.health == health_pb2.HealthCheckResponse.NOT_SERVING
+        told = asyncio.run(scenario())
+    assert told == [
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+    ]
 
 
 @pytest.fixture

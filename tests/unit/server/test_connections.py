@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 
 from offramp.client import Client, ConnectionFailedError, ServerUnavailableError
-from offramp.server import connections, endpoints
+from offramp.server import connections, endpoints, grpc_sockets
 from offramp.server.connections import (
     LEAST_CONNECTIONS,
     MAX_HTTP_CONNECTIONS,
     SPARE_DESCRIPTORS,
     fit_limits,
-    has_connections,
 )
 from offramp.server.endpoints import GrpcEndpoint
 from offramp.server.errors import StartError
+from offramp.server.grpc_sockets import open_connections
 from offramp.server.options import MIB
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
@@ -129,7 +129,7 @@ def waiting_bytes(served: Any) -> int:
 
 def http_sockets(served: Any) -> int:
     port = int(served.url.rpartition(":")[2])
-    return sum(map(connections._connected, connections._sockets(port)))
+    return sum(map(grpc_sockets._connected, grpc_sockets._sockets(port)))
 
 
 @pytest.mark.usefixtures("large_page")
@@ -168,7 +168,7 @@ def test_a_socket_that_was_reset_belongs_to_no_port(
 
     connect(served.address, b"")
     monkeypatch.setattr(socket.socket, "getsockname", refuse)
-    assert not has_connections(int(served.address.rpartition(":")[2]))
+    assert not open_connections(int(served.address.rpartition(":")[2])).peers
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ class Descriptors:
         for number in range(in_use):
             (folder / str(number)).touch()
         self.limits = (0, 0)
-        monkeypatch.setattr(connections, "_DESCRIPTORS", folder)
+        monkeypatch.setattr(connections, "DESCRIPTORS", folder)
         monkeypatch.setattr(resource, "getrlimit", lambda _what: self.limits)
         monkeypatch.setattr(resource, "setrlimit", self.set)
 

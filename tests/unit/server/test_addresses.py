@@ -1,0 +1,90 @@
+"""Hosts: how they are written, and which addresses both ports answer at."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from urllib.request import urlopen
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offramp.client import Client
+from offramp.server.addresses import bind, join_address, parse_host
+from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.options import MIB, ServerOptions
+from offramp.server.reception import Reception
+from offramp.testing.engine import FakeEngine
+
+needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
+
+
+def test_ipv6_addresses_are_bracketed_before_a_port() -> None:
+    assert join_address("::1", 8001) == "[::1]:8001"
+    assert join_address("localhost", 8001) == "localhost:8001"
+
+
+@given(st.ip_addresses(v=6))
+def test_an_ipv6_address_may_have_brackets(address: object) -> None:
+    assert parse_host(f"[{address}]") == parse_host(f"{address}") == str(address)
+
+
+@given(st.ip_addresses(v=4))
+def test_an_ipv4_address_stays_as_it_is(address: object) -> None:
+    assert parse_host(f"{address}") == str(address)
+
+
+def test_the_options_of_a_server_have_the_host_without_brackets() -> None:
+    assert ServerOptions(host="[::1]").host == "::1"
+
+
+@pytest.mark.parametrize(
+    "host", ["", "[", "[]", "[127.0.0.1]", "127.0.0.1:8001", "[::1]:8001", "a b", "a" * 300, ".x"]
+)
+def test_what_is_no_host_is_refused_with_examples(host: str) -> None:
+    with pytest.raises(ValueError, match=r"is no host; expected a name or an address without a p"):
+        ServerOptions(host=host)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::", "0.0.0.0"])
+def test_every_interface_is_served_by_ipv4_and_ipv6_on_both_ports(host: str) -> None:
+    async def scenario() -> None:
+        engine, reception = FakeEngine(), Reception()
+        grpc = GrpcEndpoint(engine, max_message_bytes=MIB, reception=reception)
+        http = HttpEndpoint(engine, reception)
+        grpc_port, http_port = await grpc.start(host, 0), await http.start(host, 0)
+        await grpc.serving()
+        for address in ("127.0.0.1", "[::1]"):
+            assert await asyncio.to_thread(ready, address, grpc_port)
+            assert await asyncio.to_thread(page, address, http_port) == b"live\n"
+        await http.stop()
+        await grpc.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def ready(address: str, port: int) -> bool:
+    with Client(f"{address}:{port}") as client:
+        return client.server_ready(timeout_s=30)
+
+
+def page(address: str, port: int) -> bytes:
+    with urlopen(f"http://{address}:{port}/health/live", timeout=30) as response:
+        return bytes(response.read())
+
+
+@needs_ipv6
+def test_one_address_is_not_another() -> None:
+    (bound,) = bind("::1", 0, option="--http-port")
+    with bound, pytest.raises(ConnectionRefusedError):
+        bound.listen()
+        socket.create_connection(("127.0.0.1", bound.getsockname()[1]), 5)
+
+
+def test_all_addresses_of_a_name_have_one_port() -> None:
+    sockets = bind("localhost", 0, option="--http-port")
+    assert len({one.getsockname()[1] for one in sockets}) == 1
+    for one in sockets:
+        one.close()
