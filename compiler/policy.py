@@ -30,6 +30,7 @@ from offramp.calibration.running import BATCH_SIZE
 from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify import Stratum
 from offramp.certify.agreement import tuning_path
+from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.progress import Progress
 from offramp.engine.answering_graphs import answering_graphs
 from offramp.engine.control.costs import CostModel
@@ -186,7 +187,9 @@ class PolicyChoice:
             self.structure.answer,
             records.final_prediction,
             max_disagreement=self.max_class_disagreement,
-            confidence_level=self.confidence_level,
+            confidence_level=level_of_each(
+                self.confidence_level, copies=records.copies is not None
+            ),
         )
 
     def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> FixedPath:

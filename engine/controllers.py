@@ -57,13 +57,28 @@ def make_controller(
             policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
         )
     suits = promise is not None and promise.covers(max_disagreement, confidence_level)
+    of_classes = None if promise is None else promise.max_class_disagreement
     if not suits or len(kept) < len(policy.active):
-        policy = certified_on(kept, costs, records, **limits)
+        policy = certified_on(
+            kept,
+            costs,
+            records,
+            answer=bundle.manifest.answer,
+            max_class_disagreement=of_classes,
+            **limits,
+        )
+    # what is served is too little to certify each class again
+    pinned = options.never_beyond_compiled or of_classes is not None
     controller: Controller
     if options.controller == "static" or depends:
         audited = 1.0 if mode is Mode.RELEASE else STATIC_AUDIT_PROBABILITY
         controller = StaticController(policy, **limits, audit_probability=audited)
     elif options.controller == "apparate":
+        if of_classes is not None:
+            raise OptionsError(
+                f"{bundle.path} promises at most {of_classes:g} for each class, and controller "
+                "apparate tunes thresholds of its own; choose certified or static"
+            )
         apparate = ApparateSettings(max_overhead=budget, **limits)
         controller = ApparateController(policy, costs, apparate)
     else:
@@ -74,14 +89,12 @@ def make_controller(
             CertifiedSettings(
                 audit_budget=options.audit_budget,
                 release=mode is Mode.RELEASE,
-                never_beyond_compiled=options.never_beyond_compiled,
+                never_beyond_compiled=pinned,
                 **limits,
             ),
             guard=ShiftGuard(records["confidence"]),
             # exits that were not compiled in would never answer
-            proposals=None
-            if options.never_beyond_compiled
-            else ExitProposals(costs, max_overhead=budget),
+            proposals=None if pinned else ExitProposals(costs, max_overhead=budget),
         )
     fingerprint = {
         **identity_of(bundle),
@@ -91,7 +104,7 @@ def make_controller(
         "confidence": repr(confidence_level),
         # as asked for: what of it follows from times differs a little at every start
         "ramp_budget": repr(_least_budget(mode, options)),
-        "never_beyond_compiled": repr(options.never_beyond_compiled),
+        "never_beyond_compiled": repr(pinned),
     }
     return controller, fingerprint
 

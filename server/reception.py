@@ -197,9 +197,7 @@ class Reception:
         """Note a message that is not held: of a method that takes names alone."""
         self._memory.grew(size_bytes, self.held_bytes + size_bytes)
 
-    async def answer(
-        self, visit: Visit, size_bytes: int, when_done: Callable[[Any], None]
-    ) -> None:
+    async def answer(self, visit: Visit, size_bytes: int, when_done: Callable[[Any], None]) -> None:
         """Note that gRPC gets the answer of a request, once it may.
 
         ``when_done`` takes a callback for the end of the call.

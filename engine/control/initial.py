@@ -29,9 +29,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
+from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Promise
+from offramp.bundle.class_losses import class_strata
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.certify import Weighted, certify, evaluate, tuning_path, walk
+from offramp.certify import Stratum, Weighted, certify, evaluate, tuning_path, walk
+from offramp.certify.learn_then_test import level_of_each
 from offramp.engine.control.costs import CostModel
 
 
@@ -78,13 +80,16 @@ def certified_on(
     *,
     max_disagreement: float,
     confidence_level: float,
+    answer: Answer | None = None,
+    max_class_disagreement: float | None = None,
 ) -> ExitPolicy:
     """The most aggressive policy of these exits that the calibration data certifies, version 1.
 
     As ``eecompile`` found the bundle's policy, of whose exits these are some or all: a path fixed
     by the tuning split, walked on the certify split (:mod:`offramp.certify`), at a share of 1 − the
     confidence level that makes up for how these exits were found (see the top of this file). Exits
-    that it does not need run in shadow mode, at ``NEVER``.
+    that it does not need run in shadow mode, at ``NEVER``. ``max_class_disagreement`` bounds the
+    classes of the ``answer`` that have enough samples.
     """
     rows = list(exits)
     silent = tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
@@ -95,13 +100,24 @@ def certified_on(
     confidence, agrees = _split(records, CERTIFY, rows)
     copies = records["copies"][records["split"] == CERTIFY] if "copies" in records else None
     sets = costs.exits
+    level = 1 - (1 - confidence_level) / sets
+    strata: tuple[Stratum, ...] = ()
+    if answer is not None:
+        final = records["final_prediction"][records["split"] == CERTIFY]
+        strata = class_strata(
+            answer,
+            final,
+            max_disagreement=max_class_disagreement,
+            confidence_level=level_of_each(level, copies=copies is not None),
+        )
     found = certify(
         path,
         confidence,
         agrees,
         max_disagreement=max_disagreement,
-        confidence_level=1 - (1 - confidence_level) / sets,
+        confidence_level=level,
         copies=copies,
+        strata=strata,
     )
     if found is None:
         return conservative
@@ -118,6 +134,7 @@ def certified_on(
             certify_errors=found.errors,
             p_value=min(sets * found.p_value, 1.0),
             predicted_savings=outcome.savings,
+            max_class_disagreement=max_class_disagreement,
         ),
     )
 
