@@ -245,7 +245,7 @@ def _asking(answer: Answer, found: NDArray[np.float64], why: str) -> ModelError:
 def _imitating(
     model: SourceModel, flow: Dataflow, chain: Sequence[str], values: Values, *, asked: bool
 ) -> SourceModel:
-    """Have heads imitate the answer itself, on its own scale, or what its bounds are put on."""
+    """Return the model with heads that imitate its answer, or the logits before its bounds."""
     answer = model.answer
     found = values[answer.output].astype(np.float64)
     if _is_constant(found) or found.min() < -_EXACT or not np.isfinite(found).all():
@@ -279,7 +279,7 @@ def _is_constant(found: NDArray[np.float64]) -> bool:
 def _bounded(
     model: SourceModel, flow: Dataflow, chain: Sequence[str], values: Values
 ) -> SourceModel:
-    """Have heads imitate logits before what bounds, rounds or masks them, if anything does."""
+    """Return the model with heads that imitate the logits before what bounds or rounds them."""
     answer = model.answer
     for after, scores in zip([*chain[-2::-1]], [*chain[:0:-1]], strict=True):
         between = operators_between(flow, scores, after)
@@ -300,7 +300,7 @@ def _bounded(
 def _ending(
     model: SourceModel, tail: Tail, values: Values, *, scale: ScoreScale | None = None
 ) -> SourceModel:
-    """Give a model its tail, verified, and its answer what is measured of both."""
+    """Return the model with its tail, verified, and with what is measured of its answer."""
     answer = model.answer
     scores, wanted = values[tail.taught.output], values[answer.output]
     within = max(_SAME, rounding_of(model.proto).chained)
@@ -376,7 +376,7 @@ def _thresholds(tail: Tail) -> tuple[float, ...]:
 
 
 def _form_at_end(answer: Answer, scale: ScoreScale, values: Values) -> AnswerForm:
-    """Tell whether answers can be read as what the activation gives; ``values`` if not."""
+    """Return how answers are read: as what the activation gives, or ``values`` if they differ."""
     given, wanted = values[scale.tensor], values[answer.output]
     if scale.form == "log-probabilities" and answer.task.kind == "multi-label":
         return "values"
