@@ -250,10 +250,10 @@ def _imitating(
     found = values[answer.output].astype(np.float64)
     if _is_constant(found) or found.min() < -_EXACT or not np.isfinite(found).all():
         return _bounded(model, flow, chain, values)
-    if _sums_to_one(found, _COARSE) and answer.task.kind == "classification":
+    shares, sums = _sums_to_one(found, _COARSE), found.sum(axis=1)
+    if shares and answer.task.kind == "classification":
         return replace(model, answer=replace(answer, form="probabilities"))
-    sums = found.sum(axis=1)
-    if answer.classes > 1 and np.ptp(sums) <= _EXACT * sums.max():
+    if answer.classes > 1 and not shares and np.ptp(sums) <= _EXACT * sums.max():
         raise ModelError(
             f"the values of output {answer.output!r} are not negative and sum to {sums[0]:.6g} for "
             "every sample, as probabilities do on a scale of their own, but no operator was found "
@@ -324,13 +324,14 @@ def _verify(
 ) -> None:
     """Compare what the tail makes of the model's own scores with the model's answers.
 
-    ``within`` is the largest difference of equal values, as a share of their range.
+    ``within`` is the largest difference of equal values, as a share of their column's range: a
+    masked class must not hide differences of the others.
     """
     given = tail.apply(scores).astype(np.float64)
     with np.errstate(invalid="ignore"):
         apart = np.abs(given - wanted.astype(np.float64))
-    finite = wanted[np.isfinite(wanted)]
-    allowed = within * float(np.ptp(finite) if finite.size else 0)
+    finite = np.ma.masked_invalid(wanted.astype(np.float64))
+    allowed = within * np.ma.filled(finite.max(axis=0) - finite.min(axis=0), 0)
     same = (apart <= allowed) | (given == wanted)
     if same.mean() < _REPRODUCED:
         raise VerificationError(

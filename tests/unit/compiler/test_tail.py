@@ -173,6 +173,21 @@ def test_one_probability_and_its_complement_are_two_classes() -> None:
     check(model)
 
 
+def test_a_masked_class_is_masked_at_exits_too() -> None:
+    masked = -1e9
+
+    def hide(b: tails.Builder, z: tails.Made) -> tails.Made:
+        first = b.constant(np.arange(z.width) == 0)
+        hidden = b.constant(np.array(masked, np.float32))
+        return tails.Made(b.node("Where", first, hidden, z.name), z.width)
+
+    model = settled(tails.ending(hide))
+    assert (model.taught.output, model.answer.tail) == ("z", ("Where",))
+    given = exit_of(model, heads(model, 3.0)).run({"hidden0": vectors()})["e/p"]
+    assert (given[:, 0] == masked).all()
+    assert np.isfinite(given[:, 1:]).all()
+
+
 @pytest.mark.parametrize("step", ["reversed", "sliced", "halves", "shifted", "halved"])
 def test_logits_that_are_only_picked_or_scaled_are_imitated_as_they_are(step: str) -> None:
     model = settled(tails.ending(tails.STEPS[step]))
