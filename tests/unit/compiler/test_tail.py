@@ -283,3 +283,14 @@ def test_pixels_and_tokens_have_scores_before_what_follows_their_softmax() -> No
     assert (model.taught.output, model.taught.form) == ("soft", "probabilities")
     assert model.tail is not None
     assert model.tail.kinds == ("Mul",)
+
+
+def test_quantised_answers_may_be_of_operators_of_onnx_runtime_itself() -> None:
+    proto = made("softmax", ["quantised"], kinds=tails.SOFT)
+    for node in proto.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            node.domain = "com.microsoft"
+    proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    model = settled(proto)
+    assert model.answer.tail == ("Softmax", "QuantizeLinear", "DequantizeLinear")
+    check(model)
