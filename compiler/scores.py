@@ -245,15 +245,15 @@ def _asking(answer: Answer, found: NDArray[np.float64], why: str) -> ModelError:
 def _imitating(
     model: SourceModel, flow: Dataflow, chain: Sequence[str], values: Values, *, asked: bool
 ) -> SourceModel:
-    """Have heads imitate the answer itself, on its own scale, or what its bounds are put on."""
+    """Return the model with heads that imitate its answer, or the logits before its bounds."""
     answer = model.answer
     found = values[answer.output].astype(np.float64)
     if _is_constant(found) or found.min() < -_EXACT or not np.isfinite(found).all():
         return _bounded(model, flow, chain, values)
-    if _sums_to_one(found, _COARSE) and answer.task.kind == "classification":
+    shares, sums = _sums_to_one(found, _COARSE), found.sum(axis=1)
+    if shares and answer.task.kind == "classification":
         return replace(model, answer=replace(answer, form="probabilities"))
-    sums = found.sum(axis=1)
-    if answer.classes > 1 and np.ptp(sums) <= _EXACT * sums.max():
+    if answer.classes > 1 and not shares and np.ptp(sums) <= _EXACT * sums.max():
         raise ModelError(
             f"the values of output {answer.output!r} are not negative and sum to {sums[0]:.6g} for "
             "every sample, as probabilities do on a scale of their own, but no operator was found "
@@ -279,7 +279,7 @@ def _is_constant(found: NDArray[np.float64]) -> bool:
 def _bounded(
     model: SourceModel, flow: Dataflow, chain: Sequence[str], values: Values
 ) -> SourceModel:
-    """Have heads imitate logits before what bounds, rounds or masks them, if anything does."""
+    """Return the model with heads that imitate the logits before what bounds or rounds them."""
     answer = model.answer
     for after, scores in zip([*chain[-2::-1]], [*chain[:0:-1]], strict=True):
         between = operators_between(flow, scores, after)
@@ -300,7 +300,7 @@ def _bounded(
 def _ending(
     model: SourceModel, tail: Tail, values: Values, *, scale: ScoreScale | None = None
 ) -> SourceModel:
-    """Give a model its tail, verified, and its answer what is measured of both."""
+    """Return the model with its tail, verified, and with what is measured of its answer."""
     answer = model.answer
     scores, wanted = values[tail.taught.output], values[answer.output]
     within = max(_SAME, rounding_of(model.proto).chained)
@@ -324,13 +324,14 @@ def _verify(
 ) -> None:
     """Compare what the tail makes of the model's own scores with the model's answers.
 
-    ``within`` is the largest difference of equal values, as a share of their range.
+    ``within`` is the largest difference of equal values, as a share of their column's range: a
+    masked class must not hide differences of the others.
     """
     given = tail.apply(scores).astype(np.float64)
     with np.errstate(invalid="ignore"):
         apart = np.abs(given - wanted.astype(np.float64))
-    finite = wanted[np.isfinite(wanted)]
-    allowed = within * float(np.ptp(finite) if finite.size else 0)
+    finite = np.ma.masked_invalid(wanted.astype(np.float64))
+    allowed = within * np.ma.filled(finite.max(axis=0) - finite.min(axis=0), 0)
     same = (apart <= allowed) | (given == wanted)
     if same.mean() < _REPRODUCED:
         raise VerificationError(
@@ -376,7 +377,7 @@ def _thresholds(tail: Tail) -> tuple[float, ...]:
 
 
 def _form_at_end(answer: Answer, scale: ScoreScale, values: Values) -> AnswerForm:
-    """Tell whether answers can be read as what the activation gives; ``values`` if not."""
+    """Return how answers are read: as what the activation gives, or ``values`` if they differ."""
     given, wanted = values[scale.tensor], values[answer.output]
     if scale.form == "log-probabilities" and answer.task.kind == "multi-label":
         return "values"

@@ -74,10 +74,12 @@ class Tail:
         """Add the tail to an exit, which gives the scores under its prefix."""
         if not self.graph:
             return exit_
-        exit_opset = default_opset(onnx.ModelProto.FromString(exit_))
-        proto = in_opset(onnx.ModelProto.FromString(self.graph), exit_opset)
+        head = onnx.ModelProto.FromString(exit_)
+        proto = in_opset(onnx.ModelProto.FromString(self.graph), default_opset(head))
         rename_graph(proto.graph, lambda name: prefix + name)
-        return assemble([exit_, proto.SerializeToString()], outputs)
+        known = {imported.domain for imported in head.opset_import} | {"ai.onnx"}
+        head.opset_import.extend(o for o in proto.opset_import if o.domain not in known)
+        return assemble([head.SerializeToString(), proto.SerializeToString()], outputs)
 
     def apply(self, scores: NDArray[Any]) -> NDArray[Any]:
         """Compute answers [b, …] from scores [b, …]."""

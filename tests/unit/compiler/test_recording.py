@@ -26,6 +26,7 @@ from offramp.compiler.feature_folder import find_scratch
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import SILENT
 from offramp.compiler.recording import FeatureRecorder
+from offramp.compiler.scores import MEASURED_SAMPLES
 from offramp.engine.backends.onnxruntime import make_session
 
 
@@ -149,7 +150,10 @@ def test_a_scratch_folder_that_is_none_is_refused_at_once(
 def test_the_source_model_runs_over_the_data_six_times_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With as many passes as features may take: each runs real samples, and those made of them."""
+    """With as many passes as features may take: each runs real samples, and those made of them.
+
+    The few that the answer's scale is measured on are not counted.
+    """
     rows: list[int] = []
 
     class Counting:
@@ -185,7 +189,7 @@ def test_the_source_model_runs_over_the_data_six_times_at_most(
         scratch_limit=limit,
         candidates=MOST_PASSES,
     )
-    passes = sum(rows) / len(data)
+    passes = (sum(rows) - min(len(parts.train), MEASURED_SAMPLES)) / len(data)
     assert 5 < passes <= 6
 
 

@@ -173,6 +173,21 @@ def test_one_probability_and_its_complement_are_two_classes() -> None:
     check(model)
 
 
+def test_a_masked_class_is_masked_at_exits_too() -> None:
+    masked = -1e9
+
+    def hide(b: tails.Builder, z: tails.Made) -> tails.Made:
+        first = b.constant(np.arange(z.width) == 0)
+        hidden = b.constant(np.array(masked, np.float32))
+        return tails.Made(b.node("Where", first, hidden, z.name), z.width)
+
+    model = settled(tails.ending(hide))
+    assert (model.taught.output, model.answer.tail) == ("z", ("Where",))
+    given = exit_of(model, heads(model, 3.0)).run({"hidden0": vectors()})["e/p"]
+    assert (given[:, 0] == masked).all()
+    assert np.isfinite(given[:, 1:]).all()
+
+
 @pytest.mark.parametrize("step", ["reversed", "sliced", "halves", "shifted", "halved"])
 def test_logits_that_are_only_picked_or_scaled_are_imitated_as_they_are(step: str) -> None:
     model = settled(tails.ending(tails.STEPS[step]))
@@ -268,3 +283,14 @@ def test_pixels_and_tokens_have_scores_before_what_follows_their_softmax() -> No
     assert (model.taught.output, model.taught.form) == ("soft", "probabilities")
     assert model.tail is not None
     assert model.tail.kinds == ("Mul",)
+
+
+def test_quantised_answers_may_be_of_operators_of_onnx_runtime_itself() -> None:
+    proto = made("softmax", ["quantised"], kinds=tails.SOFT)
+    for node in proto.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            node.domain = "com.microsoft"
+    proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    model = settled(proto)
+    assert model.answer.tail == ("Softmax", "QuantizeLinear", "DequantizeLinear")
+    check(model)
