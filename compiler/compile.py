@@ -9,7 +9,14 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from offramp.bundle import Bundle, InputRanges, Padding, SharingCost, write_bundle
+from offramp.bundle import (
+    Bundle,
+    InputRanges,
+    Padding,
+    SharingCost,
+    ValueBound,
+    write_bundle,
+)
 from offramp.bundle.bundle import check_target
 from offramp.bundle.placing import check_space
 from offramp.calibration import limits
@@ -58,6 +65,7 @@ from offramp.compiler.variants import DrawnVariant, build_variant
 from offramp.compiler.weights import weight_file
 from offramp.engine.environment import cpu_features
 from offramp.engine.plan import Mode, Plan, plan_stages
+from offramp.engine.value_limits import ValueLimits
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +140,7 @@ def compile_model(
         model = supernet.model
     with weight_file(model.proto, scratch) as weights:
         bounds = find_value_bounds(model, parts.train.take(slice(1)))
+        _check_values(bounds, parts, options)
         with progress.step("Slice and verify", 2) as advance:
             with _naming(options.model):
                 sliced = slice_model(model, options).stored(weights)
@@ -371,6 +380,14 @@ def _naming(model: Path) -> Iterator[None]:
         yield
     except (CompileError, UntrainableError) as error:
         raise type(error)(f"{model}: {error}") from error
+
+
+def _check_values(bounds: Sequence[ValueBound], parts: DataSplit, options: CompileOptions) -> None:
+    """Refuse data with values that the model fails on."""
+    limits = ValueLimits(bounds)
+    for batch in chain.from_iterable(p.batches() for p in (parts.train, parts.tune, parts.certify)):
+        if wrong := limits.wrong(batch):
+            raise DataError(f"{options.data}: among shuffled samples, {wrong}")
 
 
 def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:

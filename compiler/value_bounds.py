@@ -34,12 +34,24 @@ def find_value_bounds(model: SourceModel, sample: Arrays) -> tuple[ValueBound, .
     required: dict[str, list[Requirement]] = {}
     for requirement in index_requirements(model.proto, graph):
         required.setdefault(requirement.input, []).append(requirement)
+    drafts = {spec.name: list(_drafts(spec, required.get(spec.name, ()))) for spec in model.inputs}
+    legal = _clipped(sample, [draft for of_input in drafts.values() for draft in of_input])
     found: list[ValueBound] = []
-    for spec in model.inputs:
-        if drafts := list(_drafts(spec, required.get(spec.name, ()))):
-            operators = [requirement.operator for requirement in required[spec.name]]
-            found += _tried(_part(model.proto, graph, operators), sample, drafts)
+    for name, of_input in drafts.items():
+        if of_input:
+            operators = [requirement.operator for requirement in required[name]]
+            found += _tried(_part(model.proto, graph, operators), legal, of_input)
     return tuple(found)
+
+
+def _clipped(sample: Arrays, drafts: Sequence[ValueBound]) -> Arrays:
+    """Return a sample with the nearest legal values: the data may have others."""
+    clipped = {name: array.copy() for name, array in sample.items()}
+    for draft in drafts:
+        array = clipped[draft.input]
+        where: Any = (slice(None),) * draft.axis + (list(draft.places),) if draft.places else ...
+        array[where] = np.clip(array[where], draft.lowest, draft.highest)
+    return clipped
 
 
 def _drafts(spec: TensorSpec, required: Sequence[Requirement]) -> Iterator[ValueBound]:

@@ -132,7 +132,12 @@ def test_data_that_the_model_fails_on(capfd) -> None:
     ids = np.random.default_rng(0).integers(0, 50, (800, 4))
     ids[:, 1] = 50  # of a vocabulary of 50
     np.savez("data.npz", input_ids=ids)
-    assert "the model fails on the first samples" in compiling(capfd)
+    told = "has 50 at [0, 1], and the model takes -50 to 49 there"
+    assert told in compiling(capfd)
+    ids[:, 1] = 0
+    ids[700, 1] = 50  # of one sample alone, which is not among the first
+    np.savez("data.npz", input_ids=ids)
+    assert "and the model takes -50 to 49 there" in compiling(capfd)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--overwrite",)])
