@@ -36,7 +36,6 @@ from offramp.server.served import ServedEngine
 from offramp.server.service import inference_handler
 from offramp.server.status import render_status
 
-
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5

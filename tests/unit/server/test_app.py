@@ -29,8 +29,8 @@ from tests.leaving import codes_of_two_replicas, codes_while_leaving
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
 from offramp.client.wire import build_request
 from offramp.proto.messages import ModelStreamInferResponse
-from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.addresses import check_free
+from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.errors import StartError
 from offramp.server.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.options import ServerOptions
@@ -345,7 +345,6 @@ def test_two_servers_do_not_share_a_port(launch: Callable[..., Process]) -> None
 def test_a_foreign_address_is_named() -> None:
     with pytest.raises(StartError, match=r"'192\.0\.2\.1' is no address of this machine"):
         check_free("192.0.2.1", 0, option="--grpc-port")
-
 
 
 def test_json_lines() -> None:
