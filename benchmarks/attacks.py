@@ -19,6 +19,7 @@ import multiprocessing
 import shutil
 import socket
 import statistics
+import struct
 import tempfile
 import threading
 import time
@@ -32,6 +33,7 @@ import numpy as np
 from benchmarks.common import make_parser
 from tests.chaos.supervisor import Supervisor
 from tests.chaos.watch import Beat, pulse, resident_mib
+from tests.http2 import PREFACE, data, frame, headers
 
 from offramp.bundle import Bundle
 from offramp.client.wire import build_request
@@ -101,6 +103,32 @@ class AttackedServer:
         for one in open_ones:
             one.close()
 
+    def frames(self, settings: bytes, calls: Iterator[bytes], pause_s: float) -> None:
+        """Send frames of HTTP/2 on a connection until it is closed, and answer its pings."""
+        host, _, port = self.address.rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as one:
+            one.settimeout(5)
+            one.sendall(PREFACE + frame(4, 0, 0, settings))
+            threading.Thread(target=self._answer_pings, args=(one,), daemon=True).start()
+            for call in calls:
+                one.sendall(call)
+                time.sleep(pause_s)
+                if self.over:
+                    break
+
+    def _answer_pings(self, connection: socket.socket) -> None:
+        kept = b""
+        with contextlib.suppress(OSError):
+            while more := connection.recv(1 << 16):
+                kept += more
+                while len(kept) >= 9 and len(kept) >= 9 + int.from_bytes(kept[:3], "big"):
+                    end = 9 + int.from_bytes(kept[:3], "big")
+                    if kept[3] == _PING and not kept[4]:
+                        connection.sendall(frame(_PING, 1, 0, kept[9:end]))
+                    kept = kept[end:]
+
+
+_PING: Final = 6
 
 _numbers: Final = itertools.count()
 
@@ -167,6 +195,37 @@ def _shapes(server: AttackedServer) -> None:
     server.calls(request.SerializeToString(), 32)
 
 
+def _resets(server: AttackedServer) -> None:
+    """Calls with a message that are cancelled at once, on connections that come again."""
+    cancel = struct.pack(">I", 8)
+
+    def calls() -> Iterator[bytes]:
+        for first in range(1, 2**30, 100):
+            yield b"".join(
+                headers(n, INFER) + data(n, server.request, end=True) + frame(3, 0, n, cancel)
+                for n in range(first, first + 100, 2)
+            )
+
+    def one(_: int) -> None:
+        while not server.over:
+            server.frames(b"", calls(), 0.0)
+
+    together(2, one)
+
+
+def _unread_unary(server: AttackedServer) -> None:
+    """Right requests whose answers nobody reads, as many as a connection may have."""
+    no_window = struct.pack(">HI", 4, 0)
+
+    def calls() -> Iterator[bytes]:
+        for n in range(1, 2000, 2):
+            yield headers(n, INFER) + data(n, server.request, end=True)
+        while True:
+            yield b""
+
+    together(8, lambda _: server.frames(no_window, calls(), 0.002))
+
+
 ATTACKS: Final[dict[str, Callable[[AttackedServer], None] | None]] = {
     "quiet": None,
     "57 MiB of empty fields, 4 at once": lambda t: t.calls(_fields(57), 4),
@@ -177,6 +236,8 @@ ATTACKS: Final[dict[str, Callable[[AttackedServer], None] | None]] = {
     "undecodable on streams, 32 at once": lambda t: t.streams(lambda: iter([b"\xff" * 20]), 32),
     "800 half heads of HTTP and of HTTP/2": _half_open,
     "16 streams that nobody reads": _unread,
+    "8,000 answers that nobody reads": _unread_unary,
+    "calls that are reset at once, 2 connections": _resets,
     "right requests, 256 at once": lambda t: t.calls(t.request, 256, connections=4),
     "metrics pages, 16 at once": _pages,
 }

@@ -27,14 +27,14 @@ def parse_host(text: str) -> str:
     try:
         if text.startswith("[") or ":" in host:
             return str(ipaddress.IPv6Address(host))
-        if not 0 < len(host) <= _LONGEST_HOST or not host.isprintable() or " " in host:
-            raise ValueError
-        host.encode("idna")
-    except ValueError:  # UnicodeError is one
+        named = host.encode("idna")  # raises UnicodeError, which is a ValueError
+    except ValueError:
+        named = b""
+    if not 0 < len(named) <= _LONGEST_HOST or not host.isprintable() or " " in host:
         raise ValueError(
             f"{text!r:.80} is no host; expected a name or an address without a port, for instance "
             "127.0.0.1, ::1, 0.0.0.0 or ::"
-        ) from None
+        )
     return host
 
 

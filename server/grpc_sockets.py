@@ -116,7 +116,7 @@ def _refuse(listener: socket.socket) -> None:
 
 
 def _sockets(port: int) -> Iterator[socket.socket]:
-    """Yield the TCP sockets of this process at a local port, each a duplicate to be used at once."""
+    """Yield the TCP sockets of this process at a port, each a duplicate to be used at once."""
     for entry in tuple(DESCRIPTORS.iterdir()):
         try:
             duplicate = os.dup(int(entry.name))

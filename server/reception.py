@@ -19,7 +19,7 @@ import grpc.aio
 
 from offramp.engine.errors import EngineError
 from offramp.engine.line_limit import LineLimit, one_line
-from offramp.server.answers import PendingAnswer, PendingAnswers, ResetCounts
+from offramp.server.answers import CROWDED_S, PendingAnswer, PendingAnswers, ResetCounts
 from offramp.server.errors import (
     ERROR_METADATA_KEY,
     INTERNAL_ERROR,
@@ -210,6 +210,8 @@ class Reception:
 
         def written(_: object) -> None:
             self.answers.remove(answer)
+            if time.monotonic() - answer.since_s > CROWDED_S:
+                self._memory.grew(0, self.held_bytes, left_bytes=_CALL_BYTES)
             self._release(visit)
 
         when_done(written)
@@ -335,11 +337,9 @@ def answering_errors(
             if kind is not CallKind.REQUEST:
                 reception.open_stream(visit)
             result = await method(visit, request, context)
-            if serialize is None:
-                return None
-            answer = serialize(result)
-            await reception.answer(visit, len(answer), context.add_done_callback)
-            return answer
+            answer = None if serialize is None else serialize(result)
+            if answer is not None:
+                await reception.answer(visit, len(answer), context.add_done_callback)
         except grpc.aio.AbortError:  # a status that the method has set itself
             visit.code = context.code()
             raise
@@ -354,6 +354,8 @@ def answering_errors(
             if not visit.admitted and not _expired(context):
                 reception.reset(visit)
             raise
+        else:
+            return answer
         finally:
             reception.leave(visit)
         # Not where the error is being handled: the call keeps the exception that this raises, and

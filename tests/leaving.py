@@ -65,7 +65,7 @@ async def codes_of_two_replicas(
     """What calls end with that are spread over replicas, of which one leaves."""
     codes: Counter[grpc.StatusCode] = Counter()
     config = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
-    options = [("grpc.service_config", config), ("grpc.enable_retries", 0)]
+    options = [("grpc.service_config", config)]
     gone = asyncio.Event()
 
     async def ask(infer: Any) -> None:

@@ -23,6 +23,7 @@ from tests.chaos.supervisor import Supervisor
 from tests.fuzz.campaign import KEPT
 from tests.fuzz.mutators import havoc
 from tests.fuzz.subject import ALLOWED, METHODS, MODEL, Subject, method_of, mutate
+from tests.http2 import PREFACE, data, frame, headers
 
 CHANNELS: Final = 4
 AT_ONCE: Final = 16
@@ -218,31 +219,18 @@ _HTTP: Final = (
 
 
 def _http2() -> bytes:
-    """A whole call as a client sends it: preface, settings, headers, data."""
-    path = method_path("ServerLive").encode()
-    headers = b"".join(
-        b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
-        for name, value in (
-            (b":method", b"POST"),
-            (b":scheme", b"http"),
-            (b":path", path),
-            (b":authority", b"a"),
-            (b"content-type", b"application/grpc"),
-            (b"te", b"trailers"),
-        )
-    )
+    """A whole call as a client sends it, one that is reset, and one whose answer may not come."""
+    path = method_path("ModelInfer")
+    cancel = (8).to_bytes(4, "big")
     return b"".join(
         (
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-            _frame(4, 0, 0, b"\x00\x03\x00\x00\x00\x64"),
-            _frame(1, 4, 1, headers),
-            _frame(0, 1, 1, b"\x00\x00\x00\x00\x00"),
-            _frame(8, 0, 0, b"\x00\x00\xff\xff"),
-            _frame(6, 0, 0, bytes(8)),
+            PREFACE,
+            frame(4, 0, 0, b"\x00\x03\x00\x00\x00\x64"),
+            headers(1, method_path("ServerLive")) + data(1, b"", end=True),
+            headers(3, path) + data(3, b"", end=True) + frame(3, 0, 3, cancel),
+            frame(4, 0, 0, b"\x00\x04\x00\x00\x00\x00"),
+            headers(5, path) + data(5, b"", end=True),
+            frame(8, 0, 0, b"\x00\x00\xff\xff"),
+            frame(6, 0, 0, bytes(8)),
         )
     )
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
-    return head + payload

@@ -1,4 +1,4 @@
-"""Answers that nobody reads, and calls that are reset: what is noticed, and what is closed for it."""
+"""Answers that nobody reads, calls that are reset, watchers and pings: what is closed for them."""
 
 from __future__ import annotations
 
@@ -93,16 +93,18 @@ def test_connections_that_reset_too_much_are_named(peers: int) -> None:
     assert counts.beyond() == {}
 
 
+def connect(server: FakeServer[FakeEngine]) -> socket.socket:
+    """Return a connection of HTTP/2 that has greeted, and gives the server no window."""
+    host, _, port = server.address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), 30.0)
+    connection.sendall(PREFACE + NO_WINDOW)
+    return connection
+
+
 @pytest.fixture
 def connection(served: Any) -> Iterator[socket.socket]:
-    """A connection of HTTP/2 that has greeted, and gives the server no window."""
-    yield from connected(served)
-
-
-def connected(server: FakeServer[FakeEngine]) -> Iterator[socket.socket]:
-    host, _, port = server.address.rpartition(":")
-    with socket.create_connection((host, int(port)), 30.0) as connection:
-        connection.sendall(PREFACE + NO_WINDOW)
+    """A connection that :func:`connect` makes."""
+    with connect(served) as connection:
         yield connection
 
 
@@ -136,11 +138,14 @@ def test_others_get_their_room_back_from_those_who_read_nothing(
 ) -> None:
     monkeypatch.setattr(answers, "CROWDED_S", 0.1)
     options = ServerOptions(max_concurrent_requests=4)
-    with FakeServer(FakeEngine(), options) as server, Client(server.address) as client:
-        for connection in connected(server):
-            connection.sendall(b"".join(call(number) for number in (1, 3, 5, 7)))
-            wait_until(lambda: not is_open(connection))
-            assert client.infer("fake", {"x": X}).exits.tolist() == [0]
+    with (
+        FakeServer(FakeEngine(), options) as server,
+        Client(server.address) as client,
+        connect(server) as connection,
+    ):
+        connection.sendall(b"".join(call(number) for number in (1, 3, 5, 7)))
+        wait_until(lambda: not is_open(connection))
+        assert client.infer("fake", {"x": X}).exits.tolist() == [0]
 
 
 def test_a_connection_that_resets_its_calls_is_closed(
@@ -160,7 +165,7 @@ def test_a_client_that_cancels_what_is_being_answered_is_not_closed(served: Any)
         infer = channel.unary_unary(INFER)
         for _ in range(5):
             calls = [infer.future(REQUEST) for _ in range(MAX_RESETS // 5 + 1)]
-            wait_until(lambda count=len(calls): served.reception.requests == count)
+            wait_until(lambda: served.reception.requests == MAX_RESETS // 5 + 1)
             for one in calls:
                 one.cancel()
             wait_until(lambda: served.reception.requests == 0)

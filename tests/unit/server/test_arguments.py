@@ -16,7 +16,7 @@ from offramp.engine.tensorrt import probe
 from offramp.server import cli
 from offramp.server.arguments import make_parser, parse_arguments
 from offramp.server.arguments.settings import CONTROLLER_WORDS, MODES, POLICY_GROUPS
-from offramp.server.options import ServerOptions
+from offramp.server.options import KeepaliveOptions, ServerOptions
 
 
 def test_one_bundle_is_enough() -> None:
@@ -98,6 +98,22 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         shutdown_timeout_s=0.0,
     )
     assert (arguments.log_level, arguments.log_format) == ("debug", "json")
+
+
+def test_pings_are_set_by_the_names_of_triton() -> None:
+    line = (
+        "any.ee --grpc-keepalive-time-ms 1 --grpc-keepalive-timeout-ms 2 "
+        "--no-grpc-keepalive-permit-without-calls --grpc-http2-max-pings-without-data 3 "
+        "--grpc-http2-min-recv-ping-interval-without-data-ms 4 --grpc-http2-max-ping-strikes 5"
+    )
+    assert parse_arguments(line.split()).server.keepalive == KeepaliveOptions(
+        grpc_keepalive_time_ms=1,
+        grpc_keepalive_timeout_ms=2,
+        grpc_keepalive_permit_without_calls=False,
+        grpc_http2_max_pings_without_data=3,
+        grpc_http2_min_recv_ping_interval_without_data_ms=4,
+        grpc_http2_max_ping_strikes=5,
+    )
 
 
 def test_a_self_check_takes_the_options_of_serving() -> None:
