@@ -3,7 +3,7 @@
 May import: certify.
 """
 
-from offramp.bundle.bundle import Bundle, write_bundle
+from offramp.bundle.bundle import Bundle
 from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.errors import (
     BundleBusyError,
@@ -24,6 +24,7 @@ from offramp.bundle.profile import Profile, Spread
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
 from offramp.bundle.value_bounds import ValueBound
 from offramp.bundle.weight_sharing import SharingCost
+from offramp.bundle.writing import write_bundle
 
 __all__ = [
     "CLASSIFICATION",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,38 +12,32 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from offramp.bundle.engines import ENGINES, PrecisionEvidence, carry_engines
+from offramp.bundle.engines import ENGINES, PrecisionEvidence
 from offramp.bundle.errors import (
-    BundleExistsError,
     BundleIntegrityError,
     BundleNotFoundError,
     BundleSchemaError,
-    BundleWriteError,
 )
 from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.files import (
-    FileContent,
     check_file,
     compare,
-    dump,
     entry_of,
-    inside,
     names_under,
     parse_json,
     parse_versioned,
     read_checked,
     read_pieces,
     read_regular,
-    write_described,
 )
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.held import HeldFiles
 from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
-from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMA_VERSION, SCHEMAS_READ, Manifest
+from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMAS_READ, Manifest
 from offramp.bundle.measured import MEASURED, Measured
 from offramp.bundle.onnx_wire import without_inputs
 from offramp.bundle.parts import folder_of
-from offramp.bundle.placing import check_writable, moved_aside, put_in_place
+from offramp.bundle.placing import moved_aside
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
 from offramp.bundle.records import parse_records
@@ -53,7 +45,6 @@ from offramp.bundle.serde import from_plain
 from offramp.bundle.stored_graphs import (
     FileIdentity,
     check_graph,
-    describe_filled,
     fill,
     identity_of_file,
 )
@@ -66,9 +57,9 @@ RECORDS = "records.npz"
 REPORT = "report.html"
 
 _T = TypeVar("_T")
-_MEND = "copy the bundle again, or compile the model again"
-_read_checked = partial(read_checked, listing="manifest", mend=_MEND)
-_read = partial(read_regular, mend=_MEND)
+MEND = "copy the bundle again, or compile the model again"
+_read_checked = partial(read_checked, listing="manifest", mend=MEND)
+_read = partial(read_regular, mend=MEND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +100,7 @@ class Bundle:
         BundleIntegrityError if it does already.
         """
         root = self.path.resolve()
-        return replace(self, _held=HeldFiles(root, self.manifest.files, mend=_MEND))
+        return replace(self, _held=HeldFiles(root, self.manifest.files, mend=MEND))
 
     @property
     def folder(self) -> Path:
@@ -146,7 +137,7 @@ class Bundle:
         if name not in self.manifest.graphs:
             return content
         size_bytes = self._weight_bytes
-        filled = fill(content, entry, self.path, size_bytes, mend=_MEND, held=self._held)
+        filled = fill(content, entry, self.path, size_bytes, mend=MEND, held=self._held)
         return self._as_run(name, filled)
 
     def graph(self, name: str) -> bytes:
@@ -155,7 +146,7 @@ class Bundle:
         Each of them was checked to be there. Errors as of :meth:`read`.
         """
         content = self._content(self._entry(name))
-        check_graph(content, self.path / name, self._weight_bytes, mend=_MEND)
+        check_graph(content, self.path / name, self._weight_bytes, mend=MEND)
         return self._as_run(name, content)
 
     def _as_run(self, name: str, graph: bytes) -> bytes:
@@ -174,7 +165,7 @@ class Bundle:
             return None
         if self._weights is None or identity_of_file(self.folder / WEIGHTS) != self._weights:
             try:
-                check_file(self.folder, self._entry(WEIGHTS), listing="manifest", mend=_MEND)
+                check_file(self.folder, self._entry(WEIGHTS), listing="manifest", mend=MEND)
             except BundleIntegrityError:
                 if self._held is None:
                     raise
@@ -183,14 +174,14 @@ class Bundle:
 
     def stored(self, name: str) -> Iterator[bytes]:
         """Give a file as it is on the disk, piece by piece; raises as :meth:`read`, in the end."""
-        return read_pieces(self.path, self._entry(name), listing="manifest", mend=_MEND)
+        return read_pieces(self.path, self._entry(name), listing="manifest", mend=MEND)
 
     def _content(self, entry: FileEntry) -> bytes:
         """Read a file as it is stored, and check it."""
         if self._held is None:
             return _read_checked(self.path, entry)
         content = self._held.read(entry)
-        compare(self.path, entry_of(entry.path, content), entry, listing="manifest", mend=_MEND)
+        compare(self.path, entry_of(entry.path, content), entry, listing="manifest", mend=MEND)
         return content
 
     def _entry(self, name: str) -> FileEntry:
@@ -220,7 +211,7 @@ class Bundle:
         if parts != expected:
             raise BundleSchemaError(
                 f"{name}: has rows for {parts[0]} segments and {parts[1]} exits, the {MANIFEST} "
-                f"has {expected[0]} and {expected[1]}; {_MEND}"
+                f"has {expected[0]} and {expected[1]}; {MEND}"
             )
         return profile
 
@@ -239,7 +230,7 @@ class Bundle:
         unknown = {seen.name for seen in ranges.inputs} - {i.name for i in self.manifest.inputs}
         if unknown:
             raise BundleSchemaError(
-                f"{INPUT_RANGES}: names {sorted(unknown)}, no inputs of the model; {_MEND}"
+                f"{INPUT_RANGES}: names {sorted(unknown)}, no inputs of the model; {MEND}"
             )
         for length in ranges.lengths:
             having = [i for i in self.manifest.inputs if length.size in i.shape[1:]]
@@ -247,7 +238,7 @@ class Bundle:
             if not having or length.mask not in ("", *masks):
                 raise BundleSchemaError(
                     f"{INPUT_RANGES}: lengths of {length.size!r:.50} by the mask "
-                    f"{length.mask!r:.50} are none of the model's inputs; {_MEND}"
+                    f"{length.mask!r:.50} are none of the model's inputs; {MEND}"
                 )
         return ranges
 
@@ -267,7 +258,7 @@ class Bundle:
         try:
             return parse_records(content, self.manifest)
         except ValueError as error:
-            raise BundleSchemaError(f"{self.path / name}: {error}; {_MEND}") from error
+            raise BundleSchemaError(f"{self.path / name}: {error}; {MEND}") from error
 
     def under(self, evidence: PrecisionEvidence, records: bytes) -> Bundle:
         """Give the bundle with policy and records of the arithmetic that it is served in.
@@ -287,79 +278,6 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return _read_manifest(Path(path))
 
 
-def write_bundle(
-    path: str | os.PathLike[str],
-    manifest: Manifest,
-    policy: ExitPolicy,
-    files: Mapping[str, FileContent],
-    *,
-    overwrite: bool = False,
-    engines_of: Path | None = None,
-) -> Bundle:
-    """Write a bundle to a temporary folder beside ``path``, then put it in place in one step.
-
-    The manifest's ``files`` and version are filled in here; ``files`` has the content of every
-    other file, by relative path, and is asked for each once: of a content that is made then, in
-    pieces, no more than a piece need be in memory. Where there is a ``weights.bin``, graphs may
-    name their weights in it. ``overwrite`` replaces a bundle that is already there, and never
-    anything else: that is a ``BundleExistsError``.
-    ``engines_of`` is a bundle of the same graphs, whose engines the new one gets too; without it,
-    engines of the bundle that is replaced go with it. If the file system refuses
-    (``BundleWriteError``), what was at ``path`` is still there. When this returns, the bundle is on
-    the disk, and not only in the system's memory.
-    """
-    target = Path(path)
-    check_target(target, overwrite=overwrite)
-    said = dump(policy)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            entries = []
-            for name in sorted({POLICY, *files}):
-                place = inside(scratch, name, mend=_MEND)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                content = said if name == POLICY else files[name]
-                entries.append(write_described(place, name, content))
-            described = tuple(describe_filled(scratch, entries, manifest.graphs, mend=_MEND))
-            schema = SCHEMA_OF_WEIGHTS if WEIGHTS in files else SCHEMA_VERSION
-            document = dump(replace(manifest, files=described, schema_version=schema))
-            (scratch / MANIFEST).write_bytes(document)
-            (scratch / MANIFEST_HASH).write_bytes(_hash_line(document))
-            scratch.chmod(0o755)
-            opened = Bundle.open(scratch)
-            if engines_of is not None:
-                carry_engines(engines_of, scratch)
-            put_in_place(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
-        raise BundleWriteError(
-            f"{target} cannot be written: {error}; free the space or choose another --output"
-        ) from error
-    return replace(opened, path=target)
-
-
-def check_target(target: Path, *, overwrite: bool) -> None:
-    """Check that a bundle may and can be written at ``target``, before any long work.
-
-    Only a folder with a manifest and its hash passes for a bundle: other tools have files called
-    ``manifest.json`` too. What it holds is not checked, so that a damaged bundle can be replaced.
-    """
-    if not target.exists() and not target.is_symlink():
-        for folder in target.parents:
-            if folder.exists() and not folder.is_dir():
-                raise BundleExistsError(f"{folder} is not a folder; choose another --output")
-        check_writable(target)
-        return
-    marks = [target / MANIFEST, target / MANIFEST_HASH]
-    if target.is_symlink() or not all(mark.is_file() for mark in marks):
-        raise BundleExistsError(f"{target} exists and is not a bundle; choose another --output")
-    if not overwrite:
-        raise BundleExistsError(f"{target} exists; choose another --output, or add --overwrite")
-    check_writable(target)
-
-
 def _read_manifest(root: Path) -> Manifest:
     if not root.exists() and (kept := moved_aside(root)) is not None:
         raise BundleNotFoundError(
@@ -371,9 +289,9 @@ def _read_manifest(root: Path) -> Manifest:
             f"{root} is not a bundle (no {MANIFEST} there); make one with: eecompile MODEL.onnx"
         )
     document, expected = _read(root, MANIFEST), _read(root, MANIFEST_HASH)
-    if expected != _hash_line(document):
+    if expected != hash_line(document):
         raise BundleIntegrityError(
-            f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {_MEND}"
+            f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {MEND}"
         )
     remedy = "compile the model again, or install the Offramp that wrote it"
     plain = parse_versioned(document, MANIFEST, SCHEMAS_READ, remedy)
@@ -382,18 +300,19 @@ def _read_manifest(root: Path) -> Manifest:
     if has_weights and manifest.schema_version != SCHEMA_OF_WEIGHTS:
         raise BundleSchemaError(
             f"{MANIFEST}: schema version {manifest.schema_version} with {WEIGHTS}, expected "
-            f"{SCHEMA_OF_WEIGHTS}; {_MEND}"
+            f"{SCHEMA_OF_WEIGHTS}; {MEND}"
         )
     return manifest
 
 
-def _hash_line(document: bytes) -> bytes:
+def hash_line(document: bytes) -> bytes:
+    """Return the content of the file with the manifest's hash."""
     return f"{hashlib.sha256(document).hexdigest()}\n".encode()
 
 
 def _check_files(root: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
-        check_file(root, entry, listing="manifest", mend=_MEND)
+        check_file(root, entry, listing="manifest", mend=MEND)
     listed = {entry.path for entry in manifest.files} | {MANIFEST, MANIFEST_HASH}
     foreign = sorted(names_under(root, without=ENGINES) - listed)
     if foreign:

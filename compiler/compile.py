@@ -14,20 +14,19 @@ from offramp.bundle import (
     InputRanges,
     Padding,
     SharingCost,
-    ValueBound,
     write_bundle,
 )
-from offramp.bundle.bundle import check_target
 from offramp.bundle.placing import check_space
+from offramp.bundle.writing import check_target
 from offramp.calibration import limits
-from offramp.calibration.dataset import DataError, Dataset, DataSplit, read_dataset, split
+from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.groups.key import GroupKey
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
-from offramp.calibration.running import BATCH_SIZE, check_unusual
+from offramp.calibration.running import BATCH_SIZE
 from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
 from offramp.certify.learn_then_test import level_of_each
@@ -35,16 +34,17 @@ from offramp.compiler.answer_ranges import check_ranges
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import check_bridges, find_bridged_exits, needs_bridges
+from offramp.compiler.data_checks import check_answers_of, check_values
 from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
-from offramp.compiler.graph import serialised, weight_bytes
+from offramp.compiler.graph import weight_bytes
 from offramp.compiler.grouping import grouped
 from offramp.compiler.joint import choose_training
 from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.memory import GivingBack, give_back
-from offramp.compiler.model import SourceModel, read_model
+from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
 from offramp.compiler.padding import find_paddings, length_ranges, symbolic_sizes
@@ -65,7 +65,6 @@ from offramp.compiler.variants import DrawnVariant, build_variant
 from offramp.compiler.weights import weight_file
 from offramp.engine.environment import cpu_features
 from offramp.engine.plan import Mode, Plan, plan_stages
-from offramp.engine.value_limits import ValueLimits
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +128,7 @@ def compile_model(
         seed=options.seed,
         groups=groups,
     )
-    _check_unusual(model, dataset, options)
+    check_answers_of(model, dataset, options)
     with _naming(options.model):
         model = settle_task(model, parts.train, options)
     check_teacher(dataset, model.answer, options)
@@ -140,7 +139,7 @@ def compile_model(
         model = supernet.model
     with weight_file(model.proto, scratch) as weights:
         bounds = find_value_bounds(model, parts.train.take(slice(1)))
-        _check_values(bounds, parts, options)
+        check_values(bounds, parts, options)
         with progress.step("Slice and verify", 2) as advance:
             with _naming(options.model):
                 sliced = slice_model(model, options).stored(weights)
@@ -364,15 +363,6 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
         )
 
 
-def _check_unusual(model: SourceModel, dataset: Dataset, options: CompileOptions) -> None:
-    try:
-        check_unusual(
-            lambda: serialised(model.proto), dataset, model.answer, threads=options.threads
-        )
-    except DataError as error:
-        raise DataError(f"{options.data}: {error}") from error
-
-
 @contextmanager
 def _naming(model: Path) -> Iterator[None]:
     """Have errors about the model name its file, as those of reading it do."""
@@ -380,14 +370,6 @@ def _naming(model: Path) -> Iterator[None]:
         yield
     except (CompileError, UntrainableError) as error:
         raise type(error)(f"{model}: {error}") from error
-
-
-def _check_values(bounds: Sequence[ValueBound], parts: DataSplit, options: CompileOptions) -> None:
-    """Refuse data with values that the model fails on."""
-    limits = ValueLimits(bounds)
-    for batch in chain.from_iterable(p.batches() for p in (parts.train, parts.tune, parts.certify)):
-        if wrong := limits.wrong(batch):
-            raise DataError(f"{options.data}: among shuffled samples, {wrong}")
 
 
 def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from offramp.bundle.bundle import check_target
 from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.joint_training import Teacher
 from offramp.bundle.placing import check_writable
+from offramp.bundle.writing import check_target
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind, AskedTask
 

@@ -20,7 +20,7 @@ from offramp.bundle import (
     ExitPolicy,
     placing,
 )
-from offramp.bundle.bundle import check_target
+from offramp.bundle.writing import check_target
 
 OTHER = ExitPolicy(version=2, active=())
 

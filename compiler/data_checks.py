@@ -1,0 +1,32 @@
+"""Checks of calibration data that need the model: which values it takes, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from offramp.bundle import ValueBound
+from offramp.calibration.dataset import DataError, Dataset, DataSplit
+from offramp.calibration.running import check_unusual
+from offramp.compiler.graph import serialised
+from offramp.compiler.model import SourceModel
+from offramp.compiler.options import CompileOptions
+from offramp.engine.value_limits import ValueLimits
+
+
+def check_answers_of(model: SourceModel, dataset: Dataset, options: CompileOptions) -> None:
+    """Refuse samples with NaN or infinity that the model gives no answer to."""
+    try:
+        check_unusual(
+            lambda: serialised(model.proto), dataset, model.answer, threads=options.threads
+        )
+    except DataError as error:
+        raise DataError(f"{options.data}: {error}") from error
+
+
+def check_values(bounds: Sequence[ValueBound], parts: DataSplit, options: CompileOptions) -> None:
+    """Refuse data with values that the model fails on."""
+    limits = ValueLimits(bounds)
+    for batch in chain.from_iterable(p.batches() for p in (parts.train, parts.tune, parts.certify)):
+        if wrong := limits.wrong(batch):
+            raise DataError(f"{options.data}: among shuffled samples, {wrong}")
