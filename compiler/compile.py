@@ -123,7 +123,7 @@ def compile_model(
         dataset,
         certify_at_least=samples_needed(
             options.max_disagreement,
-            level_of_each(options.confidence_level, copies=groups.joins),
+            level_of_each(options.confidence_level, copies=groups.repeats),
         ),
         seed=options.seed,
         groups=groups,

@@ -176,7 +176,7 @@ def _split(
 
     Each group of rows counts once.
     """
-    level = level_of_each(choice.confidence_level, copies=groups.joins)
+    level = level_of_each(choice.confidence_level, copies=groups.repeats)
     least = samples_needed(choice.max_disagreement, level)
     tune = _tune_samples(len(groups), least)
     if tune < settings.batch_size:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.calibration.groups.row_values import IntArray, RowValues
+
+_MOST_IGNORED: Final = 0.01
+"""Share of joined rows up to which samples are tested once, as if each were one row: a certificate
+must not become much dearer by a single coincidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,9 +72,14 @@ class Groups:
         chosen: NDArray[np.intp] = order[self.represents[order]]
         return chosen
 
+    @property
+    def repeats(self) -> bool:
+        """Whether so many rows are joined that it matters if errors are counted by rows."""
+        return self.rows - len(self) > _MOST_IGNORED * self.rows
+
     def copies(self, rows: NDArray[np.intp]) -> IntArray | None:
-        """Return how many rows the group of each row has; ``None`` where each row is one."""
-        return np.bincount(self.number)[self.number[rows]] if self.joins else None
+        """Return how many rows the group of each row has; ``None`` where that does not matter."""
+        return np.bincount(self.number)[self.number[rows]] if self.repeats else None
 
     def members(self, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return all rows of some groups, rising."""

@@ -58,7 +58,11 @@ def sentences(samples: int = SAMPLES, *, seed: int = 0) -> Arrays:
     changed = rng.random(samples) < 0.2
     words[changed, rng.integers(0, 4, changed.sum())] = rng.integers(0, 50, changed.sum())
     mask = np.arange(8) < lengths[kind][:, None]
-    return {"input_ids": words * mask, "attention_mask": mask.astype(np.int64)}
+    # what the mask hides makes each sample distinct, and answers nothing
+    hidden = rng.integers(0, 50, (samples, 4))
+    words = np.concatenate([words * mask, hidden], axis=1)
+    mask = np.concatenate([mask, np.zeros_like(hidden, np.bool_)], axis=1)
+    return {"input_ids": words, "attention_mask": mask.astype(np.int64)}
 
 
 def vectors(samples: int = SAMPLES, *, seed: int = 0) -> Arrays:

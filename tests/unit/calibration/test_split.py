@@ -96,3 +96,12 @@ def test_training_keeps_all_copies_of_its_samples() -> None:
     parts = split(data, certify_at_least=20, seed=0, groups=find_groups(data, within=0))
     assert list(map(len, (parts.train, parts.tune, parts.certify))) == [1800, 150, 250]
     assert len(parts.distinct_train()) == 600
+
+
+@pytest.mark.parametrize(("copies", "counted"), [(8, False), (20, True)])
+def test_few_coincidences_do_not_make_a_certificate_dearer(copies: int, counted: bool) -> None:
+    numbers = np.minimum(np.arange(1000), 999 - copies)
+    data = Dataset(inputs={"x": numbers[:, None]}, labels=None, sha256="0")
+    parts = split(data, certify_at_least=20, seed=0, groups=find_groups(data, within=0))
+    assert len(parts.groups) == 1000 - copies
+    assert (parts.certify.copies is not None) == counted
