@@ -168,7 +168,7 @@ class InFlight:
 
     def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
         """Until when a request that failed alone waits; not for samples of its own."""
-        own = batch.plan.waiting.queue.holds(int(batch.samples.requests[0]))
+        own = self.plans[-1].waiting.queue.holds(int(batch.samples.requests[0]))
         return now_s if own else now_s + PATIENCE_S
 
     def _may_try_again(self, batch: ScheduledBatch) -> bool:

@@ -123,7 +123,9 @@ class Account:
     def try_again(self, retry: Retry) -> None:
         """A batch is to be tried again from the start."""
         for sample in retry.samples:
-            assert not (retry.suspect_until_s and self.failures[sample]), "tried alone, and again"
+            assert retry.suspect_until_s is None or not self.failures[sample], (
+                "tried alone, and again"
+            )
             self.failures[sample] += 1
             self.place[sample] = "retry"
             del self.stage[sample]

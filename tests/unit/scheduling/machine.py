@@ -149,7 +149,8 @@ class SchedulerMachine(CheckedScheduler):
         losses = max(self.losses[stream] - 2, 0)
         for half in (left[:middle], left[middle:]):
             if half:
-                until_s = self.now + PATIENCE_S if alone else None
+                own = alone and bool(self.account.waiting(half[0][0][0], "queued"))
+                until_s = self.now + (0.0 if own else PATIENCE_S) if alone else None
                 self.account.try_again(
                     Retry(stream, list(itertools.chain.from_iterable(half)), until_s, losses)
                 )
