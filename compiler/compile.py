@@ -128,6 +128,8 @@ def compile_model(
         seed=options.seed,
         groups=groups,
     )
+    bounds = find_value_bounds(model, dataset.take(slice(1)))
+    check_values(bounds, dataset, options)
     check_answers_of(model, dataset, options)
     with _naming(options.model):
         model = settle_task(model, parts.train, options)
@@ -138,8 +140,6 @@ def compile_model(
             supernet = read_elastic(options.elastic, model, options)
         model = supernet.model
     with weight_file(model.proto, scratch) as weights:
-        bounds = find_value_bounds(model, parts.train.take(slice(1)))
-        check_values(bounds, parts, options)
         with progress.step("Slice and verify", 2) as advance:
             with _naming(options.model):
                 sliced = slice_model(model, options).stored(weights)

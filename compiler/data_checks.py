@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from offramp.bundle import ValueBound
-from offramp.calibration.dataset import DataError, Dataset, DataSplit
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import check_unusual
 from offramp.compiler.graph import serialised
 from offramp.compiler.model import SourceModel
@@ -24,9 +23,11 @@ def check_answers_of(model: SourceModel, dataset: Dataset, options: CompileOptio
         raise DataError(f"{options.data}: {error}") from error
 
 
-def check_values(bounds: Sequence[ValueBound], parts: DataSplit, options: CompileOptions) -> None:
+def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: CompileOptions) -> None:
     """Refuse data with values that the model fails on."""
-    limits = ValueLimits(bounds)
-    for batch in chain.from_iterable(p.batches() for p in (parts.train, parts.tune, parts.certify)):
+    limits, first = ValueLimits(bounds), 0
+    for batch in dataset.batches():
         if wrong := limits.wrong(batch):
-            raise DataError(f"{options.data}: among shuffled samples, {wrong}")
+            where = f"from sample {first} on, " if first else ""
+            raise DataError(f"{options.data}: {where}{wrong}")
+        first += len(next(iter(batch.values())))

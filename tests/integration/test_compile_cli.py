@@ -24,9 +24,10 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 from tests import models
-from tests.unit.bundle.examples import POLICY, write
+from tests.unit.bundle.examples import FILES, POLICY, agreeing_records, write
 
 from offramp.bundle import Bundle
+from offramp.bundle.bundle import RECORDS
 from offramp.compiler.cli import main
 from offramp.compiler.printing import print_bundle
 
@@ -113,7 +114,7 @@ def test_data_of_another_type(capfd) -> None:
 
 
 def test_data_that_are_no_numbers(capfd) -> None:
-    x = np.ones((800, 16), np.float32)
+    x = np.random.default_rng(0).standard_normal((800, 16)).astype(np.float32)
     x[7, 3] = np.nan
     np.savez("data.npz", x=x)
     told = compiling(capfd)
@@ -322,7 +323,9 @@ def test_a_bundle_is_written_and_summed_up(capfd, name: str) -> None:
 def test_the_summary_claims_what_was_promised_and_no_more(tmp_path: Path) -> None:
     assert POLICY.promise is not None
     sure = replace(POLICY.promise, confidence_level=0.9995, max_disagreement=0.00004)
-    bundle = write(tmp_path, policy=replace(POLICY, promise=sure))
+    bundle = write(
+        tmp_path, policy=replace(POLICY, promise=sure), files={**FILES, RECORDS: agreeing_records()}
+    )
     written = io.StringIO()
     print_bundle(bundle, Console(file=written, width=300))
     lines = written.getvalue().splitlines()
