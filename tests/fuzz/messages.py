@@ -17,6 +17,7 @@ import pytest
 from offramp.engine.core import Engine
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
+from offramp.proto import messages
 from offramp.proto.descriptors import method_path
 from offramp.server.endpoints import GrpcEndpoint
 from tests.fuzz.campaign import WrongError
@@ -33,7 +34,8 @@ class _Context:
     def __init__(self, message: bytes) -> None:
         self._message: bytes | Any = message
         self.status = "OK"
-        self.written: list[Any] = []
+        self.written: list[bytes] = []
+        self._when_done: list[Callable[[Any], None]] = []
 
     async def read(self) -> Any:
         message, self._message = self._message, grpc.aio.EOF
@@ -47,8 +49,16 @@ class _Context:
         self.status = code.name
         raise _AbortError
 
-    async def write(self, response: Any) -> None:
+    async def write(self, response: bytes) -> None:
         self.written.append(response)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._when_done.append(callback)
+
+    def end(self) -> None:
+        """Tell the handlers that gRPC has written the answer."""
+        for callback in self._when_done:
+            callback(self)
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
@@ -110,7 +120,8 @@ class Messages:
                 await handler.stream_unary(context.messages(read), context)
             else:
                 await handler.unary_unary(read(message), context)
-        for response in context.written:
+        context.end()
+        for response in map(messages.ModelStreamInferResponse.FromString, context.written):
             if response.error_message:
                 return response.infer_response.parameters["offramp_status"].string_param, ""
         return context.status, ""
