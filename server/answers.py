@@ -120,7 +120,13 @@ class ResetCounts:
         """Return whether a connection has just had one too many."""
         return self._counts[peer] == MAX_RESETS
 
-    def beyond(self) -> Mapping[str, str]:
-        """Return the connections that reset too much, by peer, with the reason to close them."""
+    def take_beyond(self) -> Mapping[str, str]:
+        """Return the connections that reset too much, by peer, with the reason to close them.
+
+        Each is returned once: the next connection of a peer is another one.
+        """
         reason = f"{MAX_RESETS} calls were cancelled as soon as they were opened"
-        return {peer: reason for peer, count in self._counts.items() if count >= MAX_RESETS}
+        found = {peer: reason for peer, count in self._counts.items() if count >= MAX_RESETS}
+        for peer in found:
+            del self._counts[peer]
+        return found

@@ -253,11 +253,11 @@ class Reception:
                 self.offended.set()
 
     def offenders(self) -> Mapping[str, str]:
-        """Return the connections to close, by peer, with the reason."""
+        """Return the connections to close now, by peer, with the reason."""
         self.offended.clear()
         crowded = 2 * self.requests > self._max_requests or 2 * self.held_bytes > self._max_bytes
         unread = self.answers.unread(time.monotonic(), crowded=crowded)
-        return {**unread, **self._resets.beyond()}
+        return {**unread, **self._resets.take_beyond()}
 
     def log_closed(self, peer: str, reason: str) -> None:
         """Log that a connection was closed, a few lines a second at most."""
