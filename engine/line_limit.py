@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -150,4 +151,7 @@ class QueuedHandler(logging.Handler):
             return
         content = line.encode(stream.encoding or "utf-8", stream.errors or "replace")
         while content:
-            content = content[os.write(descriptor, content) :]
+            try:
+                content = content[os.write(descriptor, content) :]
+            except BlockingIOError:  # whoever else has the pipe made it so
+                select.select((), (descriptor,), ())

@@ -16,6 +16,9 @@ _LONGEST_HOST: Final = 253
 
 _WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - only if the operator asks for it
 
+_ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Errors of an address that is not one of this machine."""
+
 
 def parse_host(text: str) -> str:
     """Return a host without the brackets that an IPv6 address may have.
@@ -26,7 +29,8 @@ def parse_host(text: str) -> str:
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
         if text.startswith("[") or ":" in host:
-            return str(ipaddress.IPv6Address(host))
+            address = ipaddress.IPv6Address(host)
+            return str(address.ipv4_mapped or address)
         named = host.encode("idna")  # raises UnicodeError, which is a ValueError
     except ValueError:
         named = b""
@@ -45,6 +49,9 @@ def join_address(host: str, port: int) -> str:
 
 def bind(host: str, port: int, *, option: str) -> tuple[socket.socket, ...]:
     """Return TCP sockets that are bound to all addresses of a host, at one port.
+
+    A name may have addresses that are not this machine's, such as ``::1`` where IPv6 is switched
+    off: they are left out if there is another.
 
     ``0.0.0.0`` and ``::`` both mean every interface, by IPv4 and, where there is IPv6, by that as
     well: gRPC takes them so. Port 0 is any free one. ``option`` is the command line's option of the
@@ -68,17 +75,35 @@ def check_free(host: str, port: int, *, option: str) -> None:
 
 def _bind(host: str, port: int) -> tuple[socket.socket, ...]:
     bound: list[socket.socket] = []
+    absent: OSError | None = None
     with ExitStack() as stack:
         for family, address in _addresses(host, port):
-            one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host not in _WILDCARDS)
             chosen = bound[0].getsockname()[1] if bound else port
-            one.bind((address[0], chosen, *address[2:]))
-            bound.append(one)
+            try:
+                one = _bound(family, (address[0], chosen, *address[2:]), dual=host in _WILDCARDS)
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                absent = error
+            else:
+                bound.append(stack.enter_context(one))
+        if absent is not None and not bound:
+            raise absent
         stack.pop_all()
     return tuple(bound)
+
+
+def _bound(
+    family: socket.AddressFamily, address: tuple[object, ...], *, dual: bool
+) -> socket.socket:
+    with ExitStack() as stack:
+        one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual)
+        one.bind(address)
+        stack.pop_all()
+    return one
 
 
 def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, tuple[object, ...]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -36,7 +36,7 @@ _LOOK_S: Final = 0.001
 class PendingAnswer:
     """An answer that gRPC has not written yet."""
 
-    peer: Callable[[], str]
+    peer: str
     size_bytes: int
     since_s: float
     """Monotonic."""
@@ -64,7 +64,7 @@ class PendingAnswers:
             await self._released.wait()
 
     def add(
-        self, peer: Callable[[], str], size_bytes: int, now_s: float, *, streamed: bool = False
+        self, peer: str, size_bytes: int, now_s: float, *, streamed: bool = False
     ) -> PendingAnswer:
         """Note an answer that goes to gRPC now."""
         answer = PendingAnswer(peer, size_bytes, now_s, streamed)
@@ -84,7 +84,7 @@ class PendingAnswers:
                 break
             if crowded or answer.overdue(now_s):
                 reason = f"an answer of {answer.size_bytes} bytes was not read for {age_s:.0f} s"
-                found.setdefault(answer.peer(), reason)
+                found.setdefault(answer.peer, reason)
         return found
 
     @asynccontextmanager
@@ -96,7 +96,7 @@ class PendingAnswers:
                 if not self._pending:
                     break
                 await asyncio.sleep(_LOOK_S)
-            yield frozenset(answer.peer() for answer in self._pending)
+            yield frozenset(answer.peer for answer in self._pending)
         finally:
             self._released.set()
             self._released = None
@@ -120,7 +120,13 @@ class ResetCounts:
         """Return whether a connection has just had one too many."""
         return self._counts[peer] == MAX_RESETS
 
-    def beyond(self) -> Mapping[str, str]:
-        """Return the connections that reset too much, by peer, with the reason to close them."""
+    def take_beyond(self) -> Mapping[str, str]:
+        """Return the connections that reset too much, by peer, with the reason to close them.
+
+        Each is returned once: the next connection of a peer is another one.
+        """
         reason = f"{MAX_RESETS} calls were cancelled as soon as they were opened"
-        return {peer: reason for peer, count in self._counts.items() if count >= MAX_RESETS}
+        found = {peer: reason for peer, count in self._counts.items() if count >= MAX_RESETS}
+        for peer in found:
+            del self._counts[peer]
+        return found

@@ -21,7 +21,7 @@ from offramp.server.addresses import bind, join_address
 from offramp.server.connections import MAX_HTTP_CONNECTIONS, HttpConnections
 from offramp.server.errors import StartError
 from offramp.server.grpc_sockets import (
-    address_of,
+    addresses_of,
     close_connections,
     hang_up,
     open_connections,
@@ -178,7 +178,7 @@ class GrpcEndpoint:
         while (there := open_connections(self._port)).peers and now_s < min(ends_s, quiet_s):
             if untold := there.greeted - told:
                 async with self._reception.answers.held() as writing:
-                    told |= send_away(self._port, untold - set(map(address_of, writing)))
+                    told |= send_away(self._port, untold - addresses_of(writing))
             if self._reception.requests or self._reception.admitted != admitted:
                 admitted, quiet_s = self._reception.admitted, time.monotonic() + QUIET_S
             await asyncio.sleep(_PAUSE_S)
@@ -191,7 +191,7 @@ class GrpcEndpoint:
                 async with asyncio.timeout(_LOOK_S):
                     await self._reception.offended.wait()
             if offenders := self._reception.offenders():
-                close_connections(port, set(map(address_of, offenders)))
+                close_connections(port, addresses_of(offenders))
                 for peer, reason in offenders.items():
                     self._reception.log_closed(peer, reason)
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +158,14 @@ def _peer_of(one: socket.socket) -> tuple[str, int]:
     return str(host).removeprefix("::ffff:"), int(port)
 
 
-def address_of(peer: str) -> tuple[str, int]:
-    """Return host and port of a peer as gRPC names it: ``ipv6:%5B::1%5D:5000``."""
-    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-    return host.strip("[]"), int(port)
+def addresses_of(peers: Iterable[str]) -> set[tuple[str, int]]:
+    """Return hosts and ports of peers as gRPC names them, such as ``ipv6:%5B::1%5D:5000``.
+
+    Those that it gives no name (``""``) are left out.
+    """
+    found = set()
+    for peer in peers:
+        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+        if port.isdigit():
+            found.add((host.strip("[]"), int(port)))
+    return found

@@ -72,7 +72,8 @@ class Visit:
     """A request while it is here."""
 
     method: str
-    peer: Callable[[], str]
+    peer: str
+    """As gRPC named it when the call came: of one that is past its deadline it names none."""
     began_s: float
     """Monotonic."""
     kind: CallKind = CallKind.REQUEST
@@ -89,7 +90,7 @@ class Visit:
     @property
     def source(self) -> str:
         """The client's host: of gRPC's ``ipv4:10.0.0.7:51234`` all but the port."""
-        return self.peer().rpartition(":")[0]
+        return self.peer.rpartition(":")[0]
 
 
 class Reception:
@@ -131,9 +132,7 @@ class Reception:
         """Refusals so far, by the names of the status code and of the reason."""
         return MappingProxyType(self._refused)
 
-    def enter(
-        self, method: str, peer: Callable[[], str], *, kind: CallKind = CallKind.REQUEST
-    ) -> Visit:
+    def enter(self, method: str, peer: str, *, kind: CallKind = CallKind.REQUEST) -> Visit:
         """Note a call that came; :meth:`leave` must follow."""
         return Visit(method=method, peer=peer, began_s=time.monotonic(), kind=kind)
 
@@ -170,7 +169,7 @@ class Reception:
     def open_stream(self, visit: Visit) -> None:
         """Take a stream; RequestCountError if as many of its kind are open as may be."""
         if visit.kind is CallKind.WATCH:
-            peer = visit.peer()
+            peer = visit.peer
             self._check_watches(self._watches[peer], MAX_WATCHES_OF_A_PEER, "this connection has")
             self._check_watches(self._watches.total(), MAX_WATCHES, "the server has")
             self._watches[peer] += 1
@@ -217,7 +216,7 @@ class Reception:
         when_done(written)
 
     @asynccontextmanager
-    async def streaming(self, peer: Callable[[], str], size_bytes: int) -> AsyncIterator[None]:
+    async def streaming(self, peer: str, size_bytes: int) -> AsyncIterator[None]:
         """Wait until a message of a stream may go to gRPC, and note it while it is written."""
         await self.answers.turn()
         answer = self.answers.add(peer, size_bytes, time.monotonic(), streamed=True)
@@ -241,24 +240,24 @@ class Reception:
         elif visit.kind is CallKind.STREAM:
             self.streams -= visit.admitted
         elif visit.admitted:
-            self._watches -= Counter((visit.peer(),))  # forgets peers without any
+            self._watches -= Counter((visit.peer,))  # forgets peers without any
         self.held_bytes -= visit.size_bytes
         self._memory.shrank(self.held_bytes)
 
     def reset(self, visit: Visit) -> None:
         """Note a call that was cancelled before its message was taken."""
-        peer = visit.peer()
         self._memory.grew(0, self.held_bytes, left_bytes=_CALL_BYTES)
-        self._resets.add(peer, time.monotonic())
-        if self._resets.excessive(peer):
-            self.offended.set()
+        if visit.peer:
+            self._resets.add(visit.peer, time.monotonic())
+            if self._resets.excessive(visit.peer):
+                self.offended.set()
 
     def offenders(self) -> Mapping[str, str]:
-        """Return the connections to close, by peer, with the reason."""
+        """Return the connections to close now, by peer, with the reason."""
         self.offended.clear()
         crowded = 2 * self.requests > self._max_requests or 2 * self.held_bytes > self._max_bytes
         unread = self.answers.unread(time.monotonic(), crowded=crowded)
-        return {**unread, **self._resets.beyond()}
+        return {**unread, **self._resets.take_beyond()}
 
     def log_closed(self, peer: str, reason: str) -> None:
         """Log that a connection was closed, a few lines a second at most."""
@@ -290,7 +289,7 @@ class Reception:
         elif visit.code in _OURS:
             logger.error("answered %s: %s%s", visit.code.name, one_line(str(error)), suffix)
         else:
-            where = one_line(visit.peer(), _PEER_CHARS)
+            where = one_line(visit.peer, _PEER_CHARS)
             logger.info(
                 "refused (%s, %s) %s: %s%s",
                 visit.code.name, reason, where, one_line(str(error)), suffix,
@@ -298,7 +297,7 @@ class Reception:
 
     def _log_access(self, visit: Visit) -> None:
         facts = {
-            "peer": one_line(visit.peer(), _PEER_CHARS),
+            "peer": one_line(visit.peer, _PEER_CHARS),
             "method": visit.method,
             "code": visit.code.name,
             "ms": round((time.monotonic() - visit.began_s) * 1e3, 1),
@@ -330,7 +329,7 @@ def answering_errors(
 
     @wraps(method)
     async def answered(request: Any, context: _Context) -> bytes | None:
-        visit = reception.enter(name, context.peer, kind=kind)
+        visit = reception.enter(name, context.peer(), kind=kind)
         if isinstance(request, bytes):
             reception.passed(len(request))
         try:

@@ -126,13 +126,13 @@ class InferenceService:
         return write_response(request, result, call.outputs)
 
     async def ModelStreamInfer(  # noqa: N802
-        self, _visit: Visit, _requests: AsyncIterator[bytes], context: _Context
+        self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
     ) -> None:
         """Answer the requests of a stream; a message that is none ends it with its status."""
 
         async def write(response: messages.ModelStreamInferResponse) -> None:
             data = response.SerializeToString()
-            async with self._reception.streaming(context.peer, len(data)):
+            async with self._reception.streaming(visit.peer, len(data)):
                 await context.write(data)
 
         stream = RequestStream(
@@ -140,7 +140,7 @@ class InferenceService:
             write,
             reception=self._reception,
             decoder=self._decoder,
-            peer=context.peer,
+            peer=visit.peer,
         )
         await stream.serve(self._messages(context))
 

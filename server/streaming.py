@@ -53,7 +53,7 @@ class RequestStream:
         *,
         reception: Reception | None = None,
         decoder: RequestDecoder | None = None,
-        peer: Callable[[], str] = str,
+        peer: str = "",
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         self._engine = engine

@@ -57,6 +57,20 @@ def test_all_that_was_logged_is_written_once_it_is_flushed(
     assert os.read(reading, 2**16).decode().split() == [str(number) for number in range(20)]
 
 
+def test_a_pipe_that_does_not_block_loses_no_line(pipe: tuple[int, logging.Logger]) -> None:
+    reading, logger = pipe
+    (handler,) = logger.handlers
+    assert isinstance(handler, QueuedHandler)
+    os.set_blocking(handler._stream.fileno(), False)
+    lines = [f"{LINE} {number}" for number in range(500)]
+    for line in lines:
+        logger.info("%s", line)
+    found = b""
+    while not found.endswith(f"{lines[-1]}\n".encode()):
+        found += os.read(reading, PIPE_BYTES)
+    assert found.decode().splitlines() == lines
+
+
 def test_a_reader_that_has_gone_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)

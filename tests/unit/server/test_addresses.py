@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 from urllib.request import urlopen
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from offramp.client import Client
 from offramp.server.addresses import bind, join_address, parse_host
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.errors import StartError
 from offramp.server.options import MIB, ServerOptions
 from offramp.server.reception import Reception
 from offramp.testing.engine import FakeEngine
@@ -26,13 +28,14 @@ def test_ipv6_addresses_are_bracketed_before_a_port() -> None:
 
 
 @given(st.ip_addresses(v=6))
-def test_an_ipv6_address_may_have_brackets(address: object) -> None:
-    assert parse_host(f"[{address}]") == parse_host(f"{address}") == str(address)
+def test_an_ipv6_address_may_have_brackets(address: ipaddress.IPv6Address) -> None:
+    expected = str(address.ipv4_mapped or address)
+    assert parse_host(f"[{address}]") == parse_host(f"{address}") == expected
 
 
 @given(st.ip_addresses(v=4))
-def test_an_ipv4_address_stays_as_it_is(address: object) -> None:
-    assert parse_host(f"{address}") == str(address)
+def test_an_ipv4_address_stays_as_it_is(address: ipaddress.IPv4Address) -> None:
+    assert parse_host(f"{address}") == parse_host(f"::ffff:{address}") == str(address)
 
 
 def test_the_options_of_a_server_have_the_host_without_brackets() -> None:
@@ -88,3 +91,19 @@ def test_all_addresses_of_a_name_have_one_port() -> None:
     assert len({one.getsockname()[1] for one in sockets}) == 1
     for one in sockets:
         one.close()
+
+
+def test_addresses_of_a_name_that_are_not_of_this_machine_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = (socket.SOCK_STREAM, 6, "")
+    elsewhere = (socket.AF_INET, *stream, ("192.0.2.1", 0))  # for documentation (RFC 5737)
+    here = (socket.AF_INET, *stream, ("127.0.0.1", 0))
+    found = [elsewhere, here]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    (only,) = bind("name", 0, option="--http-port")
+    with only:
+        assert only.getsockname()[0] == "127.0.0.1"
+    found.remove(here)
+    with pytest.raises(StartError, match="'name' is no address of this machine"):
+        bind("name", 0, option="--http-port")

@@ -23,6 +23,7 @@ from offramp.client.wire import build_request
 from offramp.proto.descriptors import method_path
 from offramp.server import answers, endpoints, reception
 from offramp.server.answers import CROWDED_S, MAX_RESETS, UNREAD_S, PendingAnswers, ResetCounts
+from offramp.server.grpc_sockets import addresses_of
 from offramp.server.options import ServerOptions
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
@@ -40,15 +41,15 @@ def test_only_answers_that_wait_too_long_are_unread(old: list[bool], crowded: bo
     limit_s = CROWDED_S if crowded else UNREAD_S
     ages_s = sorted((limit_s + 1 if one else limit_s - 1 for one in old), reverse=True)
     for number, age_s in enumerate(ages_s):
-        pending.add(lambda number=number: f"peer {number}", 0, -age_s)
+        pending.add(f"peer {number}", 0, -age_s)
     unread = pending.unread(0.0, crowded=crowded)
     assert list(unread) == [f"peer {number}" for number in range(sum(old))]
 
 
 def test_a_large_answer_may_take_longer_and_a_stream_as_long_as_it_likes() -> None:
     pending = PendingAnswers()
-    pending.add(lambda: "large", 2**20, 0.0)
-    pending.add(lambda: "streamed", 0, 0.0, streamed=True)
+    pending.add("large", 2**20, 0.0)
+    pending.add("streamed", 0, 0.0, streamed=True)
     assert pending.unread(UNREAD_S + 7.9, crowded=False) == {}
     assert list(pending.unread(UNREAD_S + 8.1, crowded=False)) == ["large"]
     assert set(pending.unread(UNREAD_S, crowded=True)) == {"large", "streamed"}
@@ -56,7 +57,7 @@ def test_a_large_answer_may_take_longer_and_a_stream_as_long_as_it_likes() -> No
 
 def test_what_is_read_is_forgotten() -> None:
     pending = PendingAnswers()
-    answer = pending.add(lambda: "peer", 0, 0.0)
+    answer = pending.add("peer", 0, 0.0)
     pending.remove(answer)
     assert pending.unread(1e9, crowded=True) == {}
 
@@ -69,7 +70,7 @@ def test_answers_wait_while_they_are_held_back() -> None:
             await pending.turn()
             events.append(name)
 
-        before = pending.add(lambda: "peer", 0, 0.0)
+        before = pending.add("peer", 0, 0.0)
         asyncio.get_running_loop().call_later(0.01, pending.remove, before)
         async with pending.held() as writing:
             events.append(f"held, {len(writing)} are being written")
@@ -88,9 +89,10 @@ def test_connections_that_reset_too_much_are_named(peers: int) -> None:
     for number in range(peers):
         for _ in range(MAX_RESETS - number):
             counts.add(f"peer {number}", 0.0)
-    assert list(counts.beyond()) == ["peer 0"]
+    assert list(counts.take_beyond()) == ["peer 0"]
+    assert counts.take_beyond() == {}  # it is closed, and its port may be another client's
     counts.add("peer 1", answers.RESET_WINDOW_S)
-    assert counts.beyond() == {}
+    assert counts.take_beyond() == {}
 
 
 def connect(server: FakeServer[FakeEngine]) -> socket.socket:
@@ -206,3 +208,20 @@ def test_pings_every_second_are_taken_and_a_flood_is_not(
     connection.setblocking(True)
     connection.sendall(frame(6, 0, 0, bytes(8)) * 10)
     wait_until(lambda: not is_open(connection))
+
+
+def test_watches_that_end_at_their_deadline_leave_their_room(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reception, "MAX_WATCHES_OF_A_PEER", 2)
+    with grpc.insecure_channel(served.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        for _ in range(40):
+            with pytest.raises(grpc.RpcError) as ended:
+                list(watch(health_pb2.HealthCheckRequest(), timeout=0.02))
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_peers_without_a_name_are_left_out() -> None:
+    named = ("ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000", "", "unknown")
+    assert addresses_of(named) == {("127.0.0.1", 5000), ("::1", 5000)}
