@@ -43,9 +43,13 @@ class PendingAnswer:
     streamed: bool
     """Whether it is one of a stream, which its client may read as slowly as it likes."""
 
-    def overdue(self, now_s: float) -> bool:
-        """Return whether its client has had more than enough time to read it."""
-        allowed_s = UNREAD_S + self.size_bytes / SLOWEST_BYTES_PER_S
+    def overdue(self, now_s: float, *, crowded: bool) -> bool:
+        """Return whether its client has had more than enough time to read it.
+
+        A message of a stream never is: it takes no other request's room.
+        """
+        allowed_s = CROWDED_S if crowded else UNREAD_S
+        allowed_s += self.size_bytes / SLOWEST_BYTES_PER_S
         return not self.streamed and now_s - self.since_s > allowed_s
 
 
@@ -82,7 +86,7 @@ class PendingAnswers:
             age_s = now_s - answer.since_s
             if age_s <= CROWDED_S:
                 break
-            if crowded or answer.overdue(now_s):
+            if answer.overdue(now_s, crowded=crowded):
                 reason = f"an answer of {answer.size_bytes} bytes was not read for {age_s:.0f} s"
                 found.setdefault(answer.peer, reason)
         return found

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
 from offramp.server.addresses import check_free, join_address
-from offramp.server.connections import fit_limits
+from offramp.server.connections import fit_limits, raise_descriptors
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.memory import keep_large_blocks
 from offramp.server.options import MIB, ServerOptions
@@ -90,6 +90,8 @@ EXIT_OK: Final = 0
 EXIT_UNANSWERED: Final = 1
 """Requests in flight were given up: the time ran out, or a second signal came."""
 
+_DESCRIPTORS_OF_MODELS: Final = 4096
+"""File descriptors for models, beside those of connections."""
 _FLUSH_S: Final = 1.0
 """For the last answers to be written."""
 
@@ -117,6 +119,7 @@ async def serve_until_stopped(
     with stop.installed():
         check_free(options.host, options.grpc_port, option="--grpc-port")
         check_free(options.host, options.http_port, option="--http-port")
+        raise_descriptors(options.max_connections + _DESCRIPTORS_OF_MODELS)  # bundles hold files
         engine = await _unless(stop.requested, open_engine())
         if engine is None:
             return EXIT_OK

@@ -51,7 +51,7 @@ def fit_limits(wanted: int) -> ConnectionLimits:
     """
     in_use = len(list(DESCRIPTORS.iterdir())) + SPARE_DESCRIPTORS
     needed = in_use + 2 * MAX_HTTP_CONNECTIONS + wanted  # as many again may wait for room
-    allowed = _raise_descriptors(needed)
+    allowed = raise_descriptors(needed)
     if allowed >= needed:
         return ConnectionLimits(grpc=wanted, http=MAX_HTTP_CONNECTIONS)
     left = allowed - in_use
@@ -70,8 +70,8 @@ def fit_limits(wanted: int) -> ConnectionLimits:
     return ConnectionLimits(grpc=grpc, http=http)
 
 
-def _raise_descriptors(needed: int) -> int:
-    """The soft limit of file descriptors, raised towards ``needed`` where it is lower."""
+def raise_descriptors(needed: int) -> int:
+    """Raise the soft limit of file descriptors towards ``needed``; return what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed or soft == resource.RLIM_INFINITY:
         return max(soft, needed)
