@@ -174,6 +174,25 @@ BOUNDED: Final[dict[str, Step]] = {
 """By name, what bounds or rounds logits."""
 
 
+def _one_hot(b: Builder, z: Made) -> Made:
+    place = b.node("ArgMax", z.name, axis=1, keepdims=0)
+    ends = b.constant([0, 1], np.float32)
+    return Made(b.node("OneHot", place, b.constant(z.width, np.int64), ends, axis=1), z.width)
+
+
+def _largest(b: Builder, z: Made) -> Made:
+    most = b.node("ReduceMax", z.name, axes=[1], keepdims=1)
+    return Made(b.node("Cast", b.node("Equal", z.name, most), to=TensorProto.FLOAT), z.width)
+
+
+PICKING: Final[dict[str, Step]] = {
+    "hardmax": lambda b, z: Made(b.node("Hardmax", z.name, axis=1), z.width),
+    "one-hot": _one_hot,
+    "equal to the largest": _largest,
+}
+"""By name, what gives 1 for the class of the largest logit, and 0 for others."""
+
+
 def _quantised_logits(b: Builder, z: str, scale: np.ndarray) -> str:
     step, zero = b.constant(scale), b.constant(np.array(128, np.uint8))
     return b.node("DequantizeLinear", b.node("QuantizeLinear", z, step, zero), step, zero)
