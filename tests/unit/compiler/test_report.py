@@ -30,7 +30,7 @@ from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
 from offramp.certify import tuning_path
-from offramp.compiler.report import numbers, render_report
+from offramp.compiler.report import numbers, render_report, words
 from offramp.compiler.report.charts import coverage, latency_rows
 from offramp.compiler.report.figures import PolicyFigures, savings_curve
 from offramp.compiler.report.route import segment_edges, spread
@@ -312,6 +312,22 @@ def test_marked_point_lies_on_the_curve_when_the_path_is_the_same() -> None:
     disagreement, saved = savings_curve(found, found.active)
     at = np.flatnonzero(np.isclose(disagreement, found.disagreement, atol=1e-12))
     assert np.abs(saved[at] - found.predicted_savings).min() < 1e-9
+
+
+@pytest.mark.parametrize(("repeated", "few"), [(False, False), (True, True)])
+def test_classes_whose_bound_is_tested_twice_need_more_samples(repeated: bool, few: bool) -> None:
+    """Of 5 % at 95 % a class needs 59 samples, and 72 where copies let it be tested twice."""
+    parts = make(3)
+    promise = parts.policy.promise
+    assert promise is not None
+    policy = replace(parts.policy, promise=replace(promise, max_class_disagreement=0.05))
+    final = parts.certify.final_prediction % 5
+    final[final == 4] = 0
+    final[:65] = 4
+    copies = np.ones(len(final), np.int64) if repeated else None
+    certify = replace(parts.certify, final_prediction=final, copies=copies)
+    found = PolicyFigures.of(parts.manifest, policy, parts.profile, certify)
+    assert ("but not for" in words.own_bounds(found)) == few
 
 
 def test_no_exit_active_is_said_loudly() -> None:
