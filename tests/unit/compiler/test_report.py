@@ -30,11 +30,12 @@ from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
 from offramp.certify import tuning_path
-from offramp.compiler.report import numbers, render_report, words
+from offramp.compiler.report import numbers, render_report
 from offramp.compiler.report.charts import coverage, latency_rows
 from offramp.compiler.report.figures import PolicyFigures, savings_curve
 from offramp.compiler.report.route import segment_edges, spread
 from offramp.compiler.report.svg import Scale, element, nice_values
+from offramp.compiler.report.words import own_bounds
 from offramp.compiler.weights import WeightSizes
 
 HOSTILE = """<script>alert("1")</script>'&amp;{{ 7 * 7 }}\u202e"""
@@ -327,7 +328,7 @@ def test_classes_whose_bound_is_tested_twice_need_more_samples(repeated: bool, f
     copies = np.ones(len(final), np.int64) if repeated else None
     certify = replace(parts.certify, final_prediction=final, copies=copies)
     found = PolicyFigures.of(parts.manifest, policy, parts.profile, certify)
-    assert ("but not for" in words.own_bounds(found)) == few
+    assert ("but not for" in own_bounds(found)) == few
 
 
 def test_no_exit_active_is_said_loudly() -> None:
