@@ -96,6 +96,12 @@ def _shared(b: Builder, x: Made) -> Made:
     return Made(b.node("Div", shifted, b.node("ReduceSum", shifted, axes, keepdims=1)), x.width)
 
 
+def _curved(b: Builder, x: Made) -> Made:
+    """Bend values by tanh where it does not round them to 1."""
+    top = b.constant(np.array(x.top, np.float32))
+    return Made(b.node("Tanh", b.node("Div", x.name, top)), x.width)
+
+
 def _soft_again(b: Builder, x: Made) -> Made:
     return Made(b.node("Softmax", x.name, axis=-1), x.width)
 
@@ -107,7 +113,7 @@ STEPS: Final[dict[str, Step]] = {
     "clipped": _same("Clip", 0.02, 0.9),
     "root": lambda b, x: Made(b.node("Sqrt", b.node("Abs", x.name)), x.width, max(x.top, 1.0)),
     "squared": _same("Pow", 2.0, top=lambda top: top**2),
-    "tanh": _same("Tanh"),
+    "tanh": _curved,
     "complement": _complement,
     "with its complement": _with_complement,
     "quantised": _quantised,

@@ -309,6 +309,16 @@ def test_probabilities_of_no_known_activation_are_imitated_as_probabilities() ->
     assert (model.answer.form, model.tail) == ("probabilities", None)
 
 
+def test_the_largest_probabilities_in_order_are_of_no_classes() -> None:
+    def largest(b: Any, z: tails.Made) -> tails.Made:
+        soft = tails.SOFT["softmax"](b, z)
+        b.nodes("TopK", soft.name, b.constant([3], np.int64), outs=["largest", "which"])
+        return tails.Made("largest", 3)
+
+    with pytest.raises(ModelError, match=r"\(TopK\): end the model before that"):
+        settled(tails.ending(largest))
+
+
 def test_sums_of_a_scale_that_no_operator_explains_are_refused() -> None:
     def scaled(b: Any, z: tails.Made) -> tails.Made:
         mixing = 7 * np.random.default_rng(0).dirichlet(np.ones(z.width), z.width)
