@@ -126,8 +126,9 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
         if kind == "segmentation" and asked.kind == "auto" and not (picks or asked.class_map):
             warn_of_heat_maps(name, shape or (), _ends(Dataflow(proto.graph), name))
         return describe_answer(name, tensor, task, form=form, picked=picked)
+    in_order = last is not None and last.kind == "TopK"  # columns are places, and no classes
     match shape:
-        case (str(batch), int(classes)) if batch == BATCH and classes >= 2:
+        case (str(batch), int(classes)) if batch == BATCH and classes >= 2 and not in_order:
             if tensor is not None and tensor.is_floating:
                 return Answer(output=name, classes=classes, form=_form(proto, name, classes))
     found = "unknown" if shape is None else f"[{', '.join(map(str, shape))}]"

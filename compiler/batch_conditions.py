@@ -57,8 +57,9 @@ _DISCRETE: Final = frozenset({
 })  # fmt: skip
 """Operators whose result jumps: rows that are run may all be on one side."""
 _GATES: Final = frozenset({
-    "Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max", "Min", "Relu", "Selu", "Sigmoid",
-    "Softplus", "ThresholdedRelu",
+    "Celu", "Clip", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max",
+    "Min", "Mish", "Pow", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Swish", "Tanh",
+    "ThresholdedRelu",
 })  # fmt: skip
 """Operators whose result may stay the same for most values, and change for few."""
 _STEERED: Final[Mapping[str, tuple[int, ...]]] = {

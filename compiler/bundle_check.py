@@ -6,7 +6,7 @@ sizes, beside the unmodified model in a plain session.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -15,12 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
-from offramp.bundle.class_losses import ClassLoss, count_label_losses, count_losses
+from offramp.bundle.class_losses import (
+    ClassLoss,
+    count_label_losses,
+    count_losses,
+    losses_on_records,
+    uncertified,
+)
 from offramp.calibration.dataset import DataError, Dataset, read_samples
 from offramp.calibration.paired import plain_session
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.calibration.running import check_answers
 from offramp.certify import MODEL_END, binomial_cdf, upper_bound
+from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.grouping import groups_again
 from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL
@@ -93,12 +100,16 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
         ]
     answer, exits, source = (np.concatenate(part) for part in zip(*found, strict=True))
     differs = answer != source
-    counted = differs[groups_again(bundle.manifest, dataset).representative]
+    distinct = groups_again(bundle.manifest, dataset).representative
+    counted = differs[distinct]
     disagreements = int(counted.sum())
     places, counts = np.unique(exits, return_counts=True)
     labels = dataset.labels
     promise = whole_policy(bundle.policy, end_evidence(bundle)).promise
     level = promise.confidence_level if promise else DEFAULT_CONFIDENCE_LEVEL
+    of_classes = _bounded_classes(
+        bundle, count_losses(bundle.manifest.answer, source[distinct], counted)
+    )
     return BundleCheck(
         samples=len(dataset),
         distinct_samples=len(counted),
@@ -111,7 +122,9 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
         accuracy=None if labels is None else float((answer == labels).mean()),
         source_accuracy=None if labels is None else float((source == labels).mean()),
         on_calibration_data=dataset.sha256 in _made_of(bundle),
-        verdict=_verdict(promise if bundle.policy.active else None, disagreements, len(counted)),
+        verdict=_verdict(
+            promise if bundle.policy.active else None, disagreements, len(counted), of_classes
+        ),
         at_most=upper_bound(disagreements, len(counted), level),
     )
 
@@ -175,9 +188,34 @@ def _made_of(bundle: Bundle) -> set[str]:
     return made_of
 
 
-def _verdict(promise: Promise | None, disagreements: int, samples: int) -> Verdict:
-    """Judge by an exact binomial test: whether so many would be likely if the promise held."""
+def _bounded_classes(bundle: Bundle, losses: Sequence[ClassLoss]) -> tuple[ClassLoss, ...]:
+    """Return those of some classes for which a bound of their own was certified."""
+    promise, answer = bundle.policy.promise, bundle.manifest.answer
+    if promise is None or promise.max_class_disagreement is None:
+        return ()
+    records = bundle.records()
+    few = uncertified(
+        answer,
+        losses_on_records(answer, bundle.policy, records),
+        max_disagreement=promise.max_class_disagreement,
+        confidence_level=level_of_each(promise.confidence_level, copies="copies" in records),
+    )
+    return tuple(loss for loss in losses if loss.number not in few)
+
+
+def _verdict(
+    promise: Promise | None, disagreements: int, samples: int, of_classes: Sequence[ClassLoss] = ()
+) -> Verdict:
+    """Judge by exact binomial tests: whether so many would be likely if the promise held.
+
+    ``of_classes`` are the classes that have a bound of their own, which are tested together.
+    """
     if promise is None:
         return "nothing promised"
-    fewer = binomial_cdf(disagreements - 1, samples, promise.max_disagreement)
-    return "contradicted" if 1.0 - fewer < 1 - promise.confidence_level else "kept"
+    least = 1 - promise.confidence_level
+    tests = [(disagreements, samples, promise.max_disagreement, least)]
+    if promise.max_class_disagreement is not None:
+        bound = promise.max_class_disagreement
+        tests += [(each.lost, each.samples, bound, least / len(of_classes)) for each in of_classes]
+    broken = any(1.0 - binomial_cdf(k - 1, n, bound) < chance for k, n, bound, chance in tests)
+    return "contradicted" if broken else "kept"

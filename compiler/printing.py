@@ -18,6 +18,7 @@ from offramp.bundle.bundle import REPORT
 from offramp.bundle.class_losses import describe_harm, harmed, losses_on_records
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
+from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.export.export import Exported
 from offramp.compiler.memory import peak_bytes
@@ -101,8 +102,8 @@ def _promised(promise: Promise, like: str) -> str:
 
 def _by_class(bundle: Bundle, promise: Promise) -> Iterator[str]:
     """Say which class loses most on the certify split, and which have a bound of their own."""
-    answer = bundle.manifest.answer
-    losses = losses_on_records(answer, bundle.policy, bundle.records())
+    answer, records = bundle.manifest.answer, bundle.records()
+    losses = losses_on_records(answer, bundle.policy, records)
     if losses and losses[0].lost:
         worst = losses[0]
         yield (
@@ -111,7 +112,8 @@ def _by_class(bundle: Bundle, promise: Promise) -> Iterator[str]:
         )
     bound = promise.max_class_disagreement
     if bound is not None:
-        yield words.class_bound(answer, losses, bound, promise.confidence_level)
+        level = level_of_each(promise.confidence_level, copies="copies" in records)
+        yield words.class_bound(answer, losses, bound, level)
     for loss in harmed(losses, promise.max_disagreement) if bound is None else ():
         yield f"[bold red]HARM[/bold red]: {describe_harm(loss, promise.max_disagreement)}."
 

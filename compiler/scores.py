@@ -37,6 +37,7 @@ from offramp.compiler.tail import (
     keeps_values,
     operators_between,
 )
+from offramp.compiler.tail_trials import find_bounds, find_thresholds
 from offramp.engine.exit_check import confidence_of
 from offramp.engine.options import available_cores
 
@@ -49,11 +50,6 @@ _EXACT: Final = 1e-3
 """Largest distance of a sum of probabilities from 1, in single precision."""
 _COARSE: Final = 0.02
 """The same of probabilities that were rounded: to half precision, or to 8 bits."""
-_CERTAIN: Final = 200.0
-"""Logit of a class that is certain."""
-_DRAWN: Final = 2048
-"""Scores within the corners that a tail is tried with."""
-_ROUNDING: Final = frozenset({"Cast", "Ceil", "Floor", "QuantizeLinear", "Round"})
 _HARD: Final = 0.15
 """Largest distance of a HardSigmoid from a sigmoid, and of rounded ones."""
 _SAME: Final = 1e-4
@@ -175,7 +171,7 @@ def read_scale(
             return ScoreScale(tensor=name, form="probabilities", kind="multi-label")
         coarse = values[name].dtype != np.float32 and values[name].dtype != np.float64
         within = _COARSE if coarse else _EXACT
-        if _sums_to_one(found, within):
+        if _sums_to_one(found, within) and not (op is None and _are_picks(found)):
             return ScoreScale(tensor=name, form="probabilities", kind="classification")
         with np.errstate(over="ignore"):
             if found.shape[1] > 1 and _sums_to_one(np.exp(found), within):
@@ -208,6 +204,11 @@ def _sums_to_one(found: NDArray[np.float64], within: float) -> bool:
     return bool(np.abs(found.sum(axis=1) - 1).max() <= within)
 
 
+def _are_picks(found: NDArray[np.float64]) -> bool:
+    """Whether values are 0 or 1 throughout, as of a Hardmax: their scores come before them."""
+    return bool(np.isin(found, (0.0, 1.0)).all())
+
+
 def _is_sigmoid_of(found: NDArray[np.float64], scores: NDArray[Any]) -> bool:
     if found.shape != scores.shape or found.min() < 0 or found.max() > 1:
         return False
@@ -229,7 +230,8 @@ def _check_kind(
         return
     sums = found.sum(axis=1)
     constant = np.ptp(sums) <= _COARSE * max(np.ptp(found), np.abs(sums).max())
-    if answer.task.kind == "classification" and constant and not by_column:
+    shared = values[scale.tensor].shape[1] in (1, answer.classes)  # not [1 - p, p] of each label
+    if answer.task.kind == "classification" and constant and shared and not by_column:
         return
     raise _asking(answer, found, f"{scale.tensor!r}, which it results from, is a sigmoid")
 
@@ -248,7 +250,8 @@ def _imitating(
     """Return the model with heads that imitate its answer, or the logits before its bounds."""
     answer = model.answer
     found = values[answer.output].astype(np.float64)
-    if _is_constant(found) or found.min() < -_EXACT or not np.isfinite(found).all():
+    picks = answer.task.kind == "classification" and len(chain) > 1 and _are_picks(found)
+    if _is_constant(found) or found.min() < -_EXACT or not np.isfinite(found).all() or picks:
         return _bounded(model, flow, chain, values)
     shares, sums = _sums_to_one(found, _COARSE), found.sum(axis=1)
     if shares and answer.task.kind == "classification":
@@ -285,13 +288,10 @@ def _bounded(
         between = operators_between(flow, scores, after)
         if all(keeps_unbounded(op, model.proto) for op in between):
             continue
-        taught = Answer(
-            output=scores,
-            classes=values[scores].shape[1],
-            form="logits",
-            task=AnswerTask(kind=answer.task.kind),
-        )
-        levels = answer.task.kind == "classification"
+        classes = values[scores].shape[1]
+        kind: TaskKind = "multi-label" if classes == 1 else answer.task.kind
+        taught = Answer(output=scores, classes=classes, form="logits", task=AnswerTask(kind=kind))
+        levels = kind == "classification"
         tail = cut_tail(model.proto, flow, taught, answer.output, takes_levels=levels)
         return _ending(model, tail, values)
     return model
@@ -305,10 +305,10 @@ def _ending(
     scores, wanted = values[tail.taught.output], values[answer.output]
     within = max(_SAME, rounding_of(model.proto).chained)
     _verify(answer, tail, scores, wanted, within=within)
-    tail = replace(tail, bounds=None if scale is None else _bounds(tail, wanted))
+    tail = replace(tail, bounds=None if scale is None else find_bounds(tail, wanted))
     form = "logits" if scale is None else _form_at_end(answer, scale, values)
     has_scale = answer.task.kind == "multi-label" and form != "probabilities"
-    thresholds = _thresholds(tail) if has_scale else ()
+    thresholds = find_thresholds(tail, wanted) if has_scale else ()
     settled = replace(answer, form=form, tail=tail.kinds, thresholds=thresholds)
     _log.info(
         "Exits end as the model does: scores at %s (%s), then %s.",
@@ -340,40 +340,6 @@ def _verify(
             "end as the model does. End the model at its probabilities or logits, and report this "
             "with the model"
         )
-
-
-def _bounds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, float]:
-    """Find the smallest and largest value of answers that are made of probabilities.
-
-    The tail is tried at every corner (each class certain, and each impossible) and within.
-    """
-    k, rng = tail.taught.classes, np.random.default_rng(0)
-    inner = rng.random((_DRAWN, k))
-    corners = np.concatenate([np.eye(k), 1 - np.eye(k), np.zeros((1, k)), np.ones((1, k)), inner])
-    if tail.taught.form == "logits":
-        corners = np.concatenate([_CERTAIN * (2 * corners - 1), 10 * (2 * inner - 1)])
-    elif tail.taught.task.kind == "classification":
-        corners = corners[corners.sum(axis=1) > 0]
-        corners /= corners.sum(axis=1, keepdims=True)
-        if tail.taught.form == "log-probabilities":
-            corners = np.log(np.maximum(corners, np.finfo(np.float32).tiny))
-    ends = np.concatenate([tail.apply(corners).ravel(), wanted.ravel()])
-    ends = ends[np.isfinite(ends)]
-    return float(ends.min()), float(ends.max())
-
-
-def _thresholds(tail: Tail) -> tuple[float, ...]:
-    """Find the values of labels that are as likely as not.
-
-    Where they are between two steps of a rounded answer, the middle of both is taken.
-    """
-    taught = tail.taught
-    neutral, near = (0.0, 0.02) if taught.form == "logits" else (0.5, 0.005)
-    around = np.array([-near, near]) if _ROUNDING.intersection(tail.kinds) else np.zeros(1)
-    scores = np.repeat(neutral + around[:, None], taught.classes, axis=1)
-    if taught.form == "log-probabilities":
-        scores = np.log(scores)
-    return tuple(tail.apply(scores).astype(np.float64).mean(axis=0).tolist())
 
 
 def _form_at_end(answer: Answer, scale: ScoreScale, values: Values) -> AnswerForm:

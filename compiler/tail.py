@@ -29,7 +29,7 @@ SIGMOIDS: Final = frozenset({"Sigmoid", "HardSigmoid"})
 SOFTMAXES: Final = frozenset({"Softmax", "LogSoftmax"})
 _MOVES: Final = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Dropout"})
 """Operators that leave all values as they are, in their order."""
-_AFFINE: Final = frozenset({"Add", "Sub", "Mul", "Div", "BatchNormalization"})
+_AFFINE: Final = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "BatchNormalization"})
 """Operators that leave a range without bounds without bounds, if their constants are finite."""
 _SELECTIONS: Final = frozenset(
     {"Concat", "Gather", "GatherElements", "Slice", "Split", "Transpose"}

@@ -96,6 +96,12 @@ def _shared(b: Builder, x: Made) -> Made:
     return Made(b.node("Div", shifted, b.node("ReduceSum", shifted, axes, keepdims=1)), x.width)
 
 
+def _curved(b: Builder, x: Made) -> Made:
+    """Bend values by tanh where it does not round them to 1."""
+    top = b.constant(np.array(x.top, np.float32))
+    return Made(b.node("Tanh", b.node("Div", x.name, top)), x.width)
+
+
 def _soft_again(b: Builder, x: Made) -> Made:
     return Made(b.node("Softmax", x.name, axis=-1), x.width)
 
@@ -107,7 +113,7 @@ STEPS: Final[dict[str, Step]] = {
     "clipped": _same("Clip", 0.02, 0.9),
     "root": lambda b, x: Made(b.node("Sqrt", b.node("Abs", x.name)), x.width, max(x.top, 1.0)),
     "squared": _same("Pow", 2.0, top=lambda top: top**2),
-    "tanh": _same("Tanh"),
+    "tanh": _curved,
     "complement": _complement,
     "with its complement": _with_complement,
     "quantised": _quantised,
@@ -172,6 +178,25 @@ BOUNDED: Final[dict[str, Step]] = {
     ),
 }
 """By name, what bounds or rounds logits."""
+
+
+def _one_hot(b: Builder, z: Made) -> Made:
+    place = b.node("ArgMax", z.name, axis=1, keepdims=0)
+    ends = b.constant([0, 1], np.float32)
+    return Made(b.node("OneHot", place, b.constant(z.width, np.int64), ends, axis=1), z.width)
+
+
+def _largest(b: Builder, z: Made) -> Made:
+    most = b.node("ReduceMax", z.name, axes=[1], keepdims=1)
+    return Made(b.node("Cast", b.node("Equal", z.name, most), to=TensorProto.FLOAT), z.width)
+
+
+PICKING: Final[dict[str, Step]] = {
+    "hardmax": lambda b, z: Made(b.node("Hardmax", z.name, axis=1), z.width),
+    "one-hot": _one_hot,
+    "equal to the largest": _largest,
+}
+"""By name, what gives 1 for the class of the largest logit, and 0 for others."""
 
 
 def _quantised_logits(b: Builder, z: str, scale: np.ndarray) -> str:

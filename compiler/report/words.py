@@ -13,6 +13,7 @@ from offramp.bundle.manifest import Calibration
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.certify import samples_needed
+from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
 from offramp.engine.whole_promise import whole_policy
@@ -92,7 +93,10 @@ def distinct_samples(data: Calibration, *, promised: bool = True) -> str:
 def class_bound(
     answer: Answer, losses: Sequence[ClassLoss], bound: float, confidence_level: float
 ) -> str:
-    """Return a sentence on the classes that have a certified bound of their own."""
+    """Return a sentence on the classes that have a certified bound of their own.
+
+    ``confidence_level`` is the one that single bounds are tested at.
+    """
     few = uncertified(answer, losses, max_disagreement=bound, confidence_level=confidence_level)
     text = f"For each class by itself, at most {numbers.plain_percent(bound)} is certified"
     if not few:
@@ -108,7 +112,8 @@ def own_bounds(found: PolicyFigures) -> str:
     made = found.policy.promise
     if made is None or made.max_class_disagreement is None:
         return ""
-    bound, level = made.max_class_disagreement, made.confidence_level
+    level = level_of_each(made.confidence_level, copies=found.certify.copies is not None)
+    bound = made.max_class_disagreement
     return class_bound(found.manifest.answer, found.by_class, bound, level)
 
 

@@ -147,8 +147,15 @@ def gated(b: Builder, value: str, x: str) -> str:
     return b.node("Add", x, b.node("Mul", beyond, b.matmul(x, WIDTH, WIDTH)))
 
 
+def risen(b: Builder, value: str, x: str) -> str:
+    far = b.node("Sub", value, constant(b, NEVER, np.float32))
+    beyond = b.node("Exp", b.node("Mul", far, constant(b, 100, np.float32)))
+    return b.node("Add", x, b.node("Mul", beyond, b.matmul(x, WIDTH, WIDTH)))
+
+
 SCALAR_USES = {
     "Relu": gated,
+    "Exp": risen,
     "If": conditional,
     "Where": selected,
     "product": weighted,
@@ -157,7 +164,7 @@ SCALAR_USES = {
     "trips": lambda b, value, x: looped(b, value, x, goes_on=False),
     "while": lambda b, value, x: looped(b, value, x, goes_on=True),
 }
-ROW_USES = {"Relu": gated, "Where": selected, "product": weighted}
+ROW_USES = {"Relu": gated, "Exp": risen, "Where": selected, "product": weighted}
 
 
 def model(make: Made, use: Callable[[Builder, str, str], str], *, mixed: bool) -> onnx.ModelProto:

@@ -19,6 +19,7 @@ from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
 from offramp.bundle.class_losses import ClassLoss
 from offramp.calibration.dataset import DataError
 from offramp.certify import MODEL_END, upper_bound
+from offramp.compiler import bundle_check
 from offramp.compiler.bundle_check import BundleCheck, VerifyOptions, verify_bundle
 from offramp.compiler.cli import main
 from offramp.compiler.errors import VerificationError
@@ -111,6 +112,27 @@ def test_the_verdict_is_an_exact_test(
     monkeypatch.setattr(HostSlot, "run", right_but_some)
     found = check(promised, data)
     assert (found.disagreements, found.verdict) == (wrong, verdict)
+
+
+@pytest.mark.parametrize(("certify_samples", "verdict"), [(5000, "contradicted"), (10, "kept")])
+def test_the_bounds_of_classes_are_tested_where_they_were_certified(
+    monkeypatch: pytest.MonkeyPatch,
+    bundle: Bundle,
+    data: Path,
+    tmp_path: Path,
+    certify_samples: int,
+    verdict: str,
+) -> None:
+    """Exits that guess keep a bound of 99 % on all, and not one of 2 % on each class."""
+    promise = replace(PROMISE, max_disagreement=0.99, max_class_disagreement=0.02)
+    everybody = (ActiveExit(exit=0, threshold=0.0),)
+    promised = changed(bundle, tmp_path / "b.ee", active=everybody, promise=promise)
+    certified = [
+        ClassLoss(number=number, samples=certify_samples, lost=0)
+        for number in range(bundle.manifest.answer.classes)
+    ]
+    monkeypatch.setattr(bundle_check, "losses_on_records", lambda *_: certified)
+    assert check(promised, data).verdict == verdict
 
 
 def sliced_answers(tensors: Any) -> NDArray[Any]:

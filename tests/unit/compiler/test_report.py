@@ -35,6 +35,7 @@ from offramp.compiler.report.charts import coverage, latency_rows
 from offramp.compiler.report.figures import PolicyFigures, savings_curve
 from offramp.compiler.report.route import segment_edges, spread
 from offramp.compiler.report.svg import Scale, element, nice_values
+from offramp.compiler.report.words import own_bounds
 from offramp.compiler.weights import WeightSizes
 
 HOSTILE = """<script>alert("1")</script>'&amp;{{ 7 * 7 }}\u202e"""
@@ -312,6 +313,22 @@ def test_marked_point_lies_on_the_curve_when_the_path_is_the_same() -> None:
     disagreement, saved = savings_curve(found, found.active)
     at = np.flatnonzero(np.isclose(disagreement, found.disagreement, atol=1e-12))
     assert np.abs(saved[at] - found.predicted_savings).min() < 1e-9
+
+
+@pytest.mark.parametrize(("repeated", "few"), [(False, False), (True, True)])
+def test_classes_whose_bound_is_tested_twice_need_more_samples(repeated: bool, few: bool) -> None:
+    """Of 5 % at 95 % a class needs 59 samples, and 72 where copies let it be tested twice."""
+    parts = make(3)
+    promise = parts.policy.promise
+    assert promise is not None
+    policy = replace(parts.policy, promise=replace(promise, max_class_disagreement=0.05))
+    final = parts.certify.final_prediction % 5
+    final[final == 4] = 0
+    final[:65] = 4
+    copies = np.ones(len(final), np.int64) if repeated else None
+    certify = replace(parts.certify, final_prediction=final, copies=copies)
+    found = PolicyFigures.of(parts.manifest, policy, parts.profile, certify)
+    assert ("but not for" in own_bounds(found)) == few
 
 
 def test_no_exit_active_is_said_loudly() -> None:
