@@ -66,7 +66,17 @@ class Objective(ABC):
 
 
 class ClassObjective(Objective):
-    """One class of several: the probabilities are learned, and epochs judged by the class."""
+    """One class of several: the probabilities are learned, and epochs judged by the class.
+
+    A class that the model rules out for every training sample, by a mask before its activation, is
+    ruled out at exits too: its bias is -infinity.
+    """
+
+    def __init__(self, answer: Answer, answers: FloatArray) -> None:
+        """Find the classes that the model never gives any probability."""
+        super().__init__(answer, answers)
+        never = 0.0 if answer.form == "probabilities" else -np.inf
+        self._ruled_out: NDArray[np.bool_] = (answers == never).all(axis=0)
 
     def targets(self, answers: FloatArray) -> Tensor:
         """Give probabilities [n, classes]."""
@@ -83,8 +93,14 @@ class ClassObjective(Objective):
         """Give the cross entropy."""
         return functional.cross_entropy(scores, targets)
 
+    def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
+        """Rule classes out that the model never gives."""
+        bias = np.where(self._ruled_out, np.float32(-np.inf), weights["bias"])
+        return weights | {"bias": bias}
+
     def read(self, scores: Tensor) -> ReadScores:
         """Take the largest probability, and its class."""
+        scores = scores.masked_fill(torch.from_numpy(self._ruled_out), -np.inf)
         confidence, classes = scores.softmax(1).max(1)
         statistics = statistics_of(scores.numpy(), "logits")
         return ReadScores(confidence.numpy()[:, None], classes.numpy(), statistics)
