@@ -73,6 +73,8 @@ _SIZED_BY: Final = frozenset({"ConstantOfShape", "Expand", "Range", "Reshape", "
 """Operators of which such an input says how large, and not what, the result is."""
 _CHOOSING: Final = frozenset({"If", "Loop", "Where"})
 _COUNTING: Final = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
+_SHAPING: Final = frozenset({"Cast", "Concat", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators that a count goes through on its way to be a size."""
 _ALONG: Final = frozenset({
     "ArgMax", "ArgMin", "CumSum", "Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK",
 })  # fmt: skip
@@ -203,8 +205,32 @@ class _Followed:
         if op.kind in _COUNTING:
             sizes = max(sizes, Level.COUNTED)
         if values is Level.ROWS and self._mixes(op, tensor):
-            return Dependence(values=Level.MIXED, sizes=sizes, mixed_by=_name(op))
+            level = Level.COUNTED if self._counts(op) else Level.MIXED
+            return Dependence(values=level, sizes=sizes, mixed_by=_name(op))
         return Dependence(values=values, sizes=sizes, mixed_by=read.mixed_by)
+
+    def _counts(self, op: Operator) -> bool:
+        """Whether an operator counts elements that are chosen, for the size of what replaces them.
+
+        It is what torch's exporter makes of ``y[y < 0] = 0``.
+        """
+        cast = self._flow.producers.get(op.proto.input[0])
+        if op.kind != "ReduceSum" or cast is None or cast.kind != "Cast":
+            return False
+        source = self._types.get(cast.proto.input[0])
+        chosen = source is not None and source.elem_type == TensorProto.BOOL
+        return chosen and self._is_size(op.writes[0])
+
+    def _is_size(self, tensor: str) -> bool:
+        """Whether a tensor serves as nothing but the size of what is repeated."""
+        users = self._flow.consumers.get(tensor, ())
+        for op in users:
+            places = [place for place, name in enumerate(op.proto.input) if name == tensor]
+            sizes = op.kind in ("ConstantOfShape", "Expand") and places == [*_STEERED[op.kind]]
+            shaped = op.kind in _SHAPING and (op.kind == "Concat" or places == [0])
+            if not sizes and not (shaped and self._is_size(op.writes[0])):
+                return False
+        return bool(users) and tensor not in self._flow.outputs
 
     def _mixes(self, op: Operator, tensor: str) -> bool:
         """Whether values of single rows become values of several, or of one for all."""

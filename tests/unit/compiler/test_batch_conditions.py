@@ -262,3 +262,27 @@ def test_rows_that_are_picked_and_put_back_are_their_own() -> None:
     annotate(proto)
     check_conditions(proto)
     check_rows(proto)
+
+
+@pytest.mark.parametrize("use", ["a size", "a choice"])
+def test_a_count_of_chosen_elements_may_be_a_size_and_no_choice(use: str) -> None:
+    """``y[y < 0] = 0`` as torch's exporter writes it, and the count used for something else."""
+    b = Builder()
+    x = b.node("Tanh", b.matmul(b.input("x", ["batch", 8]), 8, WIDTH))
+    zero, one = constant(b, 0, np.float32), constant(b, [1])
+    chosen = b.node("Less", x, zero)
+    ones = b.node("Cast", chosen, to=TensorProto.INT64)
+    size = b.node("Reshape", b.node("ReduceSum", ones, keepdims=0), one)
+    places = b.node("Transpose", b.node("NonZero", chosen), perm=[1, 0])
+    put = b.node("ScatterND", x, places, b.node("Expand", zero, size))
+    if use == "a choice":
+        put = b.node("Where", b.node("Greater", size, one), put, x)
+    b.linear(put, WIDTH, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    proto = b.build()
+    annotate(proto)
+    if use == "a size":
+        check_conditions(proto)
+        return
+    with pytest.raises(ModelError, match="chooses for a whole batch"):
+        check_conditions(proto)
