@@ -107,8 +107,8 @@ def check(model: SourceModel) -> None:
             slack = 1e-3 * (most - least)
             assert said.min() >= least - slack
             assert said.max() <= most + slack
-            assert least <= wanted.min()
-            assert most >= wanted.max()
+            assert least - slack <= wanted.min()
+            assert most + slack >= wanted.max()
         confidence = given["e/" + CONFIDENCE]
         assert ((confidence >= 0) & (confidence <= 1 + 1e-6)).all()
 
