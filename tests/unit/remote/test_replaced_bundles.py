@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,10 @@ def test_workers_that_start_after_a_replacement_get_the_held_graphs(
         change(place)
         (pid,) = backend.pids
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerLostError):
-            while True:
-                first_run(backend, served, bundle)
         with caplog.at_level(logging.WARNING):
+            with suppress(WorkerLostError):  # or it is missed before the next run begins
+                while pid in backend.pids:
+                    first_run(backend, served, bundle)
             after = first_run(backend, served, bundle)
         assert stage.number in backend.alive[0].stages
         assert before.answer is not None and after.answer is not None
