@@ -30,7 +30,6 @@ from offramp.engine.backends.base import Backend
 from offramp.engine.criteria import CriterionError, load_criterion
 from offramp.engine.errors import BackendError, EngineError
 from offramp.engine.job_runner import environment_of_child
-from offramp.engine.line_limit import QueuedHandler
 from offramp.engine.options import available_cores
 from offramp.engine.remote.handshake import read_token
 from offramp.engine.remote.listening import Admission, Listener
@@ -267,7 +266,6 @@ def _set_up_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(),
         format="%(asctime)s %(levelname)s eeworker %(process)d: %(message)s",
-        handlers=[QueuedHandler(sys.stderr)],
     )
 
 

@@ -32,7 +32,6 @@ from offramp import __version__
 from offramp.engine.backends.base import Backend, Stage
 from offramp.engine.criteria import CriterionError, load_criterion
 from offramp.engine.errors import EngineError
-from offramp.engine.line_limit import QueuedHandler
 from offramp.engine.remote.served_slot import Reached, ServedSlot
 from offramp.engine.remote.stages import BundlesByPath, FindBundle, make_described
 from offramp.engine.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
@@ -188,7 +187,6 @@ def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:
     logging.basicConfig(
         level=logging.WARNING,
         format="%(levelname)s worker %(process)d: %(message)s",
-        handlers=[QueuedHandler(sys.stderr)],
     )
     given = _parser().parse_args()
     try:
