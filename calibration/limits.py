@@ -208,17 +208,19 @@ def limit_of_certificate(
     """
     rows = list(active)
     confidence, agrees = certify.confidence[rows], certify.agrees[rows]
-    level = terms.confidence_level
     leaving = confidence.shape[1] - walk(path, confidence, agrees).counts[:, -1]
-    tested = terms.tested(copies=certify.copies is not None).confidence_level
+    tested = terms.tested(copies=certify.copies is not None)
     of_all = count_errors(
         path, confidence, agrees, certify.copies, max_disagreement=terms.max_disagreement
     )
     counted = [*of_all, *count_strata(path, confidence, agrees, certify.copies, strata)]
-    passing = [(c.errors <= c.allowed(tested)).cumprod(dtype=bool) for c in counted]
+    passing = [
+        (c.errors <= c.allowed(tested.confidence_level)).cumprod(dtype=bool) for c in counted
+    ]
     strictest = int(np.argmin([levels.sum() for levels in passing]))
     passed, counts = passing[strictest], counted[strictest]
-    samples, allowed, bound = counts.of, counts.allowed(tested), counts.max_disagreement
+    samples, bound = counts.of, counts.max_disagreement
+    allowed = counts.allowed(tested.confidence_level)
     some = np.flatnonzero(leaving > 0)
     if len(some) and not passed[some[0]]:
         errors = int(counts.errors[some[0]])
@@ -233,15 +235,13 @@ def limit_of_certificate(
             f"of {samples} {counts.unit} at most {allowed} may disagree, and up to there "
             f"only {share:.1%} of them leave, which saves less than exits cost"
         )
-    needed = _samples_for(
-        errors / samples, replace(terms, max_disagreement=bound, confidence_level=tested)
-    )
+    needed = _samples_for(errors / samples, replace(tested, max_disagreement=bound))
     bounds = "--max-disagreement" if strictest < len(of_all) else "--max-class-disagreement"
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return BindingLimit(
         "data",
         f"the data is too little to certify disagreement ≤ {bound:g} with "
-        f"confidence {level:g}: {found}; more --data lifts it{more}, so does a "
+        f"confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, so does a "
         f"larger {bounds} or a smaller --confidence",
     )
 

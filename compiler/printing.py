@@ -146,7 +146,7 @@ def _ranges(manifest: Manifest) -> Iterator[str]:
     if manifest.calibration.answer_ranges:
         ended = ", ".join(manifest.answer.tail)
         ranges = manifest.calibration.describe_ranges()
-        yield escape(f"Exits end as the model does ({ended}): {ranges}.")
+        yield f"Exits end as the model does ({ended}): {ranges}."
 
 
 def _variants(bundle: Bundle) -> Iterator[str]:
