@@ -7,6 +7,7 @@ always; an option that is not in the list is shown by ``--help-all`` alone.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from offramp.commands.combinations import Illegal, IllegalCombinationError, refu
 from offramp.commands.completion import SHELLS, shell_code
 
 _NO_DEFAULT: Final = (None, False, True, "", argparse.SUPPRESS)
+_DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
 _INDENT: Final = "  "
 
 
@@ -110,7 +112,11 @@ class LayeredParser(argparse.ArgumentParser):
         shown = [*places, *(by_flag[flag] for flag in self._short)]
         groups = [("options that most people need", None, shown)]
         count = sum(bool(action.option_strings) for action in self._actions)
-        return self._page(groups, [f"All {count} options, by groups: {self.prog} --help-all"])
+        return self._page(
+            groups,
+            first_lines=True,
+            end=[f"All {count} options, by groups: {self.prog} --help-all"],
+        )
 
     def format_help_all(self) -> str:
         """Return all options by groups."""
@@ -122,9 +128,13 @@ class LayeredParser(argparse.ArgumentParser):
     def _page(
         self,
         groups: Sequence[tuple[str | None, str | None, Sequence[argparse.Action]]],
+        *,
+        first_lines: bool = False,
         end: Sequence[str] = (),
     ) -> str:
         formatter = self._get_formatter()
+        if isinstance(formatter, HelpLines):
+            formatter.first_lines = first_lines
         formatter.add_text(self.description)
         for title, description, actions in groups:
             formatter.start_section(title)
@@ -143,14 +153,23 @@ class LayeredParser(argparse.ArgumentParser):
 
 
 class HelpLines(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of descriptions, and adds a default that the help of an option lacks."""
+    """Keeps the lines of descriptions, and adds a default that the help of an option lacks.
+
+    The help of an option may have several lines: the short layer shows the first, and the default.
+    """
 
     def __init__(self, prog: str, **more: Any) -> None:
         super().__init__(prog, **{"max_help_position": 28, **more})
+        self.first_lines = False
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default, text = action.default, action.help or ""
-        if default in _NO_DEFAULT or default in ([], ()) or "default:" in text:
+        told = _DEFAULT.search(text)
+        if self.first_lines:
+            text = text.partition("\n")[0].rstrip(".,;:")
+            if told is not None and told[0] not in text:
+                text = f"{text} {told[0]}"
+        if told or default in _NO_DEFAULT or default in ([], ()):
             return text
         return f"{text} (default: %(default)s)"
 
