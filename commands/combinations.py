@@ -35,18 +35,21 @@ class Illegal:
 
     def matches(self, values: Mapping[str, object], given: Collection[str]) -> bool:
         """Whether a command line has this combination."""
-        if self.without is not None:
-            other = not _is_given(self.without, values, given)
-        else:
-            assert self.beside is not None
+        if not _is_given(self.option, values, given):
+            return False
+        if self.beside is not None:
             other = _is_given(self.beside, values, given)
-        condition = self.when is None or self.when(values)
-        return other and condition and _is_given(self.option, values, given)
+        else:
+            other = not _is_given(str(self.without), values, given)
+        return other and (self.when is None or self.when(values))
 
-    def message(self) -> str:
-        """Return the error: the options, the reason and the remedy."""
-        other = f"with {self.beside}" if self.beside else f"without {self.without}"
-        return f"{self.option} {other}: {self.why}"
+    def message(self, values: Mapping[str, object]) -> str:
+        """Return the error: the options with the values that they have, the reason, the remedy."""
+        other = self.without or self.beside or ""
+        joined = "without" if self.without else "with"
+        if self.without is None:
+            other = _as_given(other, values)
+        return f"{_as_given(self.option, values)} {joined} {other}: {self.why}"
 
 
 def refuse_illegal(
@@ -64,12 +67,18 @@ def refuse_illegal(
     """
     for row in table:
         if row.matches(values, given):
-            raise IllegalCombinationError(row.message())
+            raise IllegalCombinationError(row.message(values))
 
 
 def _is_given(spelled: str, values: Mapping[str, object], given: Collection[str]) -> bool:
     flag, _, wanted = spelled.partition(" ")
-    if not wanted:
-        return flag in given
-    value = values.get(flag)
-    return str(getattr(value, "value", value)) in wanted.split("|")  # an enumeration by its value
+    return _spell(values.get(flag)) in wanted.split("|") if wanted else flag in given
+
+
+def _as_given(spelled: str, values: Mapping[str, object]) -> str:
+    flag, _, wanted = spelled.partition(" ")
+    return f"{flag} {_spell(values.get(flag))}" if wanted else flag
+
+
+def _spell(value: object) -> str:
+    return str(getattr(value, "value", value))  # an enumeration by its value

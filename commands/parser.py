@@ -16,7 +16,6 @@ from typing import Any, Final, NoReturn
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.commands.completion import SHELLS, shell_code
 
-_NO_DEFAULT: Final = (None, False, True, "", argparse.SUPPRESS)
 _DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
 _INDENT: Final = "  "
 
@@ -169,7 +168,8 @@ class HelpLines(argparse.RawDescriptionHelpFormatter):
             text = text.partition("\n")[0].rstrip(".,;:")
             if told is not None and told[0] not in text:
                 text = f"{text} {told[0]}"
-        if told or default in _NO_DEFAULT or default in ([], ()):
+        empty = default in (None, "", argparse.SUPPRESS) or default in ([], ())
+        if told or empty or isinstance(default, bool):
             return text
         return f"{text} (default: %(default)s)"
 
@@ -195,6 +195,6 @@ class _PrintCompletion(argparse.Action):
 
 
 def _columns(lines: Mapping[str, str]) -> list[str]:
-    """Return each key with its text behind it, the texts below each other."""
-    width = max(map(len, lines))
+    """Return each key followed by its text, the texts aligned."""
+    width = max((len(key) for key, text in lines.items() if text), default=0)
     return [f"{key:<{width}}  {text}".rstrip() for key, text in lines.items()]

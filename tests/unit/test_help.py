@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from offramp.commands.parser import LayeredParser
+from offramp.compiler.commands.cli import COMMANDS, COMPILE
 
 MOST_LINES = 45
-PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {}
+PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
+    "eecompile": COMPILE.parser,
+    **{f"eecompile {name}": command.parser for name, command in COMMANDS.items()},
+}
 """The parser of every command; those of argparse's subcommands are found in it."""
 EMPTY_DEFAULT = re.compile(r"\((?:.*, )?default: *(?:None|\[\]|\(\)|False|True|==SUPPRESS==)?\)")
 

@@ -152,7 +152,7 @@ def test_an_enumeration_is_spelled_by_its_value() -> None:
     table = [Illegal(option="--level low|high", beside="--flat", why="choose one")]
     refuse_illegal(table, {"--level": "none"}, {"--flat"})
     refuse_illegal(table, {}, {"--flat"})
-    with pytest.raises(IllegalCombinationError, match=r"--level low\|high with --flat: choose one"):
+    with pytest.raises(IllegalCombinationError, match="--level high with --flat: choose one"):
         refuse_illegal(table, {"--level": Level.HIGH}, {"--flat"})
 
 
