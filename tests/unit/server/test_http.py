@@ -122,7 +122,9 @@ PATHS = ("/", "/health/live", "/health/ready", "/metrics")
 
 def test_every_route_only_reads() -> None:
     router = endpoints.make_application(FakeEngine(), Reception()).router
-    found = {(route.resource.canonical, route.method) for route in router.routes() if route.resource}
+    found = {
+        (route.resource.canonical, route.method) for route in router.routes() if route.resource
+    }
     assert found == {(path, method) for path in PATHS for method in ("GET", "HEAD")}
 
 
