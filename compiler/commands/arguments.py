@@ -22,6 +22,7 @@ from offramp.compiler.commands.shared_arguments import (
     add_target,
     make_parser,
 )
+from offramp.compiler.data.arguments import add_data_arguments
 
 
 def inspect_parser() -> argparse.ArgumentParser:
@@ -34,11 +35,12 @@ def inspect_parser() -> argparse.ArgumentParser:
 
 def verify_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile verify``."""
-    parser = make_parser("verify", help_texts.VERIFY)
+    parser = make_parser("verify", help_texts.VERIFY, short=("--data", "--threads", "--json"))
     add_bundle(parser, "verify")
-    parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
-                        help="samples, best ones that the bundle was not made of: an array for "
-                        "each input; labels (optional) for its accuracy")  # fmt: skip
+    parser.add_argument("--data", required=True, metavar="DATA",
+                        help="samples, best ones that the bundle was not made of; labels "
+                        "(optional) are for its accuracy")  # fmt: skip
+    add_data_arguments(parser)
     parser.add_argument("--threads", type=values.positive, default=1, metavar="N",
                         help="threads of ONNX Runtime")  # fmt: skip
     add_json(parser)
@@ -51,9 +53,10 @@ def rehearse_parser() -> argparse.ArgumentParser:
              "--confidence", "--group")  # fmt: skip
     parser = make_parser("rehearse", help_texts.REHEARSE, short=short)
     add_bundle(parser, "adapt")
-    parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
-                        help="samples of the new load: an array for each input; labels (optional) "
-                        "only for the report")  # fmt: skip
+    parser.add_argument("--data", required=True, metavar="DATA",
+                        help="samples of the new load; labels (optional) are for the "
+                        "report")  # fmt: skip
+    add_data_arguments(parser)
     add_grouping(parser, parser, None)
     add_target(parser, REPLACED, "a bundle that is at --output")
     add_dry_run(parser, "only print what would change")
@@ -88,10 +91,10 @@ def build_parser() -> argparse.ArgumentParser:
         examples=help_texts.BUILD_EXAMPLES,
     )
     add_bundle(parser, "build for")
-    parser.add_argument("--data", type=Path, metavar="NPZ",
-                        help="calibration data of the bundle.\nAn array for each input. Engines "
-                        "are verified on it, and it shows what fp16 and int8 cost in "
-                        "answers")  # fmt: skip
+    parser.add_argument("--data", metavar="DATA",
+                        help="calibration data of the bundle.\nEngines are verified on it, and it "
+                        "shows what fp16 and int8 cost in answers")  # fmt: skip
+    add_data_arguments(parser)
     add_seed(parser, "seed of the compilation, by which the samples that certified are found "
              "again in its data")  # fmt: skip
     add_engine_arguments(parser.add_argument_group("engines"))
@@ -110,14 +113,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 def export_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile export``."""
-    parser = make_parser("export", help_texts.EXPORT, examples=help_texts.EXPORT_EXAMPLES)
+    parser = make_parser(
+        "export",
+        help_texts.EXPORT,
+        short=("--data", "--output", "--overwrite", "--with-exits"),
+        examples=help_texts.EXPORT_EXAMPLES,
+    )
     add_bundle(parser, "export")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.onnx",
                         help="file to write")  # fmt: skip
     # Not required=True: the error for a missing one says in one line why it is needed.
-    parser.add_argument("--data", type=Path, metavar="NPZ",
-                        help="calibration data to verify with: an array for each input (always "
-                        "needed: a bundle does not hold them)")  # fmt: skip
+    parser.add_argument("--data", metavar="DATA",
+                        help="calibration data to verify with (always needed: a bundle does not "
+                        "hold them)")  # fmt: skip
+    add_data_arguments(parser)
     parser.add_argument("--with-exits", action="store_true",
                         help="add the outputs exit (index of the exit that answered, -1 for the "
                         "model's end) and confidence")  # fmt: skip

@@ -28,6 +28,7 @@ from offramp.compiler.commands.compiling import (
     read_options,
     run_compile,
 )
+from offramp.compiler.data.arguments import source_of
 from offramp.compiler.errors import CompileError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.progress import TerminalProgress
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for text in options.criterion_module:
             load_criterion(text)
+        if getattr(options, "data", None) is not None:
+            options.data = source_of(options.data, options)
         with raising_signals(), _libraries(options.custom_ops):
             return command.run(options, console)
     except ImportError as error:
