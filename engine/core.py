@@ -20,6 +20,7 @@ from offramp.engine.control_loop import ControlLoop
 from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.errors import BadInputError, DrainingError, ModelNotServedError
 from offramp.engine.executor import Executor
+from offramp.engine.onnx_files import WrappedFiles
 from offramp.engine.opening import open_models
 from offramp.engine.options import EngineOptions
 from offramp.engine.plan_loop import PlanLoop
@@ -56,10 +57,12 @@ class Engine:
         owned: bool = False,
         build_budget: BuildBudget | None = None,
         profile_window_s: float = WINDOW_S,
+        wrapped: WrappedFiles | None = None,
     ) -> None:
         """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine."""
         self._backend = backend
         self._owned = owned
+        self._wrapped = wrapped
         self._parallel = parallel
         self._models = dict(models)
         self._numbers = itertools.count()
@@ -94,12 +97,15 @@ class Engine:
         *,
         backend: Backend | None = None,
     ) -> Engine:
-        """Load, check and warm up bundles, by the name to serve; takes seconds, in threads.
+        """Load, check and warm up models, by the name to serve; takes seconds, in threads.
 
+        A model is a bundle, or an ONNX file, which is served as it is in mode off; for that a
+        process reads it with the packages of the extra ``onnx``.
         ``backend`` takes the place of the one named in ``options``; the caller closes it.
 
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
+            OnnxFileError: An ONNX file cannot be served as it is.
             BackendError: The backend cannot run here, or cannot load a stage.
             OptionsError: A scheduling policy does not fit its model.
         """
@@ -114,6 +120,7 @@ class Engine:
             owned=backend is None,
             build_budget=options.build_budget,
             profile_window_s=options.profile_window_s,
+            wrapped=opened.wrapped,
         )
 
     async def __aenter__(self) -> Self:
@@ -273,6 +280,7 @@ class Engine:
             scheduling=str(served.options.scheduling),
             variants=tuple(variant.name for variant in served.variants),
             class_losses=deployment.class_losses,
+            notes=served.notes,
         )
 
     def ready(self, model: str | None = None) -> bool:
@@ -327,6 +335,8 @@ class Engine:
         if self._owned:
             self._owned = False
             self._backend.close()
+        if self._wrapped is not None:
+            await asyncio.to_thread(self._wrapped.close)
         await asyncio.sleep(0)  # let the last results be delivered
 
     def _statistics(self, name: str) -> ModelStatistics:

@@ -90,6 +90,9 @@ class ModelOptions:
     """Whether the policy that the controller starts with is the most aggressive one ever: no exit
     gets a lower threshold, and no other exit answers."""
 
+    answer: str | None = None
+    """Output to serve of an ONNX file that has several; bundles have one already."""
+
     share_weights: str = "auto"
     """One of :data:`SHARE_WEIGHTS`: whether the model and its variants run on one copy of their
     weights (:mod:`offramp.engine.weight_sharing`)."""

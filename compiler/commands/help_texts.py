@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "build": "build a bundle's TensorRT engines, on the machine with the GPU",
     "export": "write a bundle as one ONNX file, for any ONNX Runtime",
     "plan": "predict which devices of a cluster should run which segments",
+    "wrap": "make a bundle of a model as it is, without exits and data",
     "supernet": "compile a model that has smaller models in the same weights",
 }
 """The other commands, a line each."""
