@@ -36,7 +36,10 @@ from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import check_bridges, find_bridged_exits, needs_bridges
 from offramp.compiler.commands.illegal import check_options
+from offramp.compiler.data.made import RandomSource
 from offramp.compiler.data_checks import check_answers_of, check_values
+from offramp.compiler.dry_run.policy import dry_run_policy
+from offramp.compiler.dry_run.source import made_for
 from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
@@ -107,6 +110,8 @@ def compile_model(
             scratch=scratch,
             max_cut_tensors=options.max_cut_tensors,
         )
+    if isinstance(options.data, RandomSource):
+        options = replace(options, data=made_for(model, options.data, seed=options.seed))
     warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, weight_bytes(model.proto))
     with progress.step("Read the data", 1):
@@ -221,7 +226,10 @@ def _certify_and_write(
     title = "Certify the policy"
     certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
     warn_of_answers(draft.answer, certify)
+    whole = draft.answer.criterion.depends_on_earlier
     policy = choice.certify(path, certify)
+    if options.is_dry_run:
+        policy = dry_run_policy(chosen.tune, whole=whole)
     assert certify.ranges is not None
     slack = chosen.sliced.tolerance(options)
     check_ranges(chosen.sliced.model, certify.ranges, [e.exit for e in policy.active], slack=slack)

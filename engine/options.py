@@ -135,6 +135,9 @@ class EngineOptions:
     """The options of an engine: its device and mode, and those of each model."""
 
     mode: Mode = Mode.LEAVE
+    uncertified_exits: bool = False
+    """Whether exits answer of a bundle that was compiled on random inputs, which certify nothing;
+    else its unmodified model is served."""
     backend: str = "auto"
     """One of :data:`offramp.engine.backends.BACKENDS`."""
     device: str = "cuda:0"

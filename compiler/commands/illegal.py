@@ -97,6 +97,9 @@ SUPERNET: Final = (
     *(Illegal(option="--elastic", beside=other, why=_NOT_ELASTIC)
       for other in ("--precision int8|auto", "--train joint", "--heads bridges|both",
                     "--selection pame")),
+    Illegal(option="--elastic", beside="--data random",
+            why="subnets are chosen by their agreement, which made inputs do not show; give "
+            "samples"),
     Illegal(option="--elastic", beside="--criterion", when=_depends_on_earlier, why=_NOT_ELASTIC),
 )  # fmt: skip
 

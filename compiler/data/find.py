@@ -15,6 +15,7 @@ from offramp.compiler.data.arrow import PARQUET, HuggingFaceSource, ParquetSourc
 from offramp.compiler.data.functions import FunctionSource, names_function, source_of_value
 from offramp.compiler.data.images import SUFFIXES as IMAGE_SUFFIXES
 from offramp.compiler.data.images import ImageFolderSource
+from offramp.compiler.data.made import RANDOM, SAMPLES, RandomSource
 from offramp.compiler.data.spec import TOML_NAME, Family, PreprocessingSpec, read_toml
 from offramp.compiler.data.tables import CSV_SUFFIXES, JSONL_SUFFIXES, TextTableSource
 
@@ -120,6 +121,13 @@ KINDS: Final[tuple[DataKind, ...]] = (
         form="module:function or FILE.py:function that yields batches",
         fits=lambda data: not data.exists and names_function(data.text),
         make=lambda data, spec: FunctionSource(data.text, spec.max_samples),
+        families=frozenset({"samples"}),
+    ),
+    DataKind(
+        name="made inputs",
+        form=f"{RANDOM} for a dry run on made inputs",
+        fits=lambda data: not data.exists and data.text == RANDOM,
+        make=lambda _, spec: RandomSource(spec.max_samples or SAMPLES),
         families=frozenset({"samples"}),
     ),
 )

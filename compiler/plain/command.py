@@ -10,8 +10,8 @@ from offramp.bundle.tasks import TASK_KINDS
 from offramp.commands.parser import LayeredParser
 
 DESCRIPTION = """\
-Make a bundle of an ONNX model as it is, without exits: no data are needed, and it
-takes seconds. eeserve does so by itself where it is given an ONNX file."""
+Make a bundle of an ONNX model as it is, without exits: no data are needed, and
+it takes seconds. eeserve does so by itself where it is given an ONNX file."""
 MISSING = "serving an ONNX file needs the packages of the extra `onnx`: pip install 'offramp[onnx]'"
 """What to do where a package is missing."""
 

@@ -1,6 +1,7 @@
-"""How a bundle without exits is served: in mode off, and one sample at a time where it has to be.
+"""How a bundle whose exits may not answer is served: in mode off, or one sample at a time.
 
-Such are the bundles of ONNX files as they are, and those of models for which no exit pays.
+Such are the bundles of ONNX files as they are, those of models for which no exit pays, and those of
+dry runs, whose exits were made on random inputs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ from offramp.engine.plan import Mode
 _log = logging.getLogger(__name__)
 
 
-def served_mode(manifest: Manifest, mode: Mode) -> Mode:
-    """Return the mode that a model is served in: without exits and variants there is only off."""
-    return mode if manifest.exits or manifest.variants else Mode.OFF
+def served_mode(manifest: Manifest, options: EngineOptions) -> Mode:
+    """Return the mode that a model is served in: off, where it has no exits that may answer."""
+    if not (manifest.exits or manifest.variants):
+        return Mode.OFF
+    if manifest.calibration.random_inputs and not options.uncertified_exits:
+        return Mode.OFF
+    return options.mode
 
 
 def options_for(name: str, manifest: Manifest, options: EngineOptions) -> EngineOptions:
     """Return the engine's options with the mode and the batch size that fit a model; log notes."""
-    mode = served_mode(manifest, options.mode)
-    for note in notes_on(manifest):
-        _log.info("%s: %s", name, note)
+    level = logging.WARNING if manifest.calibration.random_inputs else logging.INFO
+    for note in notes_on(manifest, options):
+        _log.log(level, "%s: %s", name, note)
+    mode = served_mode(manifest, options)
     if mode is options.mode and not manifest.no_batching:
         return options
     of_model = options.of(name)
@@ -33,9 +39,11 @@ def options_for(name: str, manifest: Manifest, options: EngineOptions) -> Engine
     return replace(options, mode=mode, models={**options.models, name: of_model})
 
 
-def notes_on(manifest: Manifest) -> tuple[str, ...]:
-    """Return sentences on what a bundle without exits is served like, without full stops."""
-    if served_mode(manifest, Mode.LEAVE) is not Mode.OFF:
+def notes_on(manifest: Manifest, options: EngineOptions) -> tuple[str, ...]:
+    """Return sentences on how such a bundle is served, without full stops."""
+    if manifest.calibration.random_inputs:
+        return (f"compiled on random inputs: nothing is certified; {_of_dry_run(options)}",)
+    if manifest.exits or manifest.variants:
         return ()
     way_on = "its bundle has no exits, as none was worth building"
     if manifest.is_plain:
@@ -45,3 +53,9 @@ def notes_on(manifest: Manifest) -> tuple[str, ...]:
     if manifest.no_batching:
         notes.append(f"every sample runs in a batch of its own: {manifest.no_batching}")
     return tuple(notes)
+
+
+def _of_dry_run(options: EngineOptions) -> str:
+    if options.uncertified_exits:
+        return "its exits answer, as --uncertified-exits asks for"
+    return "the unmodified model is served, in mode off; --uncertified-exits lets its exits answer"
