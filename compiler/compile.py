@@ -39,7 +39,7 @@ from offramp.compiler.commands.illegal import check_options
 from offramp.compiler.data.made import RandomSource
 from offramp.compiler.data_checks import check_answers_of, check_values
 from offramp.compiler.dry_run.policy import dry_run_policy
-from offramp.compiler.dry_run.source import made_for
+from offramp.compiler.dry_run.source import DRY_RUN_DISAGREEMENT, made_for
 from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
@@ -111,7 +111,8 @@ def compile_model(
             max_cut_tensors=options.max_cut_tensors,
         )
     if isinstance(options.data, RandomSource):
-        options = replace(options, data=made_for(model, options.data, seed=options.seed))
+        source = made_for(model, options.data, seed=options.seed)
+        options = replace(options, data=source, max_disagreement=DRY_RUN_DISAGREEMENT)
     warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, weight_bytes(model.proto))
     with progress.step("Read the data", 1):

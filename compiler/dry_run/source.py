@@ -18,6 +18,9 @@ WARNING = (
     "agreement say nothing about your data."
 )
 
+DRY_RUN_DISAGREEMENT = 0.5
+"""Bound by which exits are worth building in a dry run: few imitate answers to noise well."""
+
 
 def made_for(model: SourceModel, source: RandomSource, *, seed: int) -> RandomSource:
     """Return the source of made inputs for a model, and warn that they certify nothing."""

@@ -16,21 +16,23 @@ from offramp.engine.plan import Mode
 _log = logging.getLogger(__name__)
 
 
-def served_mode(manifest: Manifest, options: EngineOptions) -> Mode:
-    """Return the mode that a model is served in: off, where it has no exits that may answer."""
+def served_mode(manifest: Manifest, mode: Mode, *, uncertified: bool = False) -> Mode:
+    """Return the mode that a model is served in: off, where it has no exits that may answer.
+
+    Exits of a dry run may if they are allowed to although nothing is certified (``uncertified``).
+    """
     if not (manifest.exits or manifest.variants):
         return Mode.OFF
-    if manifest.calibration.random_inputs and not options.uncertified_exits:
-        return Mode.OFF
-    return options.mode
+    return Mode.OFF if manifest.calibration.random_inputs and not uncertified else mode
 
 
 def options_for(name: str, manifest: Manifest, options: EngineOptions) -> EngineOptions:
     """Return the engine's options with the mode and the batch size that fit a model; log notes."""
     level = logging.WARNING if manifest.calibration.random_inputs else logging.INFO
-    for note in notes_on(manifest, options):
+    uncertified = options.uncertified_exits
+    for note in notes_on(manifest, uncertified=uncertified):
         _log.log(level, "%s: %s", name, note)
-    mode = served_mode(manifest, options)
+    mode = served_mode(manifest, options.mode, uncertified=uncertified)
     if mode is options.mode and not manifest.no_batching:
         return options
     of_model = options.of(name)
@@ -39,10 +41,15 @@ def options_for(name: str, manifest: Manifest, options: EngineOptions) -> Engine
     return replace(options, mode=mode, models={**options.models, name: of_model})
 
 
-def notes_on(manifest: Manifest, options: EngineOptions) -> tuple[str, ...]:
+def notes_on(manifest: Manifest, *, uncertified: bool = False) -> tuple[str, ...]:
     """Return sentences on how such a bundle is served, without full stops."""
     if manifest.calibration.random_inputs:
-        return (f"compiled on random inputs: nothing is certified; {_of_dry_run(options)}",)
+        answered = (
+            "the unmodified model is served, in mode off; --uncertified-exits lets exits answer"
+        )
+        if uncertified:
+            answered = "exits answer, as --uncertified-exits asks for"
+        return (f"compiled on random inputs: nothing is certified; {answered}",)
     if manifest.exits or manifest.variants:
         return ()
     way_on = "its bundle has no exits, as none was worth building"
@@ -53,9 +60,3 @@ def notes_on(manifest: Manifest, options: EngineOptions) -> tuple[str, ...]:
     if manifest.no_batching:
         notes.append(f"every sample runs in a batch of its own: {manifest.no_batching}")
     return tuple(notes)
-
-
-def _of_dry_run(options: EngineOptions) -> str:
-    if options.uncertified_exits:
-        return "its exits answer, as --uncertified-exits asks for"
-    return "the unmodified model is served, in mode off; --uncertified-exits lets its exits answer"
