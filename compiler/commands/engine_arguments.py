@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from offramp.bundle.engines import PRECISIONS
+from offramp.compiler.commands import values
 from offramp.compiler.engines.options import (
     DEFAULT_BATCHES,
     OPTIMIZATION_LEVELS,
@@ -19,7 +20,7 @@ from offramp.compiler.engines.options import (
 )
 from offramp.compiler.errors import EngineOptionsError
 
-_GIB, _MOST_GIB = 2**30, 2**20
+_GIB = 2**30
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -42,7 +43,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--units", metavar="NAME,NAME",
         help="single engines to build, by their names in the table that a build prints, such as "
         "00-01-exit1: needed when other exits come into use")  # fmt: skip
-    add("--workspace", type=float, metavar="GIB",
+    add("--workspace", type=values.gib, metavar="GIB",
         help="most GPU memory for scratch (default: all that is free)")  # fmt: skip
     add("--optimization-level", type=int, metavar="N",
         help="0 to 5: how long TensorRT searches for faster engines (default: 3)")  # fmt: skip
@@ -70,19 +71,13 @@ def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
         "buckets": ("buckets", lambda texts: tuple(parse_buckets(texts).items())),
         "parts": ("parts", parse_parts),
         "units": ("units", parse_units),
-        "workspace": ("workspace_bytes", _bytes),
+        "workspace": ("workspace_bytes", lambda gib: max(round(gib * _GIB), 1)),
         "optimization_level": ("optimization_level", _level),
     }
     for name, (field, read) in readers.items():
         if name in given:
             given[field] = read(given.pop(name))
     return EngineBuildOptions(**given)
-
-
-def _bytes(gib: float) -> int:
-    if not 0 < gib < _MOST_GIB:
-        raise EngineOptionsError(f"--workspace {gib:g} is no number of GiB; give for instance 4")
-    return max(round(gib * _GIB), 1)
 
 
 def _level(level: int) -> int:

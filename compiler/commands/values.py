@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from offramp.engine.options import MOST_SHARE
 
-_MOST_GIB = 2**20
 _SEEDS = 2**63
 """How many there are: torch takes no larger one, numpy no negative one."""
 _INF = float("inf")
@@ -58,7 +57,7 @@ def above_0(text: str) -> float:
 def gib(text: str) -> float:
     """Read a number of GiB."""
     reason = "is no number of GiB; give for instance 4"
-    return _number(text, lambda value: 0 < value < _MOST_GIB, reason)
+    return _number(text, lambda value: 0 < value < _INF, reason)
 
 
 def _whole(text: str, fits: Callable[[int], bool], reason: str) -> int:

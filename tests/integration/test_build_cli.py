@@ -157,7 +157,6 @@ def test_sizes_at_which_the_model_fails_are_one_line(
         (["--batch-profiles", "8-2"], "8-2 ends before it begins; did you mean 2-8?"),
         (["--buckets", "width=8"], "the model has no symbolic size 'width'"),
         (["--parts", "exits"], "there is no part 'exits'"),
-        (["--workspace", "0"], "--workspace 0 is no number of GiB"),
         (["--optimization-level", "6"], "--optimization-level 6 is not in 0 to 5"),
         (["--data", "nowhere.npz"], "nowhere.npz"),
         (["--device", "gpu0"], "--device: 'gpu0' is no device of TensorRT; give cuda:0, cuda:1"),
