@@ -119,10 +119,6 @@ class Configuration:
     ) -> None:
         """Put the workers of a cluster in the place of its name, and of how many there are."""
         cluster = joined.get("cluster")
-        if ray_address is not None and cluster != RAY:
-            raise ValueError(
-                "--ray-address is for --cluster ray; a cluster file says it as ray_address"
-            )
         if cluster is None:
             return
         try:
@@ -262,7 +258,7 @@ def _checked(options: _Options, table: _Table, besides: Iterable[str] = ()) -> d
 def _settings(options: _Options, table: _Table, besides: Iterable[str] = ()) -> dict[str, Any]:
     """Read a table into fields of ``options``; ``besides`` are keys that it may have as well."""
     hints = get_type_hints(options)
-    names = {_KEYS_BY_FIELD.get(f.name, f.name): f.name for f in fields(options)}
+    names = {key_of(f.name): f.name for f in fields(options)}
     known = {key: name for key, name in names.items() if name not in _NO_KEYS}
     _refuse_unknown(table.content, [*besides, *known], table.where, "key")
     settings = {}
@@ -271,6 +267,11 @@ def _settings(options: _Options, table: _Table, besides: Iterable[str] = ()) -> 
         kind = _KINDS_BY_FIELD.get(name) or _KINDS[_without_none(hints[name])]
         settings[name] = _convert(value, kind, f"{table.where} {key}")
     return settings
+
+
+def key_of(field: str) -> str:
+    """Return the key that a file has for a field of the options."""
+    return _KEYS_BY_FIELD.get(field, field)
 
 
 def _without_none(hint: Any) -> type:
