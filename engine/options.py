@@ -247,11 +247,22 @@ class EngineOptions:
         return self.streams if self.cluster is None else self.cluster.local
 
 
+_core_limit: int | None = None
+
+
 def available_cores() -> int:
     """Count the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(cores, _core_limit or cores)
+
+
+def limit_cores(cores: int) -> None:
+    """Have :func:`available_cores` count no more than so many in this process."""
+    global _core_limit  # noqa: PLW0603 - of the process, as its affinity is
+    _core_limit = max(1, cores)
 
 
 def _refuse_unless(
