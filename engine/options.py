@@ -12,6 +12,7 @@ from offramp.engine.cluster_serving import ServedCluster
 from offramp.engine.cluster_workers import MOST_WORKERS, ClusterWorkers
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.errors import BackendError, OptionsError
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.batch_profile import WINDOW_S
 from offramp.engine.scheduling import PolicyName
@@ -90,6 +91,9 @@ class ModelOptions:
     """Whether the policy that the controller starts with is the most aggressive one ever: no exit
     gets a lower threshold, and no other exit answers."""
 
+    learn: bool = True
+    """Whether exits are learned for the model, where the engine learns and it is an ONNX file."""
+
     share_weights: str = "auto"
     """One of :data:`SHARE_WEIGHTS`: whether the model and its variants run on one copy of their
     weights (:mod:`offramp.engine.weight_sharing`)."""
@@ -165,6 +169,8 @@ class EngineOptions:
     restarts."""
     profile_window_s: float = WINDOW_S
     """Seconds of a window of the batch profile, which plans of clusters are made on (E3 3.1)."""
+    learning: LearnOptions | None = None
+    """How models that are ONNX files get exits while they are served; ``None`` learns nothing."""
     defaults: ModelOptions = field(default_factory=ModelOptions)
     models: Mapping[str, ModelOptions] = field(default_factory=dict)
     """By name, of models that differ from ``defaults``, whole."""
@@ -184,6 +190,11 @@ class EngineOptions:
         _refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
         a_day = "from 1 to 86400"
         _refuse_unless(self, lambda v: 1 <= v <= 86400, a_day, "profile_window_s")
+        if self.learning is not None and self.mode is Mode.OFF:
+            raise ValueError(
+                "mode is off, in which no exit ever answers, and learning makes exits; leave one "
+                "of the two out"
+            )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(
                 f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.control.controller import ControlStatus
+from offramp.engine.learning.status import LearningStatus
 from offramp.engine.plan import exit_label
 from offramp.engine.plan_status import PlanStatus
 from offramp.engine.planning.batch_profile import Departures, ProfileStatus
@@ -175,6 +176,8 @@ class ModelStatistics(CountersSnapshot):
     """What exits did in the last window; ``None`` where none runs."""
     plan: PlanStatus | None = None
     """The plan by which it is split among workers; ``None`` if it is not."""
+    learning: LearningStatus | None = None
+    """How far learning exits is; ``None`` where none are learned."""
 
 
 Place: TypeAlias = tuple[int, int]

@@ -133,6 +133,8 @@ class ModelLearner:
                 "%s: exits cannot be compiled, as %s %s missing: %s; inputs are recorded until then",
                 self.name, ", ".join(missing), "is" if len(missing) == 1 else "are", COMPILE_REMEDY,
             )  # fmt: skip
+        if not self._life.phase.records and not self._options.keep:
+            self._folder.remove_recording()
         if self._life.phase.records:
             try:
                 await self._record()

@@ -198,7 +198,7 @@ class RecordingLog:
             return False
         size, former = _RECORD_BYTES + len(body), self.live.get(slot)
         live = self.live_bytes + size - (former.record_bytes if former else 0)
-        if live > LIVE_SHARE * self._limit:
+        if live + len(self.header.encode()) > LIVE_SHARE * self._limit:
             raise NoRoomError(live)
         most = min(_LOG_SHARE * self._limit, 2 * self.live_bytes + _SLACK_BYTES)
         if self._end + size > most and self._end > self.live_bytes + len(self.header.encode()):
