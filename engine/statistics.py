@@ -151,8 +151,13 @@ class CountersSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics(CountersSnapshot):
-    """The counts of a model, and what they were counted under."""
+    """The counts of the version of a model that is served, and what they were counted under."""
 
+    version: int = 1
+    """1, and one more each time that the model was replaced."""
+    earlier: CountersSnapshot | None = None
+    """The counts of all versions before, also of those that still finish requests; ``None`` for the
+    first version."""
     mode: str
     backend: str
     policy_version: int
