@@ -24,6 +24,7 @@ from offramp.calibration.scratch import ScratchError
 from offramp.compiler import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
+from offramp.compiler.plain.command import describe_wrapped, wrap_parser
 from offramp.compiler.progress import TerminalProgress
 from offramp.engine.criteria import CriterionError, known_criterion, load_criterion
 from offramp.engine.errors import BackendError
@@ -65,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with raising_signals(), _libraries(options.custom_ops):
             return command.run(options, console)
     except ImportError as error:
-        remedy = "compiling needs the extra `compile`: pip install '.[compile]'"
-        where = "for the dot: Offramp's source folder or wheel"
-        print(f"eecompile: {error}; {remedy} ({where})", file=sys.stderr)
+        print(f"eecompile: {_without(error, options)}", file=sys.stderr)
         return 1
     except (
         CompileError,
@@ -87,6 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"eecompile: {target.describe(error)}", file=sys.stderr)
         return status_of(error)
+
+
+def _without(error: ImportError, options: argparse.Namespace) -> str:
+    """Return what to install where a package is missing."""
+    remedy = getattr(options, "missing", None)
+    if remedy is not None:
+        return f"{options.model}: {remedy} ({error})"
+    remedy = "compiling needs the extra `compile`: pip install '.[compile]'"
+    return f"{error}; {remedy} (for the dot: Offramp's source folder or wheel)"
 
 
 def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
@@ -252,6 +260,16 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _wrap(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.plain.wrap import WrapOptions, wrap_model  # noqa: PLC0415
+
+    output = options.output or _beside(options.model)
+    with TerminalProgress(console) as progress:
+        bundle = wrap_model(_read(WrapOptions, options, output=output), progress)
+    print(describe_wrapped(bundle))
+    return 0
+
+
 def _export(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.export.export import ExportOptions, export_bundle  # noqa: PLC0415
     from offramp.compiler.printing import print_exported  # noqa: PLC0415
@@ -316,6 +334,7 @@ COMMANDS = {
     "profile": Command(arguments.profile_parser, _profile),
     "build": Command(arguments.build_parser, _build),
     "export": Command(arguments.export_parser, _export),
+    "wrap": Command(wrap_parser, _wrap),
     "plan": Command(arguments.plan_parser, _plan),
 }
 """By name; anything else compiles a model. A model file called like one is given as ./NAME."""

@@ -77,7 +77,7 @@ def make_manifest(
         schema_version=SCHEMA_VERSION,
         name=bundle_name(options.output),
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        tools=_tools(),
+        tools=tool_versions(),
         source=Source(
             file=SOURCE,
             original_name=options.model.name,
@@ -236,7 +236,8 @@ def judged(exit_: Exit, certify: ExitRecords) -> Exit:
     return replace(exit_, agreement=float(agrees.mean()), accuracy=accuracy)
 
 
-def _tools() -> dict[str, str]:
+def tool_versions() -> dict[str, str]:
+    """Return the versions of what writes bundles."""
     versions = {name: package_version(name) or "not installed as a package" for name in _TOOLS}
     return {"python": platform.python_version(), **versions}
 

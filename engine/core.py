@@ -19,6 +19,8 @@ from offramp.engine.control_loop import ControlLoop
 from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.errors import BadInputError, DrainingError
 from offramp.engine.executor import Executor
+from offramp.engine.learning.learners import Learning
+from offramp.engine.onnx_files import WrappedFiles
 from offramp.engine.opening import load_model, open_models
 from offramp.engine.options import EngineOptions
 from offramp.engine.plan import Mode
@@ -55,6 +57,7 @@ class Engine:
         build_budget: BuildBudget | None = None,
         profile_window_s: float = WINDOW_S,
         load: ModelLoading | None = None,
+        wrapped: WrappedFiles | None = None,
     ) -> None:
         """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine.
 
@@ -62,6 +65,8 @@ class Engine:
         """
         self._backend = backend
         self._owned = owned
+        self._wrapped = wrapped
+        self._learning: Learning | None = None
         self._parallel = parallel
         self._observers = InputObservers()
         self._numbers = itertools.count()
@@ -99,16 +104,39 @@ class Engine:
         *,
         backend: Backend | None = None,
     ) -> Engine:
-        """Load, check and warm up bundles, by the name to serve; takes seconds, in threads.
+        """Load, check and warm up models, by the name to serve; takes seconds, in threads.
 
+        A model is a bundle, or an ONNX file, which is served as it is in mode off; for that a
+        process reads it with the packages of the extra ``onnx``.
         ``backend`` takes the place of the one named in ``options``; the caller closes it.
 
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
+            OnnxFileError: An ONNX file cannot be served as it is.
             BackendError: The backend cannot run here, or cannot load a stage.
             OptionsError: A scheduling policy does not fit its model.
         """
         options = options or EngineOptions()
+        if options.learning is None:
+            return await cls._open(models, options, backend)
+        learning = await asyncio.to_thread(Learning.prepare, models, options, options.learning)
+        try:
+            engine = await cls._open(learning.paths(models), options, backend)
+        except BaseException:
+            await learning.close()
+            raise
+        engine._learning = learning
+        try:
+            await learning.start(engine)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @classmethod
+    async def _open(
+        cls, models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
+    ) -> Engine:
         opened = await open_models(models, options, backend)
         load = partial(
             load_model, backend=opened.backend, options=options, parallel=opened.parallel
@@ -123,6 +151,7 @@ class Engine:
             build_budget=options.build_budget,
             profile_window_s=options.profile_window_s,
             load=load,
+            wrapped=opened.wrapped,
         )
 
     async def __aenter__(self) -> Self:
@@ -249,7 +278,6 @@ class Engine:
             followup=followup,
         )
         self._executor.submit(version.key, request)
-        self._observers.show(model, inputs)
         return request
 
     async def _finished(self, version: ModelVersion, request: Request) -> None:
@@ -261,9 +289,14 @@ class Engine:
             raise
         if request.error is not None:
             raise request.error
+        assert request.first.values is not None
+        self._observers.show(version.name, request.inputs, request.first.values)
 
     def observe_inputs(self, name: str, observer: InputObserver | None) -> None:
-        """Show the inputs of all requests to a model that are admitted from now on.
+        """Show the inputs of all requests to a model that are answered from now on.
+
+        Requests that fail are not shown, so that nobody can have an observer look at inputs which
+        the model cannot answer.
 
         ``observer`` is called on the event loop, and must return quickly; one that raises is called
         no more, and the log says so. It stays when the model is replaced. ``None`` ends it.
@@ -358,6 +391,8 @@ class Engine:
     async def close(self) -> None:
         """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
+        if self._learning is not None:
+            await self._learning.close()
         await self._versions.close()
         try:
             if self._plans is not None:
@@ -370,6 +405,8 @@ class Engine:
             self._owned = False
             self._backend.close()
         self._versions.release()
+        if self._wrapped is not None:
+            await asyncio.to_thread(self._wrapped.close)
         await asyncio.sleep(0)  # let the last results be delivered
 
     def _statistics(self, version: ModelVersion) -> ModelStatistics:
@@ -386,6 +423,7 @@ class Engine:
             policy_version=self._executor.deployment(key).policy.version,
             control=None if served.control is None else self._control.status(key),
             batch_profile=self._profiles.status(key),
+            learning=self._learning.status(version.name) if self._learning else None,
             plan=self._plans.status() if self._plans is not None else None,
             scheduling=str(served.options.scheduling),
             streams=health.streams,

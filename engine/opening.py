@@ -16,6 +16,8 @@ from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.cluster_serving import plan_splits
 from offramp.engine.errors import BackendError, OptionsError
+from offramp.engine.onnx_files import WrappedFiles, is_onnx_file
+from offramp.engine.onnx_files.plain_serving import served_mode
 from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.cluster_plan import PlanError
@@ -46,13 +48,47 @@ class OpenedModels(NamedTuple):
     parallel: ParallelLimit
     slots: Sequence[Slot]
     """Open and warm ones, for the streams' first starts."""
+    wrapped: WrappedFiles
+    """Bundles of the models that are ONNX files; the caller closes it after the backend."""
 
 
 async def open_models(
     models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
 ) -> OpenedModels:
-    """Load, check and warm up bundles, in threads; see :meth:`.Engine.open`."""
+    """Load, check and warm up bundles and ONNX files, in threads; see :meth:`.Engine.open`."""
     _check_names(models)
+    wrapped = WrappedFiles()
+    try:
+        models = {name: await _bundle_of(name, models[name], options, wrapped) for name in models}
+        return await _open_bundles(models, options, backend, wrapped)
+    except BaseException:
+        wrapped.close()
+        raise
+
+
+async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: WrappedFiles) -> Path:
+    """Return the path of a model's bundle, which is made first where the model is an ONNX file."""
+    if not is_onnx_file(path):
+        return path
+    if options.cluster is not None and options.cluster.local < len(options.cluster.places):
+        raise OptionsError(
+            f"{name}: {path} is an ONNX file, whose bundle is made in a temporary folder that "
+            "workers on other hosts do not have; make one that they have too: "
+            f"eecompile wrap {path} --output {path.stem}.ee"
+        )
+    began_s = time.monotonic()
+    _log.info("%s: reading %s, to serve it as it is", name, path)
+    bundle = await wrapped.bundle(path, answer=options.of(name).answer)
+    _log.info("%s: read after %.1f s", name, time.monotonic() - began_s)
+    return bundle
+
+
+async def _open_bundles(
+    models: Mapping[str, Path],
+    options: EngineOptions,
+    backend: Backend | None,
+    wrapped: WrappedFiles,
+) -> OpenedModels:
     bundles = {n: await asyncio.to_thread(_open_held, path) for n, path in models.items()}
     owned = backend is None
     if backend is None:
@@ -78,7 +114,7 @@ async def open_models(
         if owned:
             _close_after_failure(backend)
         raise
-    return OpenedModels(loaded, backend, parallel, slots)
+    return OpenedModels(loaded, backend, parallel, slots, wrapped)
 
 
 async def load_model(
@@ -154,7 +190,9 @@ def _split(
 ) -> ServedSplits | None:
     """Split a model among the workers of a cluster, if there is one, and say who holds what."""
     served, cluster = options.plan_on, options.cluster
-    if options.mode is Mode.OFF or not isinstance(backend, RemoteBackend):
+    if served_mode(bundle.manifest, options.mode) is Mode.OFF or not isinstance(
+        backend, RemoteBackend
+    ):
         return None
     if served is None and cluster is not None:
         try:

@@ -94,6 +94,9 @@ class ModelOptions:
     learn: bool = True
     """Whether exits are learned for the model, where the engine learns and it is an ONNX file."""
 
+    answer: str | None = None
+    """Output to serve of an ONNX file that has several; bundles have one already."""
+
     share_weights: str = "auto"
     """One of :data:`SHARE_WEIGHTS`: whether the model and its variants run on one copy of their
     weights (:mod:`offramp.engine.weight_sharing`)."""

@@ -24,6 +24,7 @@ from offramp.engine.environment import cpu_features
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.input_guard import InputGuard
 from offramp.engine.lengths import LengthRules
+from offramp.engine.onnx_files.plain_serving import options_for
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.precision import warn_of_other_kernels, warn_of_saturation
@@ -133,6 +134,7 @@ class ServedModel:
         whose devices the streams are. BackendError if a stage cannot be loaded, OptionsError if the
         scheduling policy does not fit the model.
         """
+        options = options_for(name, bundle.manifest, options)
         mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]
         if splits and not may_buffer(of_model.scheduling):
             of_model = merging_options(name, of_model)

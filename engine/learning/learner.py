@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, BundleError, TensorSpec
 from offramp.engine.agreement import agreement_of
-from offramp.engine.errors import EngineError, OptionsError
+from offramp.engine.errors import DrainingError, EngineError, OptionsError
 from offramp.engine.learning.compiling import (
     Compilation,
     compile_arguments,
@@ -308,6 +308,8 @@ class ModelLearner:
         number = self._state.compiling
         try:
             await self._engine.replace(self.name, self._folder.bundle(number))
+        except DrainingError:
+            return  # the next server finds the bundle, and serves it
         except (EngineError, BundleError, OSError) as error:
             self._failed(f"the compiled bundle cannot be served: {error}")
             return

@@ -1,4 +1,4 @@
-"""Observers of what is sent to models: one for each served name, whichever version answers."""
+"""Observers of what models are asked: one for each served name, whichever version answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 _log = logging.getLogger(__name__)
 
-InputObserver: TypeAlias = Callable[[Mapping[str, NDArray[Any]]], None]
-"""Called with the arrays of a request that was admitted, by input; they must not be changed."""
+InputObserver: TypeAlias = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
+"""Called with the arrays of a request that was answered, by input, and with its first answers,
+[n, …] as the model's graph has them; neither may be changed."""
 
 
 class InputObservers:
@@ -26,12 +27,14 @@ class InputObservers:
         if observer is not None:
             self._observers[name] = observer
 
-    def show(self, name: str, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Show the inputs of a request; an observer that raises is called no more."""
+    def show(
+        self, name: str, inputs: Mapping[str, NDArray[Any]], answers: NDArray[Any]
+    ) -> None:
+        """Show the inputs of an answered request; an observer that raises is called no more."""
         if (observer := self._observers.get(name)) is None:
             return
         try:
-            observer(inputs)
+            observer(inputs, answers)
         except Exception:  # the request is not to blame
             _log.exception("%s: its inputs are observed no more", name)
             self._observers.pop(name, None)

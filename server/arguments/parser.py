@@ -10,6 +10,7 @@ from typing import Final
 
 from offramp import __version__
 from offramp.engine.errors import BackendError
+from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster_plan import PlanError
 from offramp.server.arguments.settings import (
@@ -51,10 +52,11 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument(
         "bundles",
-        metavar="BUNDLE",
+        metavar="MODEL",
         nargs="*",
         type=Path,
-        help="folder that eecompile wrote; served under its name without .ee",
+        help="folder that eecompile wrote, or an ONNX file, which is served as it is, without "
+        "exits; served under its name without .ee or .onnx",
     )
     group.add_argument(
         "--model",
@@ -62,7 +64,13 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=named_path,
-        help="a bundle and the name to serve it under; may be repeated",
+        help="a bundle or ONNX file, and the name to serve it under; may be repeated",
+    )
+    group.add_argument(
+        "--answer",
+        metavar="OUTPUT",
+        default=argparse.SUPPRESS,
+        help="the output to serve of ONNX files that have several",
     )
     group.add_argument(
         "--config",
@@ -92,11 +100,11 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
-    """Bundle folders by name: as given, or the folder's name without ``.ee``.
+    """Return paths of models by name: as given, or the path's name without ``.ee`` or ``.onnx``.
 
     Raises ValueError if there is none, or two have the same name.
     """
-    unnamed = [(bundle.resolve().name.removesuffix(".ee"), bundle) for bundle in bundles]
+    unnamed = [(_name_of(path), path) for path in bundles]
     models: dict[str, Path] = {}
     for name, path in (*unnamed, *named):
         if name in models:
@@ -106,8 +114,16 @@ def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> d
             )
         models[name] = path
     if not models:
-        raise ValueError("no model to serve; name a bundle that eecompile wrote: eeserve model.ee")
+        raise ValueError(
+            "no model to serve; name a bundle that eecompile wrote, or an ONNX file: eeserve "
+            "model.ee, eeserve model.onnx"
+        )
     return models
+
+
+def _name_of(path: Path) -> str:
+    name = path.resolve().name
+    return name.removesuffix(SUFFIX) if is_onnx_file(path) else name.removesuffix(".ee")
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
@@ -246,6 +262,7 @@ examples:
   eeserve resnet.ee --policy slackfit --slo-ms 20
   eeserve --config serve.toml             several models, each with settings of its own
   eeserve resnet.ee --max-disagreement 0.005
+  eeserve resnet.onnx                     an ONNX file as it is, without exits
   eeserve resnet.ee --mode off            the unmodified model, to compare with
   eeserve resnet.ee --self-check          whether all is well on this machine, in a minute
 """
@@ -256,7 +273,7 @@ class Arguments:
     """A command line that was understood."""
 
     models: Mapping[str, Path]
-    """Bundle folders by the name that they are served under."""
+    """Bundle folders and ONNX files by the name that they are served under."""
     engine: EngineOptions
     server: ServerOptions
     log_level: str
