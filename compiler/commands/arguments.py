@@ -9,10 +9,10 @@ from pathlib import Path
 from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.tasks import TASK_KINDS
-from offramp.compiler import help_texts
-from offramp.compiler.argument_types import share_from_0
-from offramp.compiler.engine_arguments import add_engine_arguments
-from offramp.compiler.plan_arguments import add_plan_arguments
+from offramp.compiler.commands import help_texts
+from offramp.compiler.commands.argument_types import share_from_0
+from offramp.compiler.commands.engine_arguments import add_engine_arguments
+from offramp.compiler.commands.plan_arguments import add_plan_arguments
 from offramp.engine.options import MOST_SHARE
 
 _MOST_GIB = 2**20

@@ -21,7 +21,7 @@ from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.scratch import ScratchError
-from offramp.compiler import arguments, engine_arguments
+from offramp.compiler.commands import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.plain.command import describe_wrapped, wrap_parser

@@ -1,0 +1,75 @@
+"""Options that exclude or need each other: one table for a command, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+
+class IllegalCombinationError(ValueError):
+    """Options were given that exclude each other, or one without another that it needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Illegal:
+    """A combination of two options that a command refuses.
+
+    An option is spelled as on the command line. A bare flag (``--units``) matches where the option
+    is given. A flag with a value (``--train joint``, ``--mode off|leave``) matches where that is
+    its value, given or by default.
+    """
+
+    option: str
+    beside: str | None = None
+    """The option that excludes it."""
+    without: str | None = None
+    """The option that it needs."""
+    why: str
+    """Reason and remedy; the message names the options before it."""
+    when: Callable[[Mapping[str, object]], bool] | None = None
+    """A further condition on the values by flag, which a spelling cannot express."""
+
+    def __post_init__(self) -> None:
+        """Check that one other option is named."""
+        assert (self.beside is None) != (self.without is None), self
+
+    def matches(self, values: Mapping[str, object], given: Collection[str]) -> bool:
+        """Whether a command line has this combination."""
+        if self.without is not None:
+            other = not _is_given(self.without, values, given)
+        else:
+            assert self.beside is not None
+            other = _is_given(self.beside, values, given)
+        condition = self.when is None or self.when(values)
+        return other and condition and _is_given(self.option, values, given)
+
+    def message(self) -> str:
+        """Return the error: the options, the reason and the remedy."""
+        other = f"with {self.beside}" if self.beside else f"without {self.without}"
+        return f"{self.option} {other}: {self.why}"
+
+
+def refuse_illegal(
+    table: Sequence[Illegal], values: Mapping[str, object], given: Collection[str]
+) -> None:
+    """Refuse the first combination of a table that a command line has.
+
+    Args:
+        table: Combinations that are illegal.
+        values: Values by flag, defaults included; a flag that is absent matches no value.
+        given: Flags of the options that were given.
+
+    Raises:
+        IllegalCombinationError: With the message of the row.
+    """
+    for row in table:
+        if row.matches(values, given):
+            raise IllegalCombinationError(row.message())
+
+
+def _is_given(spelled: str, values: Mapping[str, object], given: Collection[str]) -> bool:
+    flag, _, wanted = spelled.partition(" ")
+    if not wanted:
+        return flag in given
+    value = values.get(flag)
+    return str(getattr(value, "value", value)) in wanted.split("|")  # an enumeration by its value
