@@ -21,7 +21,7 @@ from offramp.bundle.mapped import copy_rows
 from offramp.calibration.data_sources import DataSource, numpy_source
 from offramp.calibration.errors import DataError as DataError  # noqa: PLC0414 - exported again
 from offramp.calibration.groups.groups import Groups
-from offramp.calibration.groups.key import GroupKey
+from offramp.calibration.groups.key import GroupKey, group_hint
 from offramp.calibration.scratch import ScratchSpace
 from offramp.certify.splits import split_sizes
 from offramp.engine.agreement import agreement_of
@@ -169,7 +169,7 @@ def read_dataset(
     except ValueError as error:
         raise DataError(f"{name}: {error}") from error
     if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
-        raise DataError(f"{name}: {wrong}")
+        raise DataError(f"{name}: {wrong}{group_hint(arrays, names | aside)}")
     arrays = {key: array for key, array in arrays.items() if key not in aside}
     if labels is not None and labels.ndim == 0:
         raise DataError(f"{name}: labels are one number, expected one for each sample")

@@ -43,10 +43,13 @@ class Illegal:
         condition = self.when is None or self.when(values)
         return other and condition and _is_given(self.option, values, given)
 
-    def message(self) -> str:
-        """Return the error: the options, the reason and the remedy."""
-        other = f"with {self.beside}" if self.beside else f"without {self.without}"
-        return f"{self.option} {other}: {self.why}"
+    def message(self, values: Mapping[str, object]) -> str:
+        """Return the error: the options with the values that they have, the reason, the remedy."""
+        if self.beside is not None:
+            other = f"with {_as_found(self.beside, values)}"
+        else:
+            other = f"without {str(self.without).replace('|', ' or ')}"
+        return f"{_as_found(self.option, values)} {other}: {self.why}"
 
 
 def refuse_illegal(
@@ -64,12 +67,19 @@ def refuse_illegal(
     """
     for row in table:
         if row.matches(values, given):
-            raise IllegalCombinationError(row.message())
+            raise IllegalCombinationError(row.message(values))
 
 
 def _is_given(spelled: str, values: Mapping[str, object], given: Collection[str]) -> bool:
     flag, _, wanted = spelled.partition(" ")
-    if not wanted:
-        return flag in given
-    value = values.get(flag)
-    return str(getattr(value, "value", value)) in wanted.split("|")  # an enumeration by its value
+    return _text_of(values.get(flag)) in wanted.split("|") if wanted else flag in given
+
+
+def _as_found(spelled: str, values: Mapping[str, object]) -> str:
+    """Return a spelling with the one of its values that an option has."""
+    flag, _, wanted = spelled.partition(" ")
+    return f"{flag} {_text_of(values[flag])}" if wanted else flag
+
+
+def _text_of(value: object) -> str:
+    return str(getattr(value, "value", value))  # an enumeration by its value
