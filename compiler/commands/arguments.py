@@ -121,6 +121,7 @@ def _add_compiling(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     tuning.add_argument("--scratch-limit", type=_gib, default=4.0, metavar="GIB",
                         help="most that they take there at once: what is beyond it is recorded in "
                         "later passes over the data")  # fmt: skip
+    parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
     return parser
 
 

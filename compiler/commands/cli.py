@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from offramp.compiler.commands import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.plain.command import describe_wrapped, wrap_parser
-from offramp.compiler.progress import TerminalProgress
+from offramp.compiler.progress import FileProgress, Progress, TerminalProgress
 from offramp.engine.criteria import CriterionError, known_criterion, load_criterion
 from offramp.engine.errors import BackendError
 from offramp.engine.options import available_cores
@@ -147,13 +147,18 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
         training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
     )
     scratch = ScratchSpace(asked.scratch)
-    with TerminalProgress(console) as progress:
+    with TerminalProgress(console) as shown, _reporting(options.progress_file, shown) as progress:
         bundle = compile_model(asked, progress, scratch=scratch)
     print_bundle(bundle, Console())
     print_use(scratch, Console())
     if engines is None:
         return 0
     return _build_and_print(engines, console, chooses=engine_arguments.chooses_precision(options))
+
+
+def _reporting(path: Path | None, progress: Progress) -> AbstractContextManager[Progress]:
+    """Report progress to a file too, if one is named."""
+    return nullcontext(progress) if path is None else closing(FileProgress(path, progress))
 
 
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:

@@ -393,7 +393,9 @@ class ModelLearner:
             case Phase.RELEARNING:
                 return f"exits answer nothing any more, learning anew: {recorded}"
             case Phase.NOTHING_PAYS:
-                going_on = "exits stay as they are" if self._state.serving else "serving goes on without"
+                going_on = (
+                    "exits stay as they are" if self._state.serving else "serving goes on without"
+                )
                 return f"no exit pays: {life.reason}; {going_on}"
             case Phase.STOPPED:
                 return f"stopped: {life.reason}"
@@ -403,9 +405,7 @@ class ModelLearner:
     async def _save(self) -> None:
         """Keep the state, if it is another one than before."""
         life = self._life
-        state = replace(
-            self._state, phase=life.phase, failures=life.failures, reason=life.reason
-        )
+        state = replace(self._state, phase=life.phase, failures=life.failures, reason=life.reason)
         if state != self._saved:
             self._state = self._saved = state
             await asyncio.to_thread(state.save, self._folder.path)
@@ -444,5 +444,3 @@ def clock_time(unix_s: float) -> str:
     """``14:02``, with the date where it is not today's."""
     then, today = time.localtime(unix_s), time.localtime()
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%Y-%m-%d %H:%M", then)
-
-

@@ -62,6 +62,8 @@ class Place(NamedTuple):
     offset: int
     """Of its body."""
     length: int
+    seen: int
+    """Samples that had passed then."""
 
     @property
     def record_bytes(self) -> int:
@@ -143,7 +145,7 @@ def _scan(log: memoryview, path: Path) -> _Found:
         if not whole or slot >= _MOST_SLOTS or start + length > len(log):
             break
         if zlib.crc32(log[start : start + length]) == crc:
-            live[slot] = Place(start, length)
+            live[slot] = Place(start, length, passed)
             seen = max(seen, passed)
         else:
             damaged += 1
@@ -204,7 +206,7 @@ class RecordingLog:
         if self._end + size > most and self._end > self.live_bytes + len(self.header.encode()):
             self._rewrite()
         self._write(slot, seen, body)
-        self._note(slot, Place(self._end - len(body), len(body)), digest)
+        self._note(slot, Place(self._end - len(body), len(body), seen), digest)
         self.seen = max(self.seen, seen)
         return True
 
@@ -265,7 +267,7 @@ class RecordingLog:
                 at += len(piece)
             start = len(self.header.encode())
             for slot, place in sorted(self.live.items()):
-                places[slot] = Place(start + _RECORD_BYTES, place.length)
+                places[slot] = Place(start + _RECORD_BYTES, place.length, place.seen)
                 start += place.record_bytes
             os.fsync(file.fileno())
         new.replace(self.path)
@@ -276,7 +278,7 @@ class RecordingLog:
     def _records(self, log: memoryview) -> Iterator[bytes]:
         for slot, place in sorted(self.live.items()):
             body = bytes(log[place.offset : place.offset + place.length])
-            yield _record(slot, self.seen, body)
+            yield _record(slot, place.seen, body)
 
 
 class NoRoomError(Exception):
@@ -290,7 +292,7 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The samples of a recording, by slot, as they are in its mapped file."""
+    """The samples of a recording, in the order in which they came, as the mapped file has them."""
 
     path: Path
     header: RecordingHeader
@@ -354,7 +356,8 @@ def read_recording(folder: Path) -> Recorded:
             f"{folder} has no {LOG_NAME}; name a folder that eeserve --learn records in"
         ) from error
     found = _scan(log, path)
-    places = tuple(place for _, place in sorted(found.live.items()))
+    order = sorted(found.live.items(), key=lambda item: (item[1].seen, item[0]))
+    places = tuple(place for _, place in order)
     return Recorded(path=path, header=found.header, places=places, log=log)
 
 

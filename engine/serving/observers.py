@@ -27,9 +27,7 @@ class InputObservers:
         if observer is not None:
             self._observers[name] = observer
 
-    def show(
-        self, name: str, inputs: Mapping[str, NDArray[Any]], answers: NDArray[Any]
-    ) -> None:
+    def show(self, name: str, inputs: Mapping[str, NDArray[Any]], answers: NDArray[Any]) -> None:
         """Show the inputs of an answered request; an observer that raises is called no more."""
         if (observer := self._observers.get(name)) is None:
             return

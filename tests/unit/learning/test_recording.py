@@ -65,13 +65,13 @@ def numbers_in(folder: Path) -> list[int]:
     return numbers
 
 
-def test_samples_are_read_back_by_slot(tmp_path: Path) -> None:
+def test_samples_are_read_back_in_the_order_in_which_they_came(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     for slot, number in ((2, 20), (0, 10), (1, 30), (0, 40)):
         assert log.append(slot, number, written(sample(number)))
     assert (log.seen, log.live.keys()) == (40, {0, 1, 2})
     log.close()
-    assert numbers_in(tmp_path) == [40, 30, 20]
+    assert numbers_in(tmp_path) == [20, 30, 40]
     assert read_recording(tmp_path).header == HEADER
 
 
@@ -208,7 +208,9 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
         open_log(tmp_path)
 
 
-def test_the_folder_takes_no_more_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_takes_no_more_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recording, "_SLACK_BYTES", 0)
     log, one = open_log(tmp_path, limit=8000), record_bytes([((3, 2), 4), ((3,), 8)])
     room = (int(0.45 * 8000) - len(HEADER.encode())) // one
@@ -245,7 +247,9 @@ def test_a_rewriting_that_was_killed_leaves_nothing(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_full_disk_loses_the_sample_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_the_sample_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = open_log(tmp_path)
     assert log.append(0, 1, written(sample(0)))
     original = os.pwrite
