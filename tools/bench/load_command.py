@@ -14,6 +14,7 @@ from rich.progress import Progress, TaskID
 
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
+from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.tools.bench.arguments import add_trace_arguments
 from offramp.tools.bench.load.generator import GeneratedLoad, generate
@@ -69,7 +70,7 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("address", metavar="ADDRESS", help="HOST:PORT of the server's gRPC side")
     add("--model", required=True, metavar="NAME", help="served under it%(default).0s")
-    add("--data", type=Path, required=True, metavar="NPZ", help="samples to send%(default).0s")
+    add("--data", required=True, metavar="DATA", help="samples to send%(default).0s")
     add("--samples", type=int, default=4000, metavar="N", help="of the data to use at most")
     add(
         "--group",
@@ -80,6 +81,7 @@ def add_parser(commands: Any) -> None:
     add_trace_arguments(parser)
     _add_sending(parser.add_argument_group("sending"))
     _add_judging(parser.add_argument_group("judging and output"))
+    add_data_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -146,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
     optional = optional_inputs(settings.address, settings.model)
     bundle = None if options.reference is None else open_runnable(options.reference)
     data = read_data(
-        options.data,
+        source_of(options.data, options),
         input_specs(metadata),
         samples=options.samples,
         optional=optional,
@@ -160,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
     reference = _find_reference(bundle, data, metadata, shares)
     environment = describe_environment(
         trace=None if trace is None else trace.name,
-        data=options.data.name,
+        data=Path(options.data).name,
         samples=len(data),
         data_is_calibration_data=reference.on_calibration_data,
         **settings_json(settings),
