@@ -286,6 +286,11 @@ def _read_manifest(root: Path) -> Manifest:
             f"{root} is not there: its overwriting was killed before the new one took its place; "
             f"the old one is whole, put it back: mv {kept} {root}"
         )
+    if root.is_file():
+        raise BundleNotFoundError(
+            f"{root} is a file, expected a bundle, which is a folder; make one of an ONNX model "
+            f"with: eecompile MODEL.onnx --data DATA, or, as it is: eecompile wrap MODEL.onnx"
+        )
     if not (root / MANIFEST).is_file():
         raise BundleNotFoundError(
             f"{root} is not a bundle (no {MANIFEST} there); make one with: eecompile MODEL.onnx"

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offramp.bundle import (
     Answer,
@@ -36,8 +37,7 @@ from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.calibration.trade_offs import RecordedVariant
 from offramp.compiler.answer_ranges import both_ranges
 from offramp.compiler.custom_ops import libraries_of
-from offramp.compiler.endings import CONFIDENCE
-from offramp.compiler.exits import BuiltExit, exit_prefix
+from offramp.compiler.endings import CONFIDENCE, exit_prefix
 from offramp.compiler.grouping import distinct_samples
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.part_sizes import sized_segments
@@ -48,6 +48,9 @@ from offramp.compiler.slicing import SOURCE, Sliced
 from offramp.compiler.weight_parts import in_parts
 from offramp.compiler.weights import pack_weights
 from offramp.engine.environment import cpu_features, package_version
+
+if TYPE_CHECKING:  # it imports torch, which writing a bundle without exits does not take
+    from offramp.compiler.exits import BuiltExit
 
 PROFILE = "profiles/cpu.json"
 """Of the machine that compiled."""

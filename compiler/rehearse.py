@@ -72,6 +72,11 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         DataError: The data does not fit the model, or is too little.
     """
     bundle = open_runnable(options.bundle)
+    if bundle.manifest.is_plain:
+        raise CompileError(
+            f"{bundle.path} has no exits to rehearse: it is the model as it is; make one with "
+            f"exits: eecompile {bundle.manifest.source.original_name} --data DATA"
+        )
     if not bundle.manifest.exits:
         raise CompileError(
             f"{bundle.path} has no exits to rehearse: none was worth building when it was "

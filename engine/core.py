@@ -344,6 +344,7 @@ class Engine:
             scheduling=str(served.options.scheduling),
             variants=tuple(variant.name for variant in served.variants),
             class_losses=deployment.class_losses,
+            notes=served.notes,
         )
 
     def ready(self, model: str | None = None) -> bool:

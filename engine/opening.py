@@ -59,11 +59,18 @@ async def open_models(
     _check_names(models)
     wrapped = WrappedFiles()
     try:
-        models = {name: await _bundle_of(name, models[name], options, wrapped) for name in models}
-        return await _open_bundles(models, options, backend, wrapped)
+        bundles = await bundles_of(models, options, wrapped)
+        return await _open_bundles(bundles, options, backend, wrapped)
     except BaseException:
         wrapped.close()
         raise
+
+
+async def bundles_of(
+    models: Mapping[str, Path], options: EngineOptions, wrapped: WrappedFiles
+) -> dict[str, Path]:
+    """Return the paths of models' bundles; those of ONNX files are made, one after another."""
+    return {name: await _bundle_of(name, path, options, wrapped) for name, path in models.items()}
 
 
 async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: WrappedFiles) -> Path:

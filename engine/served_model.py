@@ -24,7 +24,7 @@ from offramp.engine.environment import cpu_features
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.input_guard import InputGuard
 from offramp.engine.lengths import LengthRules
-from offramp.engine.onnx_files.plain_serving import options_for
+from offramp.engine.onnx_files.plain_serving import notes_on, options_for
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.precision import warn_of_other_kernels, warn_of_saturation
@@ -115,6 +115,8 @@ class ServedModel:
     """Where the batch profile is kept over restarts; ``None`` keeps none."""
     split_by: DeploymentMaker | None = None
     """What makes deployments of other plans, where the model is split among devices."""
+    notes: tuple[str, ...] = ()
+    """See :attr:`.ModelInfo.notes`."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -200,6 +202,7 @@ class ServedModel:
             exits=exits,
             profile_file=ProfileFile.of(bundle.path, name) if keeps_profile else None,
             split_by=deployments if splits else None,
+            notes=notes_on(bundle.manifest),
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:

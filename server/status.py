@@ -272,9 +272,10 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
         for loss in harmed(model.class_losses, promise.max_disagreement):
             harm = describe_harm(loss, promise.max_disagreement)
             yield f"On the calibration data, {harm}."
-    if statistics.mode == "off":
+    yield from (f"{note[0].upper()}{note[1:]}." for note in model.notes)
+    if statistics.mode == "off" and not model.notes:
         yield "Exits are switched off (--mode off): every answer is the unmodified model's."
-    elif statistics.control is not None:
+    elif statistics.mode == "off" or statistics.control is not None:
         return  # the view of agreement says what there is to say
     elif not exits_in_use(statistics):
         yield (

@@ -29,7 +29,7 @@ _LISTED: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainModel:
+class UnslicedModel:
     """A model to serve as it is, and what was found out about its batch."""
 
     source: SourceModel
@@ -54,7 +54,7 @@ class PlainModel:
 
 def read_plain(
     path: Path, *, answer: str | None = None, task: AskedTask | None = None
-) -> PlainModel:
+) -> UnslicedModel:
     """Read a model; ``answer`` names the output to serve, where there are several.
 
     The graph is not simplified: it computes what the file does, bit for bit, unless its opset had
@@ -78,7 +78,7 @@ def read_plain(
 
 def _read(
     proto: onnx.ModelProto, path: Path, digest: str, answer: str | None, asked: AskedTask
-) -> PlainModel:
+) -> UnslicedModel:
     check_operators(proto)
     preparation.unlist_initializers(proto)
     check_no_cache(proto)
@@ -98,7 +98,7 @@ def _read(
     preparation.name_operators(proto)
     annotate(proto)
     found = _describe(proto, asked)
-    return PlainModel(
+    return UnslicedModel(
         source=SourceModel(
             proto=proto,
             name=path.stem,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Profile, TensorSpec
 from offramp.calibration.profiling import BATCH_SIZES, TimedGraph
 from offramp.compiler.errors import ModelError, VerificationError
-from offramp.compiler.plain.reading import PlainModel
+from offramp.compiler.plain.reading import UnslicedModel
 from offramp.compiler.rounding import rounding_of
 from offramp.compiler.runtime import describe_shapes, random_inputs
 from offramp.compiler.shapes import BATCH
@@ -39,12 +39,12 @@ _RUNS: Final = 3
 class PlainTrial:
     """A model's graph, loaded as the server loads it."""
 
-    plain: PlainModel
+    plain: UnslicedModel
     timed: TimedGraph
     threads: int
 
     @classmethod
-    def of(cls, plain: PlainModel, graph: bytes, threads: int) -> PlainTrial:
+    def of(cls, plain: UnslicedModel, graph: bytes, threads: int) -> PlainTrial:
         """Load a graph; ModelError if ONNX Runtime refuses it."""
         try:
             timed = TimedGraph(graph, threads)

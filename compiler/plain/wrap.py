@@ -23,7 +23,7 @@ from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import weight_bytes
 from offramp.compiler.packing import PROFILE, bundle_name, tool_versions
-from offramp.compiler.plain.reading import PlainModel, read_plain
+from offramp.compiler.plain.reading import UnslicedModel, read_plain
 from offramp.compiler.plain.trial import PlainTrial
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.rounding import rounding_of
@@ -86,7 +86,7 @@ def wrap_model(options: WrapOptions, progress: Progress = SILENT) -> Bundle:
 
 
 def _manifest(
-    plain: PlainModel, options: WrapOptions, sample: Mapping[str, NDArray[Any]]
+    plain: UnslicedModel, options: WrapOptions, sample: Mapping[str, NDArray[Any]]
 ) -> Manifest:
     model = plain.source
     segment = Segment(

@@ -21,24 +21,27 @@ def served_mode(manifest: Manifest, mode: Mode) -> Mode:
 
 
 def options_for(name: str, manifest: Manifest, options: EngineOptions) -> EngineOptions:
-    """Return the options that a model is served with, and log where they are not those asked for.
-
-    ``options`` are those of the engine, of which mode and batch size may not fit the model.
-    """
-    mode, of_model = served_mode(manifest, options.mode), options.of(name)
-    if mode is not options.mode:
-        _log.info("%s: serving the unmodified model, in mode off: %s", name, _way_on(manifest))
-    if manifest.no_batching:
-        _log.warning("%s: every sample runs in a batch of its own: %s", name, manifest.no_batching)
-        of_model = replace(of_model, max_batch_size=1)
-    if mode is options.mode and of_model is options.of(name):
+    """Return the engine's options with the mode and the batch size that fit a model; log notes."""
+    mode = served_mode(manifest, options.mode)
+    for note in notes_on(manifest):
+        _log.info("%s: %s", name, note)
+    if mode is options.mode and not manifest.no_batching:
         return options
+    of_model = options.of(name)
+    if manifest.no_batching:
+        of_model = replace(of_model, max_batch_size=1)
     return replace(options, mode=mode, models={**options.models, name: of_model})
 
 
-def _way_on(manifest: Manifest) -> str:
-    """Return why there are no exits, and how to get some."""
-    if not manifest.is_plain:
-        return "its bundle has no exits, as none pays"
-    file = manifest.source.original_name
-    return f"exits come with --learn, or from eecompile {file} --data DATA"
+def notes_on(manifest: Manifest) -> tuple[str, ...]:
+    """Return sentences on what a bundle without exits is served like, without full stops."""
+    if served_mode(manifest, Mode.LEAVE) is not Mode.OFF:
+        return ()
+    way_on = "its bundle has no exits, as none was worth building"
+    if manifest.is_plain:
+        file = manifest.source.original_name
+        way_on = f"exits come with --learn, or from eecompile {file} --data DATA"
+    notes = [f"the unmodified model is served, in mode off: {way_on}"]
+    if manifest.no_batching:
+        notes.append(f"every sample runs in a batch of its own: {manifest.no_batching}")
+    return tuple(notes)
