@@ -64,6 +64,8 @@ class ModelView:
     """A model's part of the page."""
 
     name: str
+    version: int
+    """1 until the model is replaced; the counts are those of this version."""
     ready: bool
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -116,6 +118,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
     task = model.answer.task
     return ModelView(
         name=model.name,
+        version=statistics.version,
         ready=ready,
         inputs=tuple(tensor.describe() for tensor in model.inputs),
         outputs=tuple(tensor.describe() for tensor in model.outputs),
