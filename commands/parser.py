@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Final, NoReturn
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.commands.completion import SHELLS, shell_code
 
+_DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
 _INDENT: Final = "  "
 _LEAST_WORD: Final = 4
 """Letters of an unknown option from which on it is searched for in longer names."""
@@ -131,7 +133,11 @@ class LayeredParser(argparse.ArgumentParser):
         shown = [*places, *(by_flag[flag] for flag in self._short)]
         groups = [("options that most people need", None, shown)]
         count = sum(bool(action.option_strings) for action in self._actions)
-        return self._page(groups, [f"All {count} options, by groups: {self.prog} --help-all"])
+        return self._page(
+            groups,
+            first_lines=True,
+            end=[f"All {count} options, by groups: {self.prog} --help-all"],
+        )
 
     def format_help_all(self) -> str:
         """Return all options by groups."""
@@ -143,9 +149,13 @@ class LayeredParser(argparse.ArgumentParser):
     def _page(
         self,
         groups: Sequence[tuple[str | None, str | None, Sequence[argparse.Action]]],
+        *,
+        first_lines: bool = False,
         end: Sequence[str] = (),
     ) -> str:
         formatter = self._get_formatter()
+        if isinstance(formatter, HelpLines):
+            formatter.first_lines = first_lines
         formatter.add_text(self.description)
         for title, description, actions in groups:
             formatter.start_section(title)
@@ -164,15 +174,24 @@ class LayeredParser(argparse.ArgumentParser):
 
 
 class HelpLines(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of descriptions, and adds a default that the help of an option lacks."""
+    """Keeps the lines of descriptions, and adds a default that the help of an option lacks.
+
+    The help of an option may have several lines: the short layer shows the first, and the default.
+    """
 
     def __init__(self, prog: str, **more: Any) -> None:
         super().__init__(prog, **{"max_help_position": 28, **more})
+        self.first_lines = False
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default, text = action.default, action.help or ""
-        absent = default is None or isinstance(default, bool) or default == argparse.SUPPRESS
-        if absent or default in ("", [], ()) or "default:" in text:
+        told = _DEFAULT.search(text)
+        if self.first_lines:
+            text = text.partition("\n")[0].rstrip(".,;:")
+            if told is not None and told[0] not in text:
+                text = f"{text} {told[0]}"
+        empty = default in (None, "", argparse.SUPPRESS) or default in ([], ())
+        if told or empty or isinstance(default, bool):
             return text
         return f"{text} (default: %(default)s)"
 
@@ -198,6 +217,6 @@ class _PrintCompletion(argparse.Action):
 
 
 def _columns(lines: Mapping[str, str]) -> list[str]:
-    """Return each key with its text behind it, the texts below each other."""
-    width = max(map(len, lines))
+    """Return each key followed by its text, the texts aligned."""
+    width = max((len(key) for key, text in lines.items() if text), default=0)
     return [f"{key:<{width}}  {text}".rstrip() for key, text in lines.items()]

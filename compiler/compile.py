@@ -19,6 +19,7 @@ from offramp.bundle import (
 from offramp.bundle.placing import check_space
 from offramp.bundle.writing import check_target
 from offramp.calibration import limits
+from offramp.calibration.data_sources import data_name
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
@@ -274,6 +275,7 @@ def _certify_and_write(
         value_bounds=run.value_bounds,
         variants=tuple(built.variant for built in variants),
         weight_sharing=sharing,
+        idle_reason="" if limit is None else limit.message,
     )
     with progress.step("Write the bundle", 1):
         content = pack(
@@ -382,4 +384,6 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
             batch_sizes=(1, 7, VERIFIED_SAMPLES),
         )
     except RuntimeError as error:
-        raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
+        raise DataError(
+            f"{data_name(options.data)}: the model fails on the first samples: {error}"
+        ) from error

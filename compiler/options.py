@@ -10,6 +10,7 @@ from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.joint_training import Teacher
 from offramp.bundle.placing import check_writable
 from offramp.bundle.writing import check_target
+from offramp.calibration.data_sources import DataSource
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind, AskedTask
 
@@ -34,7 +35,8 @@ class CompileOptions:
     """One run of ``eecompile``."""
 
     model: Path
-    data: Path
+    data: Path | DataSource
+    """Calibration data; a path is that of an npz file or of a folder of npy files."""
     output: Path
     overwrite: bool = False
     answer: str | None = None
@@ -172,7 +174,7 @@ class ProfileOptions(RewriteOptions):
 class RehearseOptions(RewriteOptions):
     """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
 
-    data: Path
+    data: Path | DataSource
     group: str | None = None
     copies_within: float | None = None
     anew: bool = False

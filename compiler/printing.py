@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.class_losses import describe_harm, harmed, losses_on_records
+from offramp.calibration.data_sources import DataSource, data_name
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
 from offramp.certify.learn_then_test import level_of_each
@@ -61,7 +62,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(escape(f"With shared weights (--share-weights of eeserve), {line}"))
     if manifest.batch_effect is not None:
         say(escape(f"{manifest.batch_effect.describe()}."))
-    rules = [rule.describe() for rule in manifest.paddings]
+    alone = f"every sample runs in a batch of its own: {manifest.no_batching}"
+    rules = [alone] if manifest.no_batching else [rule.describe() for rule in manifest.paddings]
     for told in (*rules, *(bound.describe() for bound in manifest.value_bounds)):
         say(escape(f"While serving {told}."))
     if manifest.precision != "fp32" or manifest.precision_reason:
@@ -70,7 +72,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
     for library in manifest.custom_ops:
         say(f"Needs the library {escape(library.describe())}: --custom-ops takes it")
-    say(f"Report: {path}/{REPORT}")
+    report = "none, as it was made without data" if manifest.is_plain else f"{path}/{REPORT}"
+    say(f"Report: {report}")
     flags = "".join(f" --custom-ops {library.file}" for library in manifest.custom_ops)
     say(f"Serve:  eeserve {path}{escape(flags)}")
 
@@ -353,7 +356,7 @@ def _figures(forecast: Forecast) -> dict[str, str]:
     }
 
 
-def print_exported(done: Exported, data: Path, console: Console) -> None:
+def print_exported(done: Exported, data: Path | DataSource, console: Console) -> None:
     """Print what ``eecompile export`` wrote, and how it was verified."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     count = len(done.names.thresholds)
@@ -372,8 +375,8 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
     apart = verified.largest_difference
     how = f"within {apart:.1e} of their scale" if apart else "bit for bit"
     say(
-        f"Verified on {verified.samples} samples of {escape(str(data))}: the bundle's exits, its "
-        f"answers {how}; {1 - verified.exit_shares.get(-1, 0.0):.1%} left early."
+        f"Verified on {verified.samples} samples of {escape(data_name(data))}: the bundle's exits, "
+        f"its answers {how}; {1 - verified.exit_shares.get(-1, 0.0):.1%} left early."
     )
     if not done.calibration_data:
         say("These are not the data that the bundle was compiled with.")

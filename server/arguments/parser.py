@@ -11,6 +11,7 @@ from typing import Final
 from offramp import __version__
 from offramp.commands.parser import LayeredParser
 from offramp.engine.errors import BackendError
+from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster_plan import PlanError
 from offramp.server.arguments.combinations import refuse_illegal_settings
@@ -64,7 +65,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="*",
         type=Path,
-        help="bundle that eecompile wrote; served under its name without .ee",
+        help="ONNX file, or bundle that eecompile wrote\n"
+        "served under its name without .onnx or .ee; an ONNX file is served as it is, without "
+        "exits",
     )
     group.add_argument(
         "--model",
@@ -73,6 +76,12 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=named_path,
         help="a model and the name to serve it under; may be repeated",
+    )
+    group.add_argument(
+        "--answer",
+        metavar="OUTPUT",
+        default=argparse.SUPPRESS,
+        help="output to serve of ONNX files that have several",
     )
     group.add_argument(
         "--config",
@@ -100,11 +109,11 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
-    """Bundle folders by name: as given, or the folder's name without ``.ee``.
+    """Return paths of models by name: as given, or the path's name without ``.ee`` or ``.onnx``.
 
     Raises ValueError if there is none, or two have the same name.
     """
-    unnamed = [(bundle.resolve().name.removesuffix(".ee"), bundle) for bundle in bundles]
+    unnamed = [(_name_of(path), path) for path in bundles]
     models: dict[str, Path] = {}
     for name, path in (*unnamed, *named):
         if name in models:
@@ -114,8 +123,16 @@ def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> d
             )
         models[name] = path
     if not models:
-        raise ValueError("no model to serve; name a bundle that eecompile wrote: eeserve model.ee")
+        raise ValueError(
+            "no model to serve; name a bundle that eecompile wrote, or an ONNX file: eeserve "
+            "model.ee, eeserve model.onnx"
+        )
     return models
+
+
+def _name_of(path: Path) -> str:
+    name = path.resolve().name
+    return name.removesuffix(SUFFIX) if is_onnx_file(path) else name.removesuffix(".ee")
 
 
 def add_checking(parser: argparse.ArgumentParser) -> None:
@@ -157,12 +174,12 @@ SHORT: Final = (
 """Options that ``--help`` shows."""
 
 _EXAMPLES: Final = {
-    "eeserve resnet.ee": "a bundle of eecompile",
-    "eeserve resnet.ee --policy slackfit --slo-ms 20": "answers within 20 ms",
+    "eeserve model.onnx": "the model as it is",
+    "eeserve model.ee --slo-ms 20 --policy slackfit": "a bundle, within 20 ms",
     "eeserve --config serve.toml": "several models",
 }
 _COMMANDS: Final = {
-    "eecompile": "makes a bundle of an ONNX model",
+    "eecompile": "makes a bundle with exits of an ONNX model",
     "eebench load": "measures a server under load",
 }
 
@@ -172,7 +189,7 @@ class Arguments:
     """A command line that was understood."""
 
     models: Mapping[str, Path]
-    """Bundle folders by the name that they are served under."""
+    """Bundle folders and ONNX files by the name that they are served under."""
     engine: EngineOptions
     server: ServerOptions
     log_level: str

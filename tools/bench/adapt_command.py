@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset, read_samples
+from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control.costs import CostModel
 from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
@@ -72,10 +73,9 @@ def add_parser(commands: Any) -> None:
     add("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")
     add(
         "--data",
-        type=Path,
         action="append",
         required=True,
-        metavar="NPZ",
+        metavar="DATA",
         help="data that the compiler never saw, labels optional; repeat it for the scenario domain",
     )
     add(
@@ -95,6 +95,7 @@ def add_parser(commands: Any) -> None:
     output = parser.add_argument_group("output").add_argument
     output("--json", type=Path, metavar="FILE", help="write the figures there")
     output("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    add_data_arguments(parser)
     described = {name: s.description for name, s in SCENARIOS.items()}
     parser.add_argument_group("scenarios", "\n".join(_columns(described)))
     described = {name: f"{k.description} ({k.mode.value} mode)" for name, k in KINDS.items()}
@@ -189,7 +190,7 @@ def run(options: argparse.Namespace) -> int:
     bundle = open_runnable(options.bundle)
     workplace = _workplace(bundle, options)
     settings = _replay_settings(options)
-    datasets = _datasets(bundle, options.data)
+    datasets = _datasets(bundle, options)
     console = wide_console(WIDTH)
     _warn(console, bundle, datasets)
     with Progress(console=Console(stderr=True), transient=True) as bars:
@@ -263,12 +264,14 @@ def _replay_settings(options: argparse.Namespace) -> ReplaySettings:
     )
 
 
-def _datasets(bundle: Bundle, paths: list[Path]) -> dict[str, Dataset]:
-    names = [path.stem for path in paths]
+def _datasets(bundle: Bundle, options: argparse.Namespace) -> dict[str, Dataset]:
+    texts: list[str] = options.data
+    names = [Path(text).stem for text in texts]
     if len(set(names)) < len(names):
-        names = [str(path) for path in paths]
+        names = texts
     return {
-        name: read_samples(path, bundle.manifest) for name, path in zip(names, paths, strict=True)
+        name: read_samples(source_of(text, options), bundle.manifest)
+        for name, text in zip(names, texts, strict=True)
     }
 
 
@@ -311,7 +314,7 @@ def _write(
 ) -> None:
     environment = describe_environment(
         bundle=options.bundle.name,
-        data=[path.name for path in options.data],
+        data=[Path(text).name for text in options.data],
         max_disagreement=workplace.max_disagreement,
         confidence=workplace.confidence_level,
         audit_budget=workplace.audit_budget,

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from offramp.calibration.dataset import read_samples
 from offramp.commands.combinations import Illegal
+from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU_RUNTIMES
@@ -89,6 +90,7 @@ def add_parser(commands: Any) -> None:
     _add_measuring(command.add_argument_group("measuring").add_argument)
     _add_others(command.add_argument_group("further systems, on the CPU").add_argument)
     frontier_command.add_arguments(command)
+    add_data_arguments(command)
     add = command.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--html", type=Path, metavar="FILE", help="with --precision: write a page with plots there")
@@ -98,9 +100,8 @@ def add_parser(commands: Any) -> None:
 def _add_measuring(add: Callable[..., object]) -> None:
     add(
         "--data",
-        type=Path,
         required=True,
-        metavar="NPZ",
+        metavar="DATA",
         help="test data; labels are optional",
     )
     add(
@@ -149,8 +150,7 @@ def _add_others(add: Callable[..., object]) -> None:
     )
     add(
         "--method-data",
-        type=Path,
-        metavar="NPZ",
+        metavar="DATA",
         help="data that the bundle was compiled with: branchynet and deebert are tuned on the "
         "samples that the bundle was tuned on, and all of --data is measured",
     )
@@ -165,9 +165,10 @@ def run(options: argparse.Namespace) -> int:
     check_outputs(options.json)
     also, named = parse_also(options.also), parse_methods(options.method)
     bundle = open_runnable(options.bundle)
-    dataset = read_samples(options.data, bundle.manifest)
-    tuning = options.method_data
-    compiled_with = None if tuning is None else read_samples(tuning, bundle.manifest)
+    dataset = read_samples(source_of(options.data, options), bundle.manifest)
+    compiled_with = None
+    if options.method_data is not None:
+        compiled_with = read_samples(source_of(options.method_data, options), bundle.manifest)
     backend = make_backend(
         options.backend,
         threads=options.threads,
@@ -219,7 +220,7 @@ def run(options: argparse.Namespace) -> int:
         baseline=baseline,
         threads=options.threads,
         rounds=options.rounds,
-        data=options.data.name,
+        data=Path(options.data).name,
         also=describe_also(also),
         methods={m.name: _described(m) for m in methods},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from offramp.calibration.dataset import read_samples
+from offramp.compiler.data.arguments import source_of
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.precision:
         raise ValueError(f"--precision needs another bundle of the model. {how_to_make(bundle)}")
     pair = BundlePair.of(bundle, open_runnable(options.precision))
-    dataset = read_samples(options.data, bundle.manifest)
+    dataset = read_samples(source_of(options.data, options), bundle.manifest)
     total = samples_run(
         dataset, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
@@ -107,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         baseline=baseline,
         threads=options.threads,
         rounds=options.rounds,
-        data=options.data.name,
+        data=Path(options.data).name,
         seed=asked.seed,
         bounds=list(asked.bounds),
         confidence=asked.confidence_level,

@@ -15,6 +15,7 @@ from rich.progress import Progress, TaskID
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
 from offramp.commands.combinations import Illegal
+from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.tools.bench.arguments import add_trace_arguments
 from offramp.tools.bench.load.generator import GeneratedLoad, generate
@@ -94,7 +95,7 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("address", metavar="HOST:PORT", help="gRPC port of the server")
     add("--model", required=True, metavar="NAME", help="name of the model there")
-    add("--data", type=Path, required=True, metavar="NPZ", help="samples to send")
+    add("--data", required=True, metavar="DATA", help="samples to send")
     add("--samples", type=int, default=4000, metavar="N", help="most samples of the data to use")
     add(
         "--group",
@@ -105,6 +106,7 @@ def add_parser(commands: Any) -> None:
     add_trace_arguments(parser)
     _add_sending(parser.add_argument_group("sending"))
     _add_judging(parser.add_argument_group("judging and output"))
+    add_data_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -181,7 +183,7 @@ def run(options: argparse.Namespace) -> int:
     optional = optional_inputs(settings.address, settings.model)
     bundle = None if options.reference is None else open_runnable(options.reference)
     data = read_data(
-        options.data,
+        source_of(options.data, options),
         input_specs(metadata),
         samples=options.samples,
         optional=optional,
@@ -195,7 +197,7 @@ def run(options: argparse.Namespace) -> int:
     reference = _find_reference(bundle, data, metadata, shares)
     environment = describe_environment(
         trace=None if trace is None else trace.name,
-        data=options.data.name,
+        data=Path(options.data).name,
         samples=len(data),
         data_is_calibration_data=reference.on_calibration_data,
         **settings_json(settings),

@@ -210,6 +210,11 @@ def run(options: argparse.Namespace) -> int:
         )
     options.workers = options.workers or 1
     bundle, trace = Bundle.open(options.bundle), trace_of(options)
+    if bundle.manifest.is_plain:
+        raise ValueError(
+            f"{bundle.path} was made without data (eecompile wrap), and simulations draw samples "
+            "from the records of a bundle's data; compile the model with --data"
+        )
     runs = list(_runs(bundle, systems, trace, options))
     _tell(runs, trace, options)
     return 0

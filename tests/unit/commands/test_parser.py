@@ -30,7 +30,7 @@ ILLEGAL = (
 def make(**more: Any) -> LayeredParser:
     parser = LayeredParser(prog="cut", description="Cut a thing.", illegal=ILLEGAL, **more)
     parser.add_argument("model", metavar="MODEL", help="the model")
-    parser.add_argument("--data", metavar="DATA", help="samples")
+    parser.add_argument("--data", metavar="DATA", help="samples.\nOf any kind")
     parser.add_argument("--share", default=0.01, metavar="X", help="largest share")
     group = parser.add_argument_group("training")
     group.add_argument("--train", choices=["frozen", "joint"], default="frozen", help="what learns")
@@ -87,7 +87,7 @@ def test_help_all_shows_every_option_by_groups(capsys: pytest.CaptureFixture[str
     assert [line for line in shown.splitlines() if line.startswith("  --")] == [
         "  --help-all                show all options, by groups",
         "  --completion {bash,zsh,fish}",
-        "  --data DATA               samples",
+        "  --data DATA               samples. Of any kind",
         "  --share X                 largest share (default: 0.01)",
         "  --train {frozen,joint}    what learns (default: frozen)",
         "  --rate RATE               of learning (default: slow)",
