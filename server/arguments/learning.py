@@ -32,7 +32,7 @@ def add_learning(parser: argparse.ArgumentParser) -> None:
         dest="learning",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="make exits for ONNX files while they are served\nneeds the extra compile: pip "
+        help="make exits for ONNX files while they are served;\nneeds the extra compile: pip "
         "install 'offramp[compile]'",
     )
     group.add_argument(
@@ -40,7 +40,7 @@ def add_learning(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=integer(1),
         default=argparse.SUPPRESS,
-        help=f"inputs to record for that (default: {usual.samples:,})\na promise of 1 %% at 95 %% "
+        help=f"inputs to record for that (default: {usual.samples:,}).\nA promise of 1 %% at 95 %% "
         "confidence takes about 700; more inputs make better exits",
     )
     group.add_argument(

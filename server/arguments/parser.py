@@ -66,7 +66,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="*",
         type=Path,
-        help="ONNX file, or bundle that eecompile wrote\n"
+        help="ONNX file, or bundle that eecompile wrote;\n"
         "served under its name without .onnx or .ee; an ONNX file is served as it is, without "
         "exits",
     )
