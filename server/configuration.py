@@ -6,6 +6,8 @@
     streams = 2
     [defaults]                # fields of ModelOptions, for every model
     policy = "run-through"
+    [learning]                # fields of LearnOptions: learn exits of ONNX files
+    samples = 20000
     [models.fashion]          # the same, for this one
     path = "fashion.ee"       # relative to this file
     policy = "slackfit"
@@ -32,13 +34,14 @@ from offramp.bundle.files import read_limited
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
 from offramp.engine.errors import BackendError
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.cluster_plan import PlanError
 from offramp.engine.scheduling import PolicyName
 from offramp.server.options import DEFAULT_MODE
 
-_Options: TypeAlias = type[EngineOptions | ModelOptions]
+_Options: TypeAlias = type[EngineOptions | ModelOptions | LearnOptions]
 
 
 class ConfigurationError(ValueError):
@@ -64,6 +67,8 @@ class Configuration:
     """Fields of :class:`EngineOptions`; of ``cluster`` the path as the file has it, or ``ray``."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`ModelOptions`, for all models."""
+    learning: Mapping[str, Any] | None = None
+    """Fields of :class:`LearnOptions`; ``None`` where the file does not ask for learning."""
     models: Mapping[str, ConfiguredModel] = field(default_factory=dict)
 
     def options(
@@ -71,6 +76,7 @@ class Configuration:
         *,
         engine: Mapping[str, Any],
         defaults: Mapping[str, Any],
+        learning: Mapping[str, Any] | None = None,
         ray_address: str | None = None,
     ) -> EngineOptions:
         """The engine's options, with what the command line says of engine and defaults.
@@ -80,6 +86,7 @@ class Configuration:
         Args:
             engine: Fields of :class:`EngineOptions`; ``cluster`` is a path, or ``ray``.
             defaults: Fields of :class:`ModelOptions`.
+            learning: Fields of :class:`LearnOptions`; ``None`` if it does not ask for learning.
             ray_address: HOST:PORT of the head of Ray's cluster, where that is the cluster.
 
         Raises:
@@ -93,6 +100,8 @@ class Configuration:
         ours = {name: value for name, value in self.engine.items() if name not in overruled}
         joined: dict[str, Any] = {"mode": DEFAULT_MODE, **ours, **engine}
         joined["defaults"] = ModelOptions(**common)
+        if learning is not None or self.learning is not None:
+            joined["learning"] = LearnOptions(**{**(self.learning or {}), **(learning or {})})
         joined["models"] = {
             name: ModelOptions(**{**common, **model.settings})
             for name, model in self.models.items()
@@ -141,14 +150,22 @@ class Configuration:
 def read_configuration(path: Path) -> Configuration:
     """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
     document = _load(path)
-    _refuse_unknown(document, ("engine", "defaults", "models"), f"{path}", "table")
+    _refuse_unknown(document, ("engine", "defaults", "learning", "models"), f"{path}", "table")
     models = _table(document, "models", f"{path}: [models]")
     return Configuration(
         source=path,
         engine=_settings(EngineOptions, _table(document, "engine", f"{path}: [engine]")),
         defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
+        learning=_learning(path, document) if "learning" in document else None,
         models={name: _model(path.parent, models, name) for name in models.content},
     )
+
+
+def _learning(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    settings = _checked(LearnOptions, _table(document, "learning", f"{path}: [learning]"))
+    if "folder" in settings:
+        settings["folder"] = path.parent / settings["folder"]
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +206,7 @@ _KINDS: Final[Mapping[type, _Kind]] = {
 }
 _KINDS_BY_FIELD: Final = {
     "cluster": _Kind("a string", (str,), Path),
+    "folder": _Kind("a string", (str,), Path),
     "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
     "controller": _Kind("a string", (str,), _one_of(*CONTROLLERS)),
     "precision": _Kind("a string", (str,), _one_of(*PRECISIONS)),
@@ -196,7 +214,7 @@ _KINDS_BY_FIELD: Final = {
 }
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that are not called like their field."""
-_NO_KEYS: Final = ("defaults", "models", "plan_on")
+_NO_KEYS: Final = ("defaults", "models", "plan_on", "learning")
 """Fields that are tables of their own, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two ways to say one thing: who says one on the command line overrules both in the file."""

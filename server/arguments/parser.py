@@ -13,6 +13,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster_plan import PlanError
+from offramp.server.arguments.learning import add_learning, learning_in
 from offramp.server.arguments.settings import (
     add_control,
     add_execution,
@@ -314,6 +315,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"offramp {__version__}")
     add_models(parser)
+    add_learning(parser)
     add_network(parser)
     add_keepalive(parser)
     add_control(parser)
@@ -328,7 +330,12 @@ def _understand(given: argparse.Namespace) -> Arguments:
     file = Configuration() if given.config is None else read_configuration(given.config)
     configured = [(name, model.path) for name, model in file.models.items()]
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
-    options = file.options(engine=engine, defaults=defaults, ray_address=given.ray_address)
+    options = file.options(
+        engine=engine,
+        defaults=defaults,
+        learning=learning_in(given),
+        ray_address=given.ray_address,
+    )
     refuse_ignored({**engine, **defaults}, options.mode)
     _check_report(given)
     return Arguments(
