@@ -279,7 +279,8 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
         for loss in harmed(model.class_losses, promise.max_disagreement):
             harm = describe_harm(loss, promise.max_disagreement)
             yield f"On the calibration data, {harm}."
-    yield from (f"{note[0].upper()}{note[1:]}." for note in model.notes)
+    if statistics.learning is None:
+        yield from (f"{note[0].upper()}{note[1:]}." for note in model.notes)
     if statistics.mode == "off" and not model.notes:
         yield "Exits are switched off (--mode off): every answer is the unmodified model's."
     elif statistics.mode == "off" or statistics.control is not None:

@@ -22,12 +22,14 @@ from offramp.engine.learning.compiling import (
     compile_arguments,
     describe_end,
     missing_packages,
+    priority_for,
     read_progress,
     start_compilation,
 )
 from offramp.engine.learning.folder import LearnFolder
 from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, Progressed
 from offramp.engine.learning.options import LearnOptions
+from offramp.engine.learning.processor import IdleShare
 from offramp.engine.learning.recorder import InputRecorder, RecordedCounts
 from offramp.engine.learning.recording import RecordingError, RecordingHeader, sample_bytes
 from offramp.engine.learning.recording_log import LIVE_SHARE, RecordingLog
@@ -76,7 +78,7 @@ class ModelLearner:
         *,
         arguments: Sequence[str],
         least: int,
-        start: Callable[[Sequence[str], int], Compilation] = start_compilation,
+        start: Callable[[Sequence[str], int, str], Compilation] = start_compilation,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Go on from a state.
@@ -102,6 +104,7 @@ class ModelLearner:
         self._engine: LearningEngine | None = None
         self._header: RecordingHeader | None = None
         self._failing = False
+        self._idle = IdleShare()
 
     @property
     def path(self) -> Path:
@@ -190,6 +193,7 @@ class ModelLearner:
         if self._compilation is not None:
             await self._look_after(self._compilation)
             return
+        self._idle.look()
         counts = self._counts()
         self._tell(counts)
         if self._recorder is not None and counts.wanted < self._least:
@@ -267,13 +271,18 @@ class ModelLearner:
             progress=self._folder.progress,
             asked=self._arguments,
         )
-        cores = max(1, available_cores() // 2)
+        cores, priority = max(1, available_cores() // 2), priority_for(self._idle.share)
         try:
-            self._compilation = await asyncio.to_thread(self._start_process, arguments, cores)
+            self._compilation = await asyncio.to_thread(
+                self._start_process, arguments, cores, priority
+            )
         except OSError as error:
             self._failed(f"no process can be started: {error}")
             return
-        _log.info("%s: compiling with %d recorded samples", self.name, self._counts().recorded)
+        _log.info(
+            "%s: compiling with %d recorded samples on %d cores at priority %s",
+            self.name, self._counts().recorded, cores, priority,
+        )  # fmt: skip
 
     async def _look_after(self, compilation: Compilation) -> None:
         status = compilation.poll()
@@ -284,6 +293,7 @@ class ModelLearner:
         await asyncio.to_thread(compilation.end)
         self._compilation = None
         self._told_step = 0
+        self._folder.progress.unlink(missing_ok=True)
         number = self._state.compiling
         bundle = await asyncio.to_thread(self._folder.open_bundle, number) if not status else None
         if bundle is None:

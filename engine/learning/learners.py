@@ -21,6 +21,7 @@ from offramp.engine.learning.status import LearningStatus
 from offramp.engine.learning.words import why_idle
 from offramp.engine.onnx_files import is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.plan import Mode
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,11 @@ class Learning:
         learners: dict[str, ModelLearner] = {}
         if (learning := options.learning) is None:
             return cls(learners)
+        if options.mode is Mode.OFF:
+            raise OptionsError(
+                "mode is off, in which no exit ever answers, and learning makes exits; leave one "
+                "of the two out"
+            )
         try:
             for name, model in models.items():
                 if not options.of(name).learn:

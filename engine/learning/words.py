@@ -45,9 +45,9 @@ def describe_promise(bundle: Bundle) -> str:
 
 
 def why_idle(bundle: Bundle) -> str:
-    """Say why no exit of a bundle is in use."""
-    report = f"{bundle.path}/report.html has more"
-    return f"{bundle.manifest.idle_reason or 'none saves time within the promise'} ({report})"
+    """Return why no exit of a bundle is in use."""
+    reason = bundle.manifest.idle_reason or "none saves time within the promise"
+    return f"{reason} ({bundle.path.name}/report.html in the learn folder has more)"
 
 
 def clock_time(unix_s: float) -> str:
