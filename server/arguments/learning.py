@@ -22,9 +22,9 @@ def add_learning(parser: argparse.ArgumentParser) -> None:
     """Add the options; what is not given is absent from the namespace."""
     group = parser.add_argument_group(
         "learning",
-        "ONNX files get exits while they are served: a sample of their inputs is recorded,\n"
-        "exits are compiled from it at low priority, and the server goes on with them.\n"
-        "Bundles are served as they are. See docs/learning.md.",
+        "ONNX files get exits while they are served: a sample of their inputs is\n"
+        "recorded, exits are compiled from it at low priority, and the server goes on\n"
+        "with them. Bundles are served as they are. See docs/learning.md.",
     )
     usual = LearnOptions()
     group.add_argument(
