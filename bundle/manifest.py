@@ -295,6 +295,8 @@ class Manifest:
     weight_sharing: tuple[SharingCost, ...] = field(default=(), metadata=LEFT_OUT)
     """What sessions of the model and of each variant cost that share weights in memory, by number;
     empty where that was not measured."""
+    idle_reason: str = field(default="", metadata=LEFT_OUT)
+    """Which limit keeps all exits out of use, where none is in use, and what would lift it."""
     unread: tuple[UnreadInput, ...] = field(default=(), metadata=LEFT_OUT)
     """Inputs that the file declares and nothing reads, by rising place."""
     no_batching: str = field(default="", metadata=LEFT_OUT)

@@ -19,6 +19,8 @@ from offramp.commands.completion import SHELLS, shell_code
 
 _DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
 _INDENT: Final = "  "
+_LEAST_WORD: Final = 4
+"""Letters of an unknown option from which on it is searched for in longer names."""
 
 
 class LayeredParser(argparse.ArgumentParser):
@@ -79,9 +81,15 @@ class LayeredParser(argparse.ArgumentParser):
     def _unknown(self, flag: str) -> str:
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         known = {name.lstrip("-"): name for action in shown for name in action.option_strings}
-        near = difflib.get_close_matches(flag.lstrip("-"), known, n=1)
+        word = flag.lstrip("-")
+        near = difflib.get_close_matches(word, known, n=1)
+        near += [name for name in known if word in name and len(word) >= _LEAST_WORD]
         hint = f"; did you mean {known[near[0]]}?" if near else ""
         return f"there is no option {flag}{hint}"
+
+    def options(self) -> Sequence[argparse.Action]:
+        """Return the options, without the places of a command line."""
+        return [action for action in self._actions if action.option_strings]
 
     def values(self, options: argparse.Namespace) -> dict[str, object]:
         """Return the values of options by flag."""

@@ -50,11 +50,12 @@ class EngineBuild(Protocol):
 class BuildProcess:
     """``eecompile`` in a process of its own; OSError if the system refuses to start it."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, worker: str = _WORKER) -> None:
+        """Run the module ``worker`` with arguments for ``eecompile``."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", _WORKER, *arguments],
+                [sys.executable, "-P", "-m", worker, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=self._said,
                 stderr=subprocess.STDOUT,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +30,14 @@ from offramp.engine.tensorrt.probe import parse_device
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+class LoadedModel(NamedTuple):
+    """A model that is loaded beside others."""
+
+    model: ServedModel
+    release: Callable[[], None]
+    """Removes its temporary files, once nothing runs it any more."""
 
 
 class OpenedModels(NamedTuple):
@@ -90,7 +99,7 @@ async def _open_bundles(
     bundles = {n: await asyncio.to_thread(_open_held, path) for n, path in models.items()}
     owned = backend is None
     if backend is None:
-        backend = await _in_thread(backend_for, models, options)
+        backend = await in_thread(backend_for, models, options)
     parallel = ParallelLimit(
         max(options.of(name).max_batch_size for name in models),
         fixed=options.parallel_below,
@@ -103,16 +112,36 @@ async def _open_bundles(
             _log.info("%s: loading %s", name, bundle.path)
             splits = None
             if len(bundles) == 1:  # of several, every worker holds all
-                splits = await _in_thread(_split, name, bundle, backend, options)
+                splits = await in_thread(_split, name, bundle, backend, options)
             load = partial(ServedModel.load, splits=splits)
-            loaded[name] = await _in_thread(load, name, bundle, backend, options, parallel)
+            loaded[name] = await in_thread(load, name, bundle, backend, options, parallel)
             _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
-        slots = await _in_thread(warm_slots, backend, loaded, options.streams)
+        slots = await in_thread(warm_slots, backend, loaded, options.streams)
     except BaseException:
         if owned:
             _close_after_failure(backend)
         raise
     return OpenedModels(loaded, backend, parallel, slots, wrapped)
+
+
+async def load_model(
+    name: str,
+    path: Path,
+    mode: Mode | None,
+    *,
+    backend: Backend,
+    options: EngineOptions,
+    parallel: ParallelLimit,
+) -> LoadedModel:
+    """Load, check and warm up a bundle beside serving, in threads.
+
+    It is served with the options that ``name`` has, in another ``mode`` if one is given. Raises
+    what :meth:`.Engine.open` does.
+    """
+    bundle = await in_thread(_open_held, path)
+    options = replace(options, mode=mode or options.mode)
+    served = await in_thread(ServedModel.load, name, bundle, backend, options, parallel)
+    return LoadedModel(served, lambda: None)
 
 
 def _check_names(models: Mapping[str, Path]) -> None:
@@ -190,7 +219,7 @@ def _close_after_failure(backend: Backend) -> None:
         _log.exception("the backend could not be closed")
 
 
-async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
     """Call in a thread; if cancelled, wait for its end, since what it uses is released next."""
     future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:

@@ -84,6 +84,7 @@ def _add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False)
     _add_choice(parser.add_argument_group("choice of the exits in use"))
     _add_measuring(parser.add_argument_group("measuring"))
     add_data_arguments(parser)
+    parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
 
 
 def _add_exits(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from offramp.compiler.commands.illegal import NO_ENGINES
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.errors import CompileError, EnginesUnavailableError, ModelError
 from offramp.compiler.interruption import status_of
-from offramp.compiler.progress import TerminalProgress
+from offramp.compiler.progress import FileProgress, Progress, TerminalProgress
 from offramp.engine.criteria import known_criterion
 from offramp.engine.errors import BackendError
 from offramp.engine.options import available_cores
@@ -68,7 +69,7 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
         ),
     )
     scratch = ScratchSpace(asked.scratch)
-    with TerminalProgress(console) as progress:
+    with TerminalProgress(console) as shown, _reporting(options.progress_file, shown) as progress:
         bundle = compile_model(asked, progress, scratch=scratch)
     print_bundle(bundle, Console())
     print_use(scratch, Console())
@@ -86,6 +87,11 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
     return 0
+
+
+def _reporting(path: Path | None, progress: Progress) -> AbstractContextManager[Progress]:
+    """Report progress to a file as well, if one is named."""
+    return nullcontext(progress) if path is None else closing(FileProgress(path, progress))
 
 
 class _Engines(NamedTuple):

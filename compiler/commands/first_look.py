@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, least_samples
 from offramp.certify import samples_needed
+from offramp.certify.splits import CERTIFY_SHARE, TUNE_SHARE, least_to_split
 from offramp.compiler.asked_task import AskedTask
 
 if TYPE_CHECKING:  # they import onnx
@@ -89,7 +89,7 @@ def _places(analysis: CutAnalysis, chosen: tuple[CutPoint, ...]) -> str:
 
 def _print_samples(max_disagreement: float, confidence_level: float, console: Console) -> None:
     certify = samples_needed(max_disagreement, confidence_level)
-    least = least_samples(certify)
+    least = least_to_split(certify)
     console.print(
         f"\nA promise that at most {100 * max_disagreement:g} % of its answers change, with "
         f"{100 * confidence_level:g} % confidence, takes\n"

@@ -9,8 +9,9 @@ import onnx
 import pytest
 from tests import models
 
-from offramp.calibration.dataset import DataError, Dataset, least_samples, split
+from offramp.calibration.dataset import DataError, Dataset, split
 from offramp.certify import samples_needed
+from offramp.certify.splits import least_to_split
 from offramp.compiler.commands.cli import main
 
 
@@ -66,7 +67,7 @@ eecompile --help shows the options.""".splitlines()
 def test_it_counts_for_the_promise_that_is_asked_for(capfd) -> None:
     screen = " ".join(look(capfd, "--max-disagreement", "0.001", "--confidence", "0.99"))
     certify = samples_needed(0.001, 0.99)
-    least = least_samples(certify)
+    least = least_to_split(certify)
     assert f"at most 0.1 % of its answers change, with 99 % confidence, takes {least:,}" in screen
     assert f"{2 * least:,} serve well" in screen
     assert f"or {certify:,} at least, certify" in screen
@@ -78,7 +79,7 @@ def test_the_least_number_of_samples_is_that_of_the_split() -> None:
     def data(samples: int) -> Dataset:
         return Dataset(inputs={"x": np.zeros((samples, 1))}, labels=None, sha256="")
 
-    least = least_samples(299)
+    least = least_to_split(299)
     assert len(split(data(least), certify_at_least=299, seed=0).certify) == 299
     with pytest.raises(DataError, match=f"give at least {least} "):
         split(data(least - 1), certify_at_least=299, seed=0)
