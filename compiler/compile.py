@@ -226,11 +226,11 @@ def _certify_and_write(
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     title = "Certify the policy"
     certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
-    warn_of_answers(draft.answer, certify)
-    whole = draft.answer.criterion.depends_on_earlier
-    policy = choice.certify(path, certify)
     if options.is_dry_run:
-        policy = dry_run_policy(chosen.tune, whole=whole)
+        policy = dry_run_policy(chosen.tune, whole=draft.answer.criterion.depends_on_earlier)
+    else:
+        warn_of_answers(draft.answer, certify)
+        policy = choice.certify(path, certify)
     assert certify.ranges is not None
     slack = chosen.sliced.tolerance(options)
     check_ranges(chosen.sliced.model, certify.ranges, [e.exit for e in policy.active], slack=slack)

@@ -355,7 +355,7 @@ def test_rehearsing_keeps_the_engines(run: Shell, workplace: Path, monkeypatch: 
     assert all(store.read(entry) for entry in store.index.engines)
     assert run("rehearse", "model.ee", "--data", "new.npz", "--output", "x.ee").status == 0
     assert EngineStore.open("x.ee", target).index == before
-    said = run("build", "model.ee", "--precision", "fp16", "--parts", "source,segments")
+    said = run("build", "model.ee", "--parts", "source,segments")
     assert {cells[-1] for cells in rows(said).values()} == {"fresh"}
 
 
