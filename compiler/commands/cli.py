@@ -102,7 +102,7 @@ def _without(error: ImportError, options: argparse.Namespace) -> str:
 
 
 def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
-    """Give the libraries of ``--custom-ops`` to whatever loads a graph meanwhile."""
+    """Load the libraries of ``--custom-ops`` into all sessions of ONNX Runtime in the context."""
     if not paths:
         return nullcontext()
     from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415
@@ -111,7 +111,7 @@ def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
 
 
 def _target_of(options: argparse.Namespace) -> Path:
-    """What a command writes, if it writes anything."""
+    """Return the place that a command may write to, for messages about interruptions."""
     output: Path | None = getattr(options, "output", None)
     bundle: Path | None = getattr(options, "bundle", None)
     return output or bundle or output_of(options.model)
@@ -244,7 +244,7 @@ COMMANDS = {
     "wrap": Command(wrap_parser, _wrap),
     "plan": Command(arguments.plan_parser, _plan),
 }
-"""By name; anything else compiles a model. A model file called like one is given as ./NAME."""
+"""The subcommands by name; any other argument is a model to compile, also ./NAME."""
 
 
 if __name__ == "__main__":

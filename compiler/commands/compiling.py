@@ -95,7 +95,7 @@ def _reporting(path: Path | None, progress: Progress) -> AbstractContextManager[
 
 
 class _Engines(NamedTuple):
-    """What follows from ``--backend``."""
+    """Consequences of ``--backend``."""
 
     build: BuildOptions | None = None
     """Engines to build once the bundle is written."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from offramp.engine.options import MOST_SHARE
 
 _SEEDS = 2**63
-"""How many there are: torch takes no larger one, numpy no negative one."""
+"""Number of possible seeds: torch takes no larger one, numpy no negative one."""
 _INF = float("inf")
 
 

@@ -19,8 +19,8 @@ def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
 
     Args:
         tune: Confidence of each exit on the tuning split.
-        whole: Whether all exits have to run, as the criterion looks at earlier ones; those that
-            nobody leaves at have the threshold ``NEVER``.
+        whole: Whether all exits have to run, as the criterion looks at earlier ones; exits without
+            a threshold of their own then have ``NEVER``.
     """
     exits, samples = tune.confidence.shape
     chosen = np.unique(np.linspace(0, exits - 1, min(exits, MOST_EXITS)).round().astype(int))
