@@ -207,6 +207,12 @@ def test_mode_off_is_named_as_the_reason() -> None:
     assert "Exits are switched off (--mode off)" in text_of(Engine(now=off))
 
 
+def test_notes_on_a_model_are_shown() -> None:
+    note = "compiled on random inputs: nothing is certified"
+    dry = dataclasses.replace(fake_model(), notes=(note,))
+    assert "Compiled on random inputs: nothing is certified." in text_of(Engine(served=(dry,)))
+
+
 def test_exits_without_a_promise_are_warned_of() -> None:
     model = fake_model()
     bare = dataclasses.replace(model, policy=dataclasses.replace(model.policy, promise=None))
