@@ -23,11 +23,11 @@ def add_learning(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "learning",
         "Exits for models that are served as ONNX files. A sample of what is asked is recorded on\n"
-        "the disk; a process of the lowest priority compiles exits from it; then they answer.",
+        "the disk; a process of low priority compiles exits from it; then they answer.",
     )
     group.add_argument(
         "--learn",
-        dest="learning",
+        dest="learns",  # ``learn`` and ``learning`` are fields of the options
         action="store_true",
         help="record a sample of the inputs, compile exits from it beside serving, and go on with "
         "them",
@@ -67,4 +67,4 @@ def learning_in(given: argparse.Namespace) -> dict[str, Any] | None:
     fields = {
         field: getattr(given, name) for name, field in _FIELDS.items() if hasattr(given, name)
     }
-    return fields if given.learning else None
+    return fields if given.learns else None

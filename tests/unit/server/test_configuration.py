@@ -145,7 +145,7 @@ def test_an_empty_file_leaves_all_open(tmp_path: Path) -> None:
 
 
 VALUES = {
-    "answer": ('"scores"', "scores"),
+    "answer": ('"scores"', "scores"), "learn": ("false", False),
     "scheduling": ('"fixed:2"', PolicyName("fixed", 2)), "max_batch_size": ("3", 3),
     "max_queue_delay_ms": ("2", 2.0), "max_queue_samples": ("7", 7), "slo_ms": ("1.5", 1.5),
     "forced_exits": ("false", False), "weight": ("3", 3.0), "mode": ('"off"', Mode.OFF),
@@ -170,7 +170,8 @@ VALUES = {
         *(
             ("engine", EngineOptions, field.name)
             for field in fields(EngineOptions)
-            if field.name not in ("defaults", "models", "cluster", "plan_on")  # see below
+            if field.name
+            not in ("defaults", "models", "cluster", "plan_on", "learning")  # see below
         ),
     ],
 )
