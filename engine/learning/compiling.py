@@ -120,4 +120,6 @@ def describe_end(status: int, last_words: str) -> str:
         except ValueError:
             name = f"signal {-status}"
         return f"its process was ended by {name}"
+    if not status:
+        return "it wrote no bundle that is whole"
     return f"{last_words.removeprefix('eecompile: ')} (exit status {status})"

@@ -280,8 +280,8 @@ class ModelLearner:
             self._failed(f"no process can be started: {error}")
             return
         _log.info(
-            "%s: compiling with %d recorded samples on %d cores at priority %s",
-            self.name, self._counts().recorded, cores, priority,
+            "%s: compiling with %s recorded samples, by %d of %d cores, priority %s",
+            self.name, f"{self._counts().recorded:,}", cores, available_cores(), priority,
         )  # fmt: skip
 
     async def _look_after(self, compilation: Compilation) -> None:

@@ -180,5 +180,5 @@ def _checked(name: str, folder: LearnFolder, state: LearnState) -> LearnState:
             name,
             folder.bundle(state.serving),
         )
-        return replace(state, serving=0, phase=Phase.RECORDING, reason="")
+        return replace(state, serving=0, compiling=0, phase=Phase.RECORDING, reason="")
     return state
