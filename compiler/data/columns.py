@@ -84,9 +84,9 @@ def read_table(
     with SampleWriter(name, scratch, keys=plan.keys) as writer:
         label = plan.label
         for rows in batches:
-            if label is not None and not writer.samples and not _are_classes(rows, plan):
-                label = None
             arrays = plan.inputs(rows)
+            if label is not None and not writer.samples and not _has_classes(rows, plan):
+                label = None
             if label is not None:
                 arrays[LABEL] = _classes(rows, label)
             for key in plan.keys:
@@ -241,27 +241,41 @@ def _features(rows: TableRows, columns: Sequence[str], spec: TensorSpec) -> NDAr
     return np.stack(found, axis=1)
 
 
-def _are_classes(rows: TableRows, plan: TablePlan) -> bool:
-    """Whether the labels are numbers of classes; DataError if not, and they were asked for."""
+def _has_classes(rows: TableRows, plan: TablePlan) -> bool:
+    """Whether labels are used: they were asked for, or the first one is the number of a class."""
     assert plan.label is not None
+    first = rows.objects(plan.label)[0]
+    if plan.label_asked or _is_class(first):
+        return True
+    _log.warning(
+        "%s: %r is %.50r, not the number of a class: labels are left aside, as exits learn "
+        "without.",
+        rows.place(0), plan.label, first,
+    )  # fmt: skip
+    return False
+
+
+def _is_class(value: Any) -> bool:
+    if isinstance(value, list):  # 0 or 1 for each of several labels
+        return all(map(_is_class, value))
     try:
-        classes = _classes(rows, plan.label)
-    except DataError as error:
-        if plan.label_asked:
-            raise
-        _log.warning("%s; labels are left aside, as exits learn without.", error)
+        return float(value).is_integer()
+    except (TypeError, ValueError):
         return False
-    return len(classes) > 0
 
 
 def _classes(rows: TableRows, label: str) -> NDArray[Any]:
     array = rows.numbers(label)
-    if array.dtype.kind not in "biu":
+    with np.errstate(invalid="ignore"):
+        classes = array.astype(np.int64)
+    wrong = (classes != array).reshape(len(array), -1).any(axis=1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
         raise DataError(
-            f"{rows.place(0)}: {label!r} is {array[0]!s:.50}, expected the number of a class; "
-            "write numbers there, or name another column with --label-column"
+            f"{rows.place(row)}: {label!r} is {array[row]}, expected the number of a class; write "
+            "numbers there, or name another column with --label-column"
         )
-    return array.astype(np.int64)
+    return classes
 
 
 def _key(rows: TableRows, key: str) -> NDArray[Any]:

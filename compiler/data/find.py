@@ -30,12 +30,9 @@ class NamedData:
     def __init__(self, text: str) -> None:
         """Look at the place of a text."""
         self.text, self.path = text, Path(text)
-        self.is_file, self.is_folder = self.path.is_file(), self.path.is_dir()
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is anything at that path."""
-        return self.path.exists()
+        self.exists = bool(text) and self.path.exists()
+        self.is_file = self.exists and self.path.is_file()
+        self.is_folder = self.exists and self.path.is_dir()
 
     @property
     def suffix(self) -> str:
@@ -141,7 +138,9 @@ def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
         )
     if not found:
         what = "is of no kind that can be read" if data.exists else "no such file or folder"
-        raise DataError(f"{text}: {what}; expected {'; '.join(kind.form for kind in KINDS)}")
+        raise DataError(
+            f"{text or repr(text)}: {what}; expected {'; '.join(kind.form for kind in KINDS)}"
+        )
     (kind,) = found
     if data.is_folder and data.has(TOML_NAME):
         spec = spec.filled_from(read_toml(data.path / TOML_NAME))

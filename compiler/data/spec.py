@@ -100,9 +100,7 @@ def read_toml(path: Path) -> PreprocessingSpec:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}; check --preprocessing"
-        ) from error
+        raise DataError(f"{path} cannot be read: {error.strerror}; check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no TOML: {error}; mend it there") from error
     known = {option.field: option for option in OPTIONS}
