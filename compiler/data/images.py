@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +18,7 @@ from offramp.calibration.data_sources import ArraysAndHash
 from offramp.calibration.errors import DataError
 from offramp.calibration.sample_writer import SampleWriter
 from offramp.calibration.scratch import ScratchSpace
+from offramp.compiler.data.files import files_in
 from offramp.compiler.data.spec import Layout, PreprocessingSpec, Resample
 
 if TYPE_CHECKING:
@@ -248,14 +249,9 @@ class ImageFolderSource:
         """Decode all images; a broken one is an error that names its file."""
         form = image_form(specs, self.options, self.name)
         with SampleWriter(self.name, scratch, keys=keys) as writer:
-            files = list(self._files())[: self.options.max_samples]
+            files = files_in(self.path, SUFFIXES)[: self.options.max_samples]
             for start in range(0, len(files), _BATCH):
                 part = files[start : start + _BATCH]
                 batch = np.stack([form.decode(file, str(file)) for file in part])
                 writer.append({form.spec.name: batch}, str(part[0]))
             return writer.finish()
-
-    def _files(self) -> Iterator[Path]:
-        for file in sorted(self.path.rglob("*"), key=lambda file: file.as_posix()):
-            if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
-                yield file
