@@ -51,7 +51,7 @@ class TableRows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableColumns:
-    """What is known of a table before its rows are read."""
+    """Columns of a table, known before its rows are read."""
 
     names: Sequence[str]
     images: Sequence[str] = ()
@@ -60,7 +60,7 @@ class TableColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
-    """How rows become the inputs of a model."""
+    """Plan by which rows become the inputs of a model."""
 
     columns: tuple[str, ...]
     """Columns to read."""
@@ -196,12 +196,21 @@ def _texts(rows: TableRows, columns: Sequence[str]) -> list[Any]:
     found = [rows.objects(column) for column in columns]
     for column, values in zip(columns, found, strict=True):
         for row, value in enumerate(values):
-            if not isinstance(value, str):
+            if not isinstance(value, str) or not _is_unicode(value):
                 raise DataError(
                     f"{rows.place(row)}: {column!r} is {value!r:.50}, expected a text; mend or "
                     "remove the row"
                 )
     return list(found[0]) if len(found) == 1 else list(zip(*found, strict=True))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which JSON allows and tokenizers refuse."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _images(rows: TableRows, column: str, form: ImageForm) -> NDArray[Any]:

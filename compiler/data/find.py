@@ -63,7 +63,7 @@ class DataKind:
     name: str
     """Noun for messages, with its article."""
     form: str
-    """What is given, for lists of kinds."""
+    """Form of the text that names it, for lists of kinds."""
     fits: Callable[[NamedData], bool]
     """Whether a text names data of this kind."""
     make: Callable[[NamedData, PreprocessingSpec], DataSource]
@@ -149,9 +149,9 @@ def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
 
 
 def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource:
-    """Return the source of whatever a program gives as data.
+    """Return the source of data that a program has.
 
-    That is a path or text as ``--data`` takes it, a source, arrays (a mapping, a tuple or one
+    Data are a path or text as ``--data`` takes it, a source, arrays (a mapping, a tuple or one
     alone), a ``datasets.Dataset``, a function that returns batches, or an iterable of batches.
     DataError for anything else.
     """

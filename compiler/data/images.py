@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-"""Of files that are images, in lower case."""
+"""Suffixes of image files, in lower case."""
 INSTALL: Final = "pip install 'offramp[images]'"
 _MODES: Final = {1: "L", 3: "RGB"}
 """Pillow's names of what models take, by their number of channels."""
@@ -115,7 +115,7 @@ def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: st
 
     DataError where the model has no single input that takes images, or the options do not fit it.
     """
-    check_pillow()
+    _check_pillow()
     if len(specs) != 1:
         raise DataError(
             f"{name}: images are for models with one input, and this one has {len(specs)}: "
@@ -132,7 +132,7 @@ def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: st
         if isinstance(size, int):
             if asked not in (None, size):
                 raise DataError(
-                    f"{name}: --image-size {asked_text(options)}: the model takes "
+                    f"{name}: --image-size {_size_text(options)}: the model takes "
                     f"{spec.describe()}; leave it out, or give what the model takes"
                 )
             found.append(size)
@@ -155,12 +155,12 @@ def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: st
     )
 
 
-def asked_text(options: PreprocessingSpec) -> str:
+def _size_text(options: PreprocessingSpec) -> str:
     """Return the size that was asked for, as a flag has it."""
     return ",".join(map(str, options.image_size or ()))
 
 
-def check_pillow() -> None:
+def _check_pillow() -> None:
     """Raise a DataError with the remedy where Pillow is missing."""
     with optional_import("PIL", install=INSTALL, raises=DataError):
         import PIL.Image  # noqa: F401, PLC0415

@@ -16,7 +16,7 @@ Layout: TypeAlias = Literal["nchw", "nhwc"]
 Resize: TypeAlias = Literal["crop", "stretch"]
 Resample: TypeAlias = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Family: TypeAlias = Literal["images", "texts", "tables", "samples"]
-"""What an option is about; ``samples`` is for everything that is read row by row."""
+"""Data that an option is for; ``samples`` are all that are read row by row."""
 
 TOML_NAME: Final = "preprocessing.toml"
 """Name of the file in a folder of data that has options of reading them."""
@@ -24,7 +24,7 @@ TOML_NAME: Final = "preprocessing.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessingSpec:
-    """How images, texts and tables become inputs; ``None`` is the default of each kind."""
+    """Options of reading images, texts and tables; ``None`` is the default of each kind."""
 
     image_size: tuple[int, int] | None = None
     """Height and width; those of the model's input where not given."""
@@ -37,7 +37,7 @@ class PreprocessingSpec:
     layout: Layout | None = None
     """Order of the input's dimensions; found by its shape where not given."""
     resize: Resize | None = None
-    """How images of another shape become the input's: ``crop`` the middle, or ``stretch``."""
+    """Treatment of images of another shape: ``crop`` the middle (default), or ``stretch``."""
     crop_share: float | None = None
     """Share of the shorter side that ``crop`` keeps; 1 where not given, 0.875 in torchvision."""
     resample: Resample | None = None

@@ -28,7 +28,7 @@ def collected(*batches: dict[str, np.ndarray], scratch: ScratchSpace | None = No
 def test_batches_become_arrays() -> None:
     arrays, _ = collected(
         {"x": ROWS[:4], "label": np.arange(4)},
-        {"x": ROWS[4:5], "label": np.array([7], np.int8)},
+        {"x": ROWS[4:5], "label": np.array([7], np.uint8)},
     )
     np.testing.assert_array_equal(arrays["x"], ROWS[:5])
     assert arrays["label"].tolist() == [0, 1, 2, 3, 7]
@@ -41,7 +41,7 @@ def test_the_hash_is_of_content_however_it_arrives() -> None:
     _, parts = collected(
         {"label": labels[:9].astype(np.int8), "x": ROWS[:9]}, {"x": ROWS[9:], "label": labels[9:]}
     )
-    assert whole == parts == hash_arrays({"x": ROWS, "label": labels})
+    assert whole == parts == hash_arrays({"x": ROWS, "label": labels.astype(np.int8)})
     assert hash_arrays({"x": ROWS.T.copy().T}) == collected({"x": ROWS})[1]
     others = [
         {"x": ROWS},

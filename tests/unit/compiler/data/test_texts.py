@@ -157,6 +157,7 @@ JSON_LINES = [
     ("[1]", r"2 is '\[1\]', expected an object such as"),
     ('{"txt": "a"}', "2: there is no 'text'; every line needs it, as the first one has it"),
     ('{"text": null}', "2: 'text' is None, expected a text; mend or remove the row"),
+    ('{"text": "\\ud800"}', r"2: 'text' is '\\ud800', expected a text"),
     ('{"text": ["a"]}', r"2: 'text' is \['a'\], expected a text"),
     ('{"text": "a", "label": "x"}', "2: 'label' is 'x', expected a number"),
     ('{"text": "a", "label": 0.5}', "2: 'label' is 0.5, expected the number of a class"),
@@ -214,6 +215,11 @@ def test_other_encodings_are_named(tmp_path: Path, tokenizer: Path, suffix: str)
         ),
         ([IDS, X], {}, "the model has the input x: float32"),
         ([FIXED], {"max_tokens": 5}, "--max-tokens 5: the model takes texts of 6 tokens; leave it"),
+        (
+            [IDS],
+            {"max_tokens": 1},
+            "cannot be cut to 1 tokens, as the tokenizer adds special ones;",
+        ),
         ([IDS], {"mean": (1.0,)}, "--mean is for images, and is not used here"),
     ],
 )
