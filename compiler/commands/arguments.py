@@ -22,7 +22,7 @@ from offramp.compiler.commands.shared_arguments import (
     add_target,
     make_parser,
 )
-from offramp.compiler.data.arguments import add_data_arguments
+from offramp.compiler.data.arguments import add_data
 
 
 def inspect_parser() -> argparse.ArgumentParser:
@@ -37,10 +37,8 @@ def verify_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile verify``."""
     parser = make_parser("verify", help_texts.VERIFY, short=("--data", "--threads", "--json"))
     add_bundle(parser, "verify")
-    parser.add_argument("--data", required=True, metavar="DATA",
-                        help="samples, best ones that the bundle was not made of; labels "
-                        "(optional) are for its accuracy")  # fmt: skip
-    add_data_arguments(parser)
+    add_data(parser, "samples, best ones that the bundle was not made of; labels (optional) are "
+             "for its accuracy")  # fmt: skip
     parser.add_argument("--threads", type=values.positive, default=1, metavar="N",
                         help="threads of ONNX Runtime")  # fmt: skip
     add_json(parser)
@@ -53,10 +51,7 @@ def rehearse_parser() -> argparse.ArgumentParser:
              "--confidence", "--group")  # fmt: skip
     parser = make_parser("rehearse", help_texts.REHEARSE, short=short)
     add_bundle(parser, "adapt")
-    parser.add_argument("--data", required=True, metavar="DATA",
-                        help="samples of the new load; labels (optional) are for the "
-                        "report")  # fmt: skip
-    add_data_arguments(parser)
+    add_data(parser, "samples of the new load; labels (optional) are for the report")
     add_grouping(parser, parser, None)
     add_target(parser, REPLACED, "a bundle that is at --output")
     add_dry_run(parser, "only print what would change")
@@ -91,10 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
         examples=help_texts.BUILD_EXAMPLES,
     )
     add_bundle(parser, "build for")
-    parser.add_argument("--data", metavar="DATA",
-                        help="calibration data of the bundle.\nEngines are verified on it, and it "
-                        "shows what fp16 and int8 cost in answers")  # fmt: skip
-    add_data_arguments(parser)
+    add_data(parser, "calibration data of the bundle.\nEngines are verified on it, and it shows "
+             "what fp16 and int8 cost in answers", required=False)  # fmt: skip
     add_seed(parser, "seed of the compilation, by which the samples that certified are found "
              "again in its data")  # fmt: skip
     add_engine_arguments(parser.add_argument_group("engines"))
@@ -123,10 +116,8 @@ def export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.onnx",
                         help="file to write")  # fmt: skip
     # Not required=True: the error for a missing one says in one line why it is needed.
-    parser.add_argument("--data", metavar="DATA",
-                        help="calibration data to verify with (always needed: a bundle does not "
-                        "hold them)")  # fmt: skip
-    add_data_arguments(parser)
+    add_data(parser, "calibration data to verify with (always needed: a bundle does not hold "
+             "them)", required=False)  # fmt: skip
     parser.add_argument("--with-exits", action="store_true",
                         help="add the outputs exit (index of the exit that answered, -1 for the "
                         "model's end) and confidence")  # fmt: skip

@@ -18,7 +18,7 @@ from offramp.compiler.commands.shared_arguments import (
     add_target,
     make_parser,
 )
-from offramp.compiler.data.arguments import add_data_arguments
+from offramp.compiler.data.arguments import add_data
 
 SHORT = ("--data", "--output", "--overwrite", "--max-disagreement", "--confidence", "--task",
          "--answer", "--group", "--exits", "--backend", "--seed")  # fmt: skip
@@ -57,11 +57,6 @@ def compile_parser() -> LayeredParser:
 
 def _add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False) -> None:
     add_model(parser)
-    parser.add_argument("--data", metavar="DATA", required=needs_data,
-                        help="samples like those that will be served; without, the model is "
-                        "described.\nnpz, images, texts, tables or a function, see docs/data.md; "
-                        "labels (optional) are for the report. random: made inputs, a dry run that "
-                        "certifies nothing")  # fmt: skip
     add_target(parser, "bundle to write (default: MODEL.ee)", "a bundle that is there")
     parser.add_argument("--backend", choices=["auto", "onnxruntime", "tensorrt"], default="auto",
                         metavar="NAME",
@@ -83,7 +78,10 @@ def _add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False)
     _add_exits(parser)
     _add_choice(parser.add_argument_group("choice of the exits in use"))
     _add_measuring(parser.add_argument_group("measuring"))
-    add_data_arguments(parser)
+    add_data(parser, "samples like those that will be served; without, the model is described.\n"
+             "npz, images, texts, tables or a function, see docs/data.md; labels (optional) are "
+             "for the report. random: made inputs, a dry run that certifies nothing",
+             required=needs_data)  # fmt: skip
     parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from offramp.bundle.criteria import IN_GRAPH
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+from offramp.compiler.data.spec import OPTIONS
 from offramp.compiler.errors import OptionsConflictError
 from offramp.compiler.options import CompileOptions
 from offramp.engine.criteria import CriterionError, known_criterion
@@ -36,6 +37,11 @@ def _is_on_host(values: Mapping[str, object]) -> bool:
     return values["--criterion"] not in IN_GRAPH
 
 
+_READING: Final = tuple(
+    Illegal(option=flag, without="--data",
+            why="it says how data are read; leave it out, or add --data")
+    for flag in ("--preprocessing", *(option.flag for option in OPTIONS))
+)  # fmt: skip
 _ONE_MODEL = "it is for exits of the float32 model as it is; take probability, entropy or margin"
 _UNCERTIFIED = "nothing is certified on made inputs; leave it out, or give samples"
 
@@ -56,6 +62,7 @@ NO_ENGINES: Final = (
 
 COMPILE: Final = (
     *NO_ENGINES,
+    *_READING,
     Illegal(option="--criterion", beside="--heads bridges|both", when=_is_not_probability,
             why="criteria are for pooled heads; leave one of them out"),
     Illegal(option="--criterion", beside="--precision int8|auto", when=_is_learned_or_depends,
@@ -106,6 +113,7 @@ SUPERNET: Final = (
 _AS_THERE = "the engines that are there say it; leave one of them out"
 _KEPT = "auto keeps what is certified; leave one of them out"
 BUILD: Final = (
+    *_READING,
     Illegal(option="--units", beside="--parts",
             why="both choose what is built; leave one of them out"),
     *(Illegal(option="--beside-serving", beside=other, why=_AS_THERE)

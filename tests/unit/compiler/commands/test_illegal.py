@@ -14,6 +14,7 @@ from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands import illegal
 from offramp.compiler.commands.cli import COMMANDS, COMPILE
 from offramp.compiler.compile import compile_model
+from offramp.compiler.data.spec import OPTIONS
 from offramp.compiler.errors import OptionsConflictError
 from offramp.compiler.options import CompileOptions
 
@@ -40,6 +41,14 @@ VALUES: Final[Mapping[str, str]] = {
     "--simplify-limit": "9",
     "--units": "00-01",
     "--workspace": "1",
+    "--preprocessing": "spec.toml",
+    **{option.flag: "column" for option in OPTIONS},
+    **dict.fromkeys(("--mean", "--std", "--scale", "--crop-share"), "0.5"),
+    **dict.fromkeys(("--max-tokens", "--max-samples"), "8"),
+    "--image-size": "224,224",
+    "--layout": "nchw",
+    "--resize": "crop",
+    "--resample": "nearest",
 }
 """What is given of options that take a value."""
 PLACES: Final[Mapping[str, list[str]]] = {
