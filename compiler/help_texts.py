@@ -19,7 +19,6 @@ within --max-disagreement.
   eecompile build model.ee --device cuda:0        builds its TensorRT engines, where the GPU is
   eecompile export model.ee --data calibration.npz --output fast.onnx
                                                   makes one ONNX file of it, for any ONNX Runtime
-  eecompile wrap model.onnx                       the model as it is, without exits or data
   eecompile plan model.ee --cluster cluster.toml  predicts which devices should run which segments
 """
 SUPERNET: Final = """\

@@ -84,7 +84,7 @@ def less_mean(batch: int | str) -> onnx.ModelProto:
 
 
 def mixing_large_values() -> onnx.ModelProto:
-    """Add a hundred-thousandth of the cube of the batch's mean, which is nothing at normal inputs."""
+    """Add a small share of the cube of the batch's mean, which is nothing at normal inputs."""
     b = Builder()
     x = b.input("x", ["batch", 8])
     mean = b.node("ReduceMean", x, axes=[0], keepdims=1)
