@@ -83,6 +83,18 @@ def less_mean(batch: int | str) -> onnx.ModelProto:
     return b.build()
 
 
+def mixing_large_values() -> onnx.ModelProto:
+    """Add a small share of the cube of the batch's mean, which is nothing at normal inputs."""
+    b = Builder()
+    x = b.input("x", ["batch", 8])
+    mean = b.node("ReduceMean", x, axes=[0], keepdims=1)
+    cube = b.node("Mul", b.node("Mul", mean, mean), mean)
+    small = b.node("Mul", cube, b.constant(1e-5, np.float32))
+    b.node("Add", x, small, out="y")
+    b.output("y", ["batch", 8])
+    return b.build()
+
+
 def unread() -> onnx.ModelProto:
     model = models.mlp()
     model.graph.input.append(
@@ -120,6 +132,9 @@ CASES = {
     "the batch's size inside": Case(models.crossing_size, alone="samples change each other's"),
     "quantised by the batch": Case(models.dynamically_quantised, alone="range of the whole batch"),
     "rows that mix": Case(lambda: less_mean("batch"), alone="ReduceMean"),
+    "rows that mix at large values": Case(
+        mixing_large_values, alone="output 'y' of one among 5 made samples"
+    ),
     "rows that mix at 1": Case(lambda: less_mean(1), alone="fixed at 1", rows=1),
 }
 
