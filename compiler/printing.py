@@ -88,7 +88,7 @@ def _of_policy(bundle: Bundle, policy: ExitPolicy) -> Iterator[str]:
     if promise is not None:
         yield _promised(promise, "the calibration set")
         yield from chain(_by_class(bundle, promise), _brought(bundle, promise))
-    elif measured is not None:
+    elif manifest.calibration.random_inputs and measured is not None:
         yield f"Thresholds let half leave at each exit. {words.measured_ratios(measured)}"
 
 
