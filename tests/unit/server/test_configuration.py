@@ -232,8 +232,14 @@ def test_every_option_has_a_key(
             '[defaults]\ncontroller = "apparat"',
             "'apparat' is none of certified, apparate, static; ",
         ),
-        ("[defaults]\nconfidence = 95", "[defaults]: confidence is 95.0, expected above 0, below"),
-        ("[defaults]\nmax_disagreement = 0", "max_disagreement is 0.0, expected above 0, below 1"),
+        (
+            "[defaults]\nconfidence = 95",
+            "[defaults]: confidence is 95.0, expected above 0 and below",
+        ),
+        (
+            "[defaults]\nmax_disagreement = 0",
+            "max_disagreement is 0.0, expected above 0 and below 1",
+        ),
         ('[models.x]\npath = "x"\naudit_budge = 0', "no key 'audit_budge'; did you mean 'audit_bu"),
         ("[defaults]\nmode = 'off'", "[defaults]: there is no key 'mode'"),
         ('[defaults]\npolicy = "slackfi"', "[defaults] policy: there is no policy 'slackfi'; did"),
