@@ -13,6 +13,7 @@ from offramp.bundle.writing import check_target
 from offramp.calibration.data_sources import DataSource
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind, AskedTask
+from offramp.compiler.data.made import RandomSource
 
 DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of a promise, where nothing else is asked for or promised."""
@@ -121,6 +122,11 @@ class CompileOptions:
     """The folder that features are recorded in; ``None`` is the system's for temporary files."""
     scratch_limit: float = 4.0
     """GiB that features may take at once: the rest is recorded in later passes over the data."""
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether the data are made inputs, which certify nothing."""
+        return isinstance(self.data, RandomSource)
 
     @property
     def asked_task(self) -> AskedTask:

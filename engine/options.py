@@ -171,6 +171,9 @@ class EngineOptions:
     restarts."""
     profile_window_s: float = WINDOW_S
     """Seconds of a window of the batch profile, which plans of clusters are made on (E3 3.1)."""
+    uncertified_exits: bool = False
+    """Whether exits answer of a bundle that was compiled on random inputs, which certify nothing;
+    else its unmodified model is served."""
     learning: LearnOptions | None = None
     """How models that are ONNX files get exits while they are served; ``None`` learns nothing."""
     defaults: ModelOptions = field(default_factory=ModelOptions)

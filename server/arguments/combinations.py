@@ -48,6 +48,7 @@ TABLE: Final = (
         beside="--mode release",
         why="every sample runs to the end there; leave it out, or choose --mode audit",
     ),
+    Illegal(option="--uncertified-exits", beside="--mode off", why=_NO_EXIT),
     Illegal(option="--no-state", beside="--mode off", why=_NO_EXIT),
     Illegal(option="--profile-window-s", beside="--mode off", why=_NO_EXIT),
     Illegal(

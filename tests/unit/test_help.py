@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from offramp.commands.parser import LayeredParser
+from offramp.compiler.commands.cli import COMMANDS, COMPILE
 from offramp.engine.remote import eeworker
 from offramp.server import arguments
 from offramp.tools.bench import cli
 
 MOST_LINES = 45
 PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
+    "eecompile": COMPILE.parser,
+    **{f"eecompile {name}": command.parser for name, command in COMMANDS.items()},
     "eeserve": arguments.make_parser,
     "eeworker": eeworker.make_parser,
     "eebench": cli.make_parser,

@@ -24,7 +24,7 @@ GIVEN = {
     "--never-beyond-compiled": None,
     "--no-cuda-graphs": None, "--no-state": None, "--precision": "fp16",
     "--profile-window-s": "60", "--ramp-budget": "0.1", "--ray-address": "head:6379",
-    "--threads": "1", "--trust-inputs": None,
+    "--threads": "1", "--trust-inputs": None, "--uncertified-exits": None,
 }  # fmt: skip
 """For each option of the table a value, which may be the default."""
 LEARNING = ("--learn-samples", "--learn-folder", "--learn-gib", "--learn-keep")
@@ -106,13 +106,13 @@ def write(path: Path, *settings: tuple[str, str], model: str = "") -> Path:
 
 ENGINE = {
     "mode", "backend", "device", "precision", "graphs", "threads", "engine_build_minutes",
-    "keep_state", "profile_window_s",
+    "keep_state", "profile_window_s", "uncertified_exits",
 }  # fmt: skip
 IN_FILES = [(row, value) for row, value in cases() if row.beside and row.option in {
     "--audit-budget", "--confidence", "--controller", "--device", "--engine-build-minutes",
     "--max-disagreement", "--max-queue-delay-ms", "--max-source-share", "--never-beyond-compiled",
     "--no-cuda-graphs", "--no-state", "--precision", "--profile-window-s", "--ramp-budget",
-    "--threads", "--trust-inputs",
+    "--threads", "--trust-inputs", "--uncertified-exits",
 }]  # fmt: skip
 
 

@@ -168,6 +168,7 @@ VALUES = {
     "workers": ("2", 2),
     "parallel_below": ("5", 5), "max_violations": ("0.25", 0.25),
     "engine_build_minutes": ("6", 6.0), "profile_window_s": ("30", 30.0),
+    "uncertified_exits": ("true", True),
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
     "trust_inputs": ("true", True), "max_source_share": ("0.25", 0.25),
