@@ -55,6 +55,8 @@ def test_the_full_help_shows_every_option(name: str) -> None:
     parser = ALL[name]
     assert isinstance(parser, LayeredParser)
     shown = parser.format_help_all()
+    long = {line.strip() for line in shown.splitlines() if len(line) > 80}
+    assert long <= {", ".join(action.option_strings) for action in parser._actions}
     for action in parser._actions:
         for flag in action.option_strings:
             assert (flag in shown) == (action.help != argparse.SUPPRESS)
