@@ -208,6 +208,23 @@ def test_a_stream_that_is_closed_after_its_version_was_removed_is_no_error() -> 
     asyncio.run(body())
 
 
+def test_audits_that_no_stream_can_run_do_not_keep_a_version() -> None:
+    async def body() -> None:
+        backend = FakeBackend()
+        first, second = fake_model(backend), partial_model(backend, (0.6,))
+        async with serving(first, backend, second) as (engine, _):
+            first.scheduler._in_flight.buffered = 1
+            await engine.replace("fake", PATH)
+            await asyncio.sleep(0.05)
+            assert len(engine._executor._models) == 2
+            broken = OutOfServiceError("fake: out of service, no stream can run it")
+            engine._executor._available.refusals["fake"] = broken
+            await until(removed(engine))
+            assert await exit_of(engine) == 0
+
+    asyncio.run(body())
+
+
 def controlled(backend: FakeBackend, path: Path | None = None, version: int = 3) -> ServedModel:
     controller = ScriptedController(policy_of(version, e0=0.7))
     controller.kept = {"policy": version, "seen": 0}
