@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -537,6 +537,7 @@ def test_nothing_of_an_old_version_stays_in_memory() -> None:
                 return [reference() for reference in kept] == [None] * 3
 
             await until(gone)
+            assert not any(key == "fake" for _, key in engine._executor.health._proven)
 
     asyncio.run(body())
 
@@ -627,7 +628,7 @@ def test_an_engine_that_drains_at_the_last_moment_does_not_switch(
     async def body() -> None:
         backend = FakeBackend()
         second = partial_model(backend, (0.6,))
-        async with serving(fake_model(backend), backend, second) as (engine, load):
+        async with serving(fake_model(backend), backend, second) as (engine, _):
             monkeypatch.setattr(engine._profiles, "add", lambda *_: engine._versions.end())
             with pytest.raises(DrainingError, match="shutting down"):
                 await engine.replace("fake", PATH)
