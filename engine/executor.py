@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -367,7 +368,7 @@ class Executor:
         """Run stages until the stream has to start anew, or is stopped; says which."""
         carry: TensorBatch | None = None
         while not self._stopped:
-            task = self._next_task(stream)
+            task = self._next_task(stream, amid_batch=carry is not None)
             if task is None:
                 self._checks.try_again(stream, slot)
                 continue
@@ -387,13 +388,17 @@ class Executor:
             del task  # a model that was removed is not to be kept by a stream that waits
         return False
 
-    def _next_task(self, stream: int) -> _Task | None:
+    def _next_task(self, stream: int, *, amid_batch: bool) -> _Task | None:
         """Wait for the scheduler to have something for this stream.
 
-        ``None`` if it is stopped, or if a model that it left out is to be tried again.
+        ``None`` if it is stopped, or if a model that it left out is to be tried again, which would
+        overwrite the tensors of a batch.
         """
         with self._lock:
-            while not self._stopped and (due_s := self.health.due_s(stream)) > self._clock():
+            while not self._stopped:
+                due_s = math.inf if amid_batch else self.health.due_s(stream)
+                if due_s <= self._clock():
+                    break
                 task = None
                 decision = self._scheduler.next(stream, self._clock())
                 if isinstance(decision, Assignment):

@@ -138,6 +138,7 @@ async def load_model(
     It is served with the options that ``name`` has, in another ``mode`` if one is given. Raises
     what :meth:`.Engine.open` does.
     """
+    _log.info("%s: loading %s, to replace what is served", name, path)
     bundle = await in_thread(_open_held, path)
     options = replace(options, mode=mode or options.mode)
     served = await in_thread(ServedModel.load, name, bundle, backend, options, parallel)

@@ -253,3 +253,9 @@ def test_a_server_that_leaves_is_not_ready() -> None:
 )
 def test_durations_in_words(seconds: float, words: str) -> None:
     assert describe_duration(seconds) == words
+
+
+def test_a_model_that_was_replaced_shows_its_version() -> None:
+    assert "version 2" not in text_of(Engine())
+    second = dataclasses.replace(STATISTICS, version=2, earlier=STATISTICS)
+    assert "exit policy 3 · version 2 · up" in text_of(Engine(now=second))
