@@ -51,6 +51,12 @@ def test_workers_that_cannot_be_are_refused(
     assert told in capsys.readouterr().err
 
 
+def test_onnx_files_are_named_without_their_suffix() -> None:
+    models = parse_arguments(["/a/net.v2.onnx", "/b/other.ee"]).models
+    assert models == {"net.v2": Path("/a/net.v2.onnx"), "other": Path("/b/other.ee")}
+    assert parse_arguments(["net.onnx", "--answer=scores"]).engine.of("net").answer == "scores"
+
+
 def test_models_are_named_by_their_folder_or_by_hand() -> None:
     arguments = parse_arguments(["a/resnet.ee/", "b/bert", "--model", "vit=c/x=y.ee"])
     assert arguments.models == {
