@@ -12,6 +12,7 @@ from offramp.bundle.tasks import TASK_KINDS
 from offramp.compiler import help_texts
 from offramp.compiler.argument_types import share_from_0
 from offramp.compiler.engine_arguments import add_engine_arguments
+from offramp.compiler.export.arguments import add_export_arguments
 from offramp.compiler.plan_arguments import add_plan_arguments
 from offramp.engine.options import MOST_SHARE
 
@@ -213,16 +214,7 @@ def export_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile export``."""
     parser = _parser("export", help_texts.EXPORT, argparse.RawDescriptionHelpFormatter)
     _add_bundle(parser, "export")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.onnx",
-                        help="the file to write")  # fmt: skip
-    # Not required=True: what is missing is told in one line that says why it is needed.
-    parser.add_argument("--data", type=Path, metavar="NPZ",
-                        help="the calibration data, to verify with: an array per input "
-                        "(always needed: a bundle does not hold them)")  # fmt: skip
-    parser.add_argument("--with-exits", action="store_true",
-                        help="add the outputs exit (index of the exit that answered, -1 for the "
-                        "model's end) and confidence")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    add_export_arguments(parser)
     return parser
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from offramp.bundle import BundleError
+from offramp.bundle.bundle import bundle_name
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
 from offramp.calibration.errors import UntrainableError
@@ -101,6 +102,10 @@ def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
 def _target_of(options: argparse.Namespace) -> Path:
     """What a command writes, if it writes anything."""
     output: Path | None = getattr(options, "output", None)
+    repository = getattr(options, "triton", None) or getattr(options, "ovms", None)
+    if output is None and repository is not None:
+        name = options.name or bundle_name(options.bundle.resolve())
+        return Path(repository, name)
     bundle: Path | None = getattr(options, "bundle", None)
     return output or bundle or _beside(options.model)
 
@@ -254,10 +259,12 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
 
 def _export(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.export.export import ExportOptions, export_bundle  # noqa: PLC0415
+    from offramp.compiler.export.repositories import RepositoryOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_exported  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
-        done = export_bundle(_read(ExportOptions, options), progress)
+        repositories = _read(RepositoryOptions, options)
+        done = export_bundle(_read(ExportOptions, options, repositories=repositories), progress)
     print_exported(done, options.data, Console())
     return 0
 

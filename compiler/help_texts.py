@@ -61,9 +61,11 @@ EXPORT: Final = """\
 Write a bundle as one ONNX file, which runs wherever ONNX Runtime does, without Offramp: inputs
 and output are the source model's, and easy samples leave early inside the file. It is compared
 with the bundle on every sample of --data, and written only if it answers the same at the same
-exits.
+exits. Other servers take it from a model repository. They do not audit answers, watch for drift or
+renew certificates, as eeserve does.
 
   eecompile export model.ee --data calibration.npz --output fast.onnx
+  eecompile export model.ee --data calibration.npz --triton models --with-exits
 """
 PLAN: Final = """\
 Plan a bundle on a cluster (E3): how many splits, which segments and exits in each, on which and

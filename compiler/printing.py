@@ -21,6 +21,8 @@ from offramp.calibration.scratch import ScratchSpace, describe_bytes
 from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.export.export import Exported
+from offramp.compiler.export.model_folder import LOST
+from offramp.compiler.export.repositories import README
 from offramp.compiler.memory import peak_bytes
 from offramp.compiler.model import SourceModel
 from offramp.compiler.report import numbers, words
@@ -357,10 +359,12 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
     """Print what ``eecompile export`` wrote, and how it was verified."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     count = len(done.names.thresholds)
-    say(
-        f"[bold]{escape(str(done.path))}[/bold]: {done.size_bytes / 2**20:.1f} MiB, "
-        f"{count} {'exit' if count == 1 else 'exits'}"
-    )
+    folders = [place.folder for place in done.repositories]
+    for path in (*([done.path] if done.path else []), *folders):
+        say(
+            f"[bold]{escape(str(path))}[/bold]: {done.size_bytes / 2**20:.1f} MiB, "
+            f"{count} {'exit' if count == 1 else 'exits'}"
+        )
     for stage, name in zip(done.plan.stages, done.names.thresholds, strict=False):
         say(
             f"  {exit_label(stage.answered_by)}: leaves at confidence ≥ {stage.threshold:.3f}; "
@@ -377,3 +381,8 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
     )
     if not done.calibration_data:
         say("These are not the data that the bundle was compiled with.")
+    for place in done.repositories:
+        say(
+            f"For {escape(place.describe_servers())}. What they lack, of what eeserve does: "
+            f"{', '.join(LOST)}; {escape(str(place.folder / README))} explains it."
+        )
