@@ -346,9 +346,14 @@ def split(
     samples = len(groups)
     sizes = _sizes(samples, certify_at_least)
     if sizes is None:
-        needed = next(n for n in itertools.count(samples + 1) if _sizes(n, certify_at_least))
+        needed = least_samples(certify_at_least, above=samples)
         raise DataError(_too_few(groups, needed, certify_at_least))
     return part(dataset, groups, sizes, seed=seed)
+
+
+def least_samples(certify_at_least: int, *, above: int = 0) -> int:
+    """Return the least number of samples, of more than ``above``, that :func:`split` accepts."""
+    return next(n for n in itertools.count(above + 1) if _sizes(n, certify_at_least))
 
 
 def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int) -> DataSplit:

@@ -34,6 +34,7 @@ from offramp.compiler.answer_ranges import check_ranges
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import check_bridges, find_bridged_exits, needs_bridges
+from offramp.compiler.commands.illegal import check_options
 from offramp.compiler.data_checks import check_answers_of, check_values
 from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
@@ -83,13 +84,14 @@ def compile_model(
     options name, counts what is taken there.
 
     Raises:
-        CompileError: The model cannot be sliced.
+        CompileError: The model cannot be sliced, or options exclude each other.
         DataError: The calibration data does not fit the model, or is too little.
         ScratchError: There is no room for temporary files.
         BundleExistsError: There is something at ``options.output`` already.
         BundleWriteError: Nothing can be written there, or the disk has too little space; that is
             found out before training, as far as it can be.
     """
+    check_options(options)
     scratch, progress = scratch or ScratchSpace(options.scratch), GivingBack(progress)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
@@ -137,7 +139,7 @@ def compile_model(
     supernet = None
     if options.elastic is not None:
         with _naming(options.model):
-            supernet = read_elastic(options.elastic, model, options)
+            supernet = read_elastic(options.elastic, model)
         model = supernet.model
     with weight_file(model.proto, scratch) as weights:
         with progress.step("Slice and verify", 2) as advance:

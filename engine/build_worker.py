@@ -18,7 +18,7 @@ from typing import Final
 
 from offramp.engine.job_worker import step_back
 
-_COMPILER: Final = "offramp.compiler.cli"
+_COMPILER: Final = "offramp.compiler.commands.cli"
 
 
 def main() -> None:

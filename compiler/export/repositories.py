@@ -49,10 +49,6 @@ class RepositoryOptions:
     name: str | None = None
     """The model's name there; ``None`` is the bundle's."""
 
-    def __bool__(self) -> bool:
-        """Whether any repository is written."""
-        return self.triton is not None or self.ovms is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
@@ -182,23 +178,13 @@ spec:
 
 
 def repositories(options: RepositoryOptions, bundle: Path) -> tuple[Repository, ...]:
-    """Return the repositories that were asked for; ExportError if the options contradict."""
-    if options.kserve is not None:
-        if options.triton is None:
-            raise ExportError(
-                f"--kserve {options.kserve}: KServe runs Triton on its repository; add --triton DIR"
-            )
-        if not _STORAGE.fullmatch(options.kserve):
-            raise ExportError(
-                f"--kserve {options.kserve!r} is no URI, expected where KServe will find the "
-                "repository, as s3://bucket/models or pvc://claim/models"
-            )
-    if not options:
-        if options.name is not None:
-            raise ExportError(
-                f"--name {options.name} is a model's name in a repository; add --triton DIR or "
-                "--ovms DIR"
-            )
+    """Return the repositories that were asked for; ExportError for a URI or name that is none."""
+    if options.kserve is not None and not _STORAGE.fullmatch(options.kserve):
+        raise ExportError(
+            f"--kserve {options.kserve!r} is no URI, expected where KServe will find the "
+            "repository, as s3://bucket/models or pvc://claim/models"
+        )
+    if options.triton is None and options.ovms is None:
         return ()
     name = bundle_name(bundle.resolve()) if options.name is None else options.name
     if not _NAME.fullmatch(name):

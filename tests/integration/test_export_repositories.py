@@ -28,7 +28,7 @@ from tests.exports import (
 )
 
 from offramp.bundle import Bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.export.repositories import dns_label
 from offramp.proto.tensors import DATATYPES
 
@@ -251,8 +251,6 @@ def tree() -> dict[str, bytes | None]:
     ("arguments", "message"),
     [
         ((), "nothing says what to write: add --output FILE.onnx for one file, or --triton DIR"),
-        (("--name", "a"), "--name a is a model's name in a repository; add --triton DIR or --ovms"),
-        (("--kserve", "s3://b/m", "--ovms", "m"), "KServe runs Triton on its repository; add"),
         (("--kserve", "m", "--triton", "m"), "--kserve 'm' is no URI, expected where KServe will"),
         (("--kserve", 's3://"', "--triton", "m"), "is no URI, expected where KServe will find"),
         (("--triton", "m", "--name", "a/b"), "'a/b' cannot name a model: servers take letters"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offramp.compiler.cli import COMMANDS as SUBCOMMANDS
-from offramp.compiler.cli import COMPILE
+from offramp.compiler.commands.cli import COMMANDS as SUBCOMMANDS
+from offramp.compiler.commands.cli import COMPILE
 from offramp.engine.options import ModelOptions
 from offramp.engine.planning.cluster_file import parse_cluster
 from offramp.engine.planning.ray_entry import RayEntry
