@@ -21,7 +21,7 @@ from offramp.bundle.manifest import declared_inputs
 from offramp.bundle.mapped import copy_rows
 from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
 from offramp.calibration.groups.groups import Groups
-from offramp.calibration.groups.key import GroupKey
+from offramp.calibration.groups.key import GroupKey, group_hint
 from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.engine.agreement import agreement_of
 from offramp.engine.validation import check_tensors
@@ -169,7 +169,7 @@ def read_dataset(
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
     if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
-        raise DataError(f"{path}: {wrong}")
+        raise DataError(f"{path}: {wrong}{group_hint(arrays, names | aside)}")
     arrays = {name: array for name, array in arrays.items() if name not in aside}
     if labels is not None and labels.ndim == 0:
         raise DataError(f"{path}: labels are one number, expected one for each sample")

@@ -45,11 +45,11 @@ class Illegal:
 
     def message(self, values: Mapping[str, object]) -> str:
         """Return the error: the options with the values that they have, the reason, the remedy."""
-        other = self.without or self.beside or ""
-        joined = "without" if self.without else "with"
-        if self.without is None:
-            other = _as_given(other, values)
-        return f"{_as_given(self.option, values)} {joined} {other}: {self.why}"
+        if self.beside is not None:
+            other = f"with {_as_found(self.beside, values)}"
+        else:
+            other = f"without {str(self.without).replace('|', ' or ')}"
+        return f"{_as_found(self.option, values)} {other}: {self.why}"
 
 
 def refuse_illegal(
@@ -72,13 +72,14 @@ def refuse_illegal(
 
 def _is_given(spelled: str, values: Mapping[str, object], given: Collection[str]) -> bool:
     flag, _, wanted = spelled.partition(" ")
-    return _spell(values.get(flag)) in wanted.split("|") if wanted else flag in given
+    return _text_of(values.get(flag)) in wanted.split("|") if wanted else flag in given
 
 
-def _as_given(spelled: str, values: Mapping[str, object]) -> str:
+def _as_found(spelled: str, values: Mapping[str, object]) -> str:
+    """Return a spelling with the one of its values that an option has."""
     flag, _, wanted = spelled.partition(" ")
-    return f"{flag} {_spell(values.get(flag))}" if wanted else flag
+    return f"{flag} {_text_of(values[flag])}" if wanted else flag
 
 
-def _spell(value: object) -> str:
+def _text_of(value: object) -> str:
     return str(getattr(value, "value", value))  # an enumeration by its value

@@ -7,6 +7,7 @@ always; an option that is not in the list is shown by ``--help-all`` alone.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 import textwrap
@@ -59,15 +60,28 @@ class LayeredParser(argparse.ArgumentParser):
                               help="print the code by which a shell completes this command: "
                               f'eval "$({self.prog} --completion bash)"')  # fmt: skip
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; a wrong option or an illegal combination ends the process with status 2."""
-        options = super().parse_args(args, namespace)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; a wrong option or an illegal combination ends the process with status 2.
+
+        Subparsers are called by this method, so that each checks its own options.
+        """
+        options, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                self.error(self._unknown(word.partition("=")[0]))
         if self._illegal:
             try:
                 refuse_illegal(self._illegal, self.values(options), self.given(args))
             except IllegalCombinationError as error:
                 self.error(str(error))
-        return options
+        return options, unknown
+
+    def _unknown(self, flag: str) -> str:
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        known = {name.lstrip("-"): name for action in shown for name in action.option_strings}
+        near = difflib.get_close_matches(flag.lstrip("-"), known, n=1)
+        hint = f"; did you mean {known[near[0]]}?" if near else ""
+        return f"there is no option {flag}{hint}"
 
     def values(self, options: argparse.Namespace) -> dict[str, object]:
         """Return the values of options by flag."""

@@ -60,7 +60,6 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
     asked = read_options(
         CompileOptions,
         options,
-        data=Path(options.data),
         output=output,
         exits=tuple(options.exits.split(",")) if options.exits else (),
         simplify=not options.no_simplify,

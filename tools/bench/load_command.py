@@ -12,6 +12,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.tools.bench.arguments import add_trace_arguments
@@ -23,6 +24,7 @@ from offramp.tools.bench.load.reference import (
     ask_source,
     check_server,
     given_reference,
+    group_key,
     input_specs,
     optional_inputs,
     read_data,
@@ -69,6 +71,12 @@ def add_parser(commands: Any) -> None:
     add("--model", required=True, metavar="NAME", help="served under it%(default).0s")
     add("--data", type=Path, required=True, metavar="NPZ", help="samples to send%(default).0s")
     add("--samples", type=int, default=4000, metavar="N", help="of the data to use at most")
+    add(
+        "--group",
+        metavar="KEY",
+        help="array of the data that says which rows belong together, as for eecompile: it is not "
+        "sent. Without it: as the bundle of --reference was compiled%(default).0s",
+    )
     add_trace_arguments(parser)
     _add_sending(parser.add_argument_group("sending"))
     _add_judging(parser.add_argument_group("judging and output"))
@@ -136,15 +144,20 @@ def run(options: argparse.Namespace) -> int:
     check_outputs(options.json, options.html)
     metadata = check_server(settings.address, settings.model)
     optional = optional_inputs(settings.address, settings.model)
+    bundle = None if options.reference is None else open_runnable(options.reference)
     data = read_data(
-        options.data, input_specs(metadata), samples=options.samples, optional=optional
+        options.data,
+        input_specs(metadata),
+        samples=options.samples,
+        optional=optional,
+        group=group_key(options.group, bundle),
     )
     shares = make_shares(settings, trace, samples=len(data))
     poll: MetricsPoll | None = None
     if options.metrics is not None:
         every_s = max(_LEAST_POLL_S, settings.duration_s / WINDOWS)
         poll = MetricsPoll(options.metrics, settings.model, every_s=every_s)
-    reference = _find_reference(options.reference, data, metadata, shares)
+    reference = _find_reference(bundle, data, metadata, shares)
     environment = describe_environment(
         trace=None if trace is None else trace.name,
         data=options.data.name,
@@ -173,11 +186,11 @@ def make_shares(settings: LoadSettings, trace: Trace | None, *, samples: int) ->
 
 
 def _find_reference(
-    path: Path | None, data: LoadData, metadata: ModelMetadata, shares: Sequence[Share]
+    bundle: Bundle | None, data: LoadData, metadata: ModelMetadata, shares: Sequence[Share]
 ) -> Reference:
-    if path is None:
+    if bundle is None:
         return given_reference(data, metadata)
-    bundle, rows = open_runnable(path), used_samples(shares)
+    rows = used_samples(shares)
     with _progress("Source model", len(rows)) as (bars, bar):
         return ask_source(
             bundle, data, rows, served=metadata, progress=lambda n: bars.advance(bar, n)

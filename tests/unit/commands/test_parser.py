@@ -113,6 +113,29 @@ def test_a_wrong_option_is_an_error_of_two_lines(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--tarin", "there is no option --tarin; did you mean --train?"),
+        ("--shard=0.1", "there is no option --shard; did you mean --share?"),
+        ("--colour", "there is no option --colour"),
+        ("-x", "there is no option -x"),
+    ],
+)
+def test_an_unknown_option_is_told_the_nearest_one(
+    capsys: pytest.CaptureFixture[str], word: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        make().parse_args(["model", word])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"cut: error: {message}\nsee cut --help\n"
+
+
+def test_alternatives_are_named_where_none_is_given() -> None:
+    row = Illegal(option="--rate", without="--train joint|late", why="leave it out")
+    assert row.message({"--rate": 3}) == "--rate without --train joint or late: leave it out"
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--units", "a", "--parts", "b"], "--units with --parts: both choose; give one of the"),
@@ -227,3 +250,24 @@ def test_parsers_of_subcommands_are_layered_too() -> None:
     assert isinstance(glue, argparse.ArgumentParser)
     assert glue.format_help().endswith("All 3 options, by groups: cut glue --help-all\n")
     assert "--completion" not in glue.format_help_all()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sped=3"], "there is no option --sped; did you mean --speed?"),
+        (["--speed=3", "--slow"], "--speed with --slow: choose one"),
+    ],
+)
+def test_subcommands_check_their_own_options(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = LayeredParser(prog="cut")
+    row = Illegal(option="--speed", beside="--slow", why="choose one")
+    glue = parser.add_subparsers().add_parser("glue", illegal=[row])
+    glue.add_argument("--speed", help="of gluing")
+    glue.add_argument("--slow", action="store_true", help="not fast")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["glue", *words])
+    assert capsys.readouterr().err == f"cut glue: error: {message}\nsee cut glue --help\n"
+    assert parser.parse_args(["glue", "--slow"]).slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -90,14 +91,15 @@ def test_each_row_is_refused_with_its_remedy(
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{parser.prog}: error: --")
     assert second == f"see {parser.prog} --help"
-    parser.parse_args(arguments(command, row.option, row.without) if row.without else
-                      arguments(command, row.beside))  # fmt: skip
+    if command != "supernet":  # whose --elastic is always there
+        parser.parse_args(arguments(command, row.beside or row.option, row.without))
 
 
 @pytest.mark.parametrize(("command", "row"), ROWS, ids=lambda each: getattr(each, "option", each))
 def test_each_message_names_both_options_and_a_remedy(command: str, row: Illegal) -> None:
     parser = parser_of(command)
-    options = super(LayeredParser, parser).parse_args(arguments(command, row.option, row.beside))
+    given = arguments(command, row.option, row.beside)
+    options, _ = ArgumentParser.parse_known_args(parser, given)
     message = row.message(parser.values(options))
     for option in (row.option, row.beside or row.without):
         assert str(option).partition(" ")[0] in message
