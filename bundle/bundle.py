@@ -275,6 +275,11 @@ class Bundle:
         return replace(self, policy=evidence.policy, evidence=evidence, _records=records)
 
 
+def bundle_name(path: Path) -> str:
+    """Return the name that a bundle has at a path: the folder's without ``.ee``."""
+    return path.name.removesuffix(".ee")
+
+
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read what a bundle says of itself, without a look at its other files; raises as opening."""
     return _read_manifest(Path(path))
