@@ -12,12 +12,11 @@ from offramp.bundle.tasks import TASK_KINDS
 from offramp.compiler import help_texts
 from offramp.compiler.argument_types import share_from_0
 from offramp.compiler.engine_arguments import add_engine_arguments
+from offramp.compiler.options import SEEDS
 from offramp.compiler.plan_arguments import add_plan_arguments
 from offramp.engine.options import MOST_SHARE
 
 _MOST_GIB = 2**20
-_SEEDS = 2**63
-"""How many there are: torch takes no larger one, numpy no negative one."""
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -338,8 +337,8 @@ def _add_precision(group: argparse._ArgumentGroup, help_: str, *, also: Sequence
 def seed(text: str) -> int:
     """Read a seed of random numbers; argparse names this function where it refuses one."""
     value = int(text)
-    if not 0 <= value < _SEEDS:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0 to {_SEEDS - 1}")
+    if not 0 <= value < SEEDS:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0 to {SEEDS - 1}")
     return value
 
 
