@@ -1,9 +1,13 @@
-"""The Python API: models in this process; its main names are those of :mod:`offramp`.
+"""The Python API: compile, load and serve; its main names are those of :mod:`offramp`.
 
-May import: bundle, engine, engine.scheduling, server.
+May import: bundle, calibration, compiler, compiler.data, engine, engine.scheduling, server.
 """
 
-from offramp.api.event_loop import ForkedError
-from offramp.api.models import AsyncModel, Model, ModelClosedError, load
+from offramp.api.errors import (
+    ExportCheckError,
+    ForkedError,
+    ModelClosedError,
+    ModuleExportError,
+)
 
-__all__ = ["AsyncModel", "ForkedError", "Model", "ModelClosedError", "load"]
+__all__ = ["ExportCheckError", "ForkedError", "ModelClosedError", "ModuleExportError"]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeGuard, Unpack
 
 from offramp.api.keywords import PathLike, check_keywords, options_from, without_flags
 from offramp.bundle import Bundle
 from offramp.bundle.joint_training import Teacher
 from offramp.bundle.writing import check_target
+from offramp.calibration.dataset import LABEL_KEYS
+from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind
 from offramp.compiler.options import (
     AskedPrecision,
@@ -24,7 +27,8 @@ from offramp.compiler.options import (
     Selection,
     Training,
 )
-from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.progress import Progress
+from offramp.engine.criteria import known_criterion
 from offramp.engine.options import available_cores
 
 if TYPE_CHECKING:
@@ -110,41 +114,164 @@ def compile(  # noqa: A001 - the name that users expect
         BundleExistsError: There is something at ``output`` already.
         ImportError: A package of the extra ``compile`` is missing.
     """
+    check_keywords("compile", options, CompileKeywords)
+    asked = _options(
+        output=_output_of(model, output),
+        overwrite=overwrite,
+        max_disagreement=max_disagreement,
+        **options,
+    )
+    check_target(asked.output, overwrite=overwrite)
     with _needing_extra():
         from offramp.calibration.scratch import ScratchSpace  # noqa: PLC0415 - the extra has it
-        from offramp.calibration.training_options import TrainingOptions  # noqa: PLC0415
         from offramp.compiler.compile import compile_model  # noqa: PLC0415
         from offramp.compiler.data import as_source  # noqa: PLC0415
-        from offramp.engine.criteria import known_criterion  # noqa: PLC0415
 
-    named: dict[str, Any] = {"max_disagreement": max_disagreement, **options}
-    check_keywords("compile", options, CompileKeywords)
-    if "scratch" in named and named["scratch"] is not None:
-        named["scratch"] = Path(named["scratch"])
-    for name in ("exits", "answer_tokens"):
-        if name in named:
-            named[name] = tuple(named[name])
-    known_criterion(named.get("criterion", "probability"))  # an error before anything takes time
-    target = _output_of(model, output)
-    check_target(target, overwrite=overwrite)
-    with tempfile.TemporaryDirectory(prefix="offramp-", dir=named.get("scratch")) as folder:
-        try:
-            training = options_from(TrainingOptions, named, {}, threads=available_cores())
-            asked = options_from(
-                CompileOptions,
-                named,
-                _FIELDS,
-                model=_file_name(model, Path(folder)),
-                data=Path(),
-                output=target,
-                overwrite=overwrite,
-                training=training,
-            )
-        except ValueError as error:
-            raise ValueError(without_flags(str(error))) from error
         if example_inputs is None and _is_module(model):
             example_inputs, data = _first_batch(model, data)
-        with _shown(progress) as steps:
-            _write(model, example_inputs, asked.model, steps)
-            asked = dataclasses.replace(asked, data=as_source(data))
+        source = as_source(data)
+        with _shown(progress) as steps, _as_file(model, example_inputs, steps) as file:
+            asked = dataclasses.replace(asked, model=file, data=source)
             return compile_model(asked, steps, scratch=ScratchSpace(asked.scratch))
+
+
+def _options(**given: Any) -> CompileOptions:
+    """Make the options of compiling, all but model and data: ValueError if one is out of range."""
+    known_criterion(given.get("criterion", "probability"))  # an error before anything takes time
+    if given.get("scratch") is not None:
+        given["scratch"] = Path(given["scratch"])
+    for name in ("exits", "answer_tokens"):
+        given[name] = tuple(given.get(name, ()))
+    try:
+        training = options_from(TrainingOptions, given, {}, threads=available_cores())
+        nowhere = {"model": Path(), "data": Path()}
+        return options_from(CompileOptions, given, _FIELDS, training=training, **nowhere)
+    except ValueError as error:
+        raise ValueError(without_flags(str(error))) from error
+
+
+def _output_of(model: object, output: PathLike | None) -> Path:
+    """Return where the bundle goes."""
+    if output is not None:
+        return Path(output)
+    if isinstance(model, str | os.PathLike):
+        path = Path(model)
+        if not path.name:
+            raise ValueError(f"model is {model!r}, expected the path of an ONNX file")
+        return path.with_suffix(".ee")
+    return Path(f"{_name_of(model)}.ee")
+
+
+def _name_of(model: object) -> str:
+    return type(model).__name__ if _is_module(model) else "model"
+
+
+def _is_module(model: object) -> TypeGuard[nn.Module]:
+    """Whether a model is a torch module; torch is not imported for that."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+@contextmanager
+def _as_file(model: object, example_inputs: object, progress: Progress) -> Iterator[Path]:
+    """Return the file of a model; of one in memory, a temporary one."""
+    if isinstance(model, str | os.PathLike):
+        yield Path(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="offramp-") as folder:
+        path = Path(folder, f"{_name_of(model)}.onnx")
+        if _is_module(model):
+            from offramp.api.torch_export import export_module  # noqa: PLC0415 - imports torch
+
+            with progress.step("Export the module", 1):
+                export_module(model, example_inputs, path)
+        else:
+            import onnx  # noqa: PLC0415 - heavy
+
+            if not isinstance(model, onnx.ModelProto):
+                raise TypeError(
+                    f"model is a {type(model).__name__}, expected the path of an ONNX file, an "
+                    "onnx.ModelProto or a torch.nn.Module"
+                )
+            onnx.save(model, path)
+        yield path
+
+
+def _first_batch(module: nn.Module, data: object) -> tuple[object, object]:
+    """Return example inputs, the first batch of data, and the data with it still in them.
+
+    Raises:
+        TypeError: The data have no batches to look at.
+    """
+    if callable(data) and not isinstance(data, Iterable):
+        data = data()
+    if isinstance(data, str | os.PathLike) or not isinstance(data, Iterable):
+        raise TypeError(
+            f"a {type(module).__name__} cannot be exported without an example, and data is no "
+            "iterable of batches to take one from; give example_inputs=(tensor, …), or a mapping "
+            "by the parameters of forward"
+        )
+    if isinstance(data, Mapping | tuple) or hasattr(data, "__array__"):
+        batch = data
+    else:
+        batches = iter(data)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            raise TypeError("data is an iterable without batches; give at least one") from None
+        if batches is data:  # which can be read once
+            data = itertools.chain([batch], batches)
+    return _inputs_of(module, batch), data
+
+
+def _inputs_of(module: nn.Module, batch: object) -> object:
+    """Return a batch without what the module does not take, such as labels."""
+    parameters = inspect.signature(module.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if isinstance(batch, Mapping):
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        named = {n: v for n, v in batch.items() if takes_all or n in parameters}
+        return {name: value for name, value in named.items() if name not in LABEL_KEYS}
+    if not isinstance(batch, tuple | list):
+        return batch
+    from offramp.compiler.data.conversion import as_array  # noqa: PLC0415
+
+    required = sum(
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in parameters.values()
+    )
+    if len(batch) > max(1, required):
+        last = as_array(batch[-1], "data: the last array of the first batch")
+        if last.ndim == 1 and last.dtype.kind in "iu":  # as data sources recognise labels
+            return tuple(batch[:-1])
+    return tuple(batch)
+
+
+@contextmanager
+def _shown(progress: bool | None) -> Iterator[Progress]:  # noqa: FBT001
+    """Show steps on standard error, where somebody looks or it is asked for."""
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+
+    from offramp.compiler.progress import SILENT, TerminalProgress  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    if progress is None:
+        progress = console.is_terminal or console.is_jupyter
+    if not progress:
+        yield SILENT
+        return
+    with TerminalProgress(console) as bars:
+        yield bars
+
+
+@contextmanager
+def _needing_extra() -> Iterator[None]:
+    """Add the remedy to the error where a package of the compiler is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{error}; compiling needs the extra compile: pip install 'offramp[compile]'",
+            name=error.name,
+        ) from error

@@ -9,11 +9,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from offramp.api.errors import ForkedError
+
 _T = TypeVar("_T")
-
-
-class ForkedError(RuntimeError):
-    """The process was forked: threads and connections stayed in the parent process."""
 
 
 class LoopThread:

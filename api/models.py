@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from offramp.api.errors import ModelClosedError
 from offramp.api.event_loop import LoopThread
 from offramp.api.html import describe_model, model_html
 from offramp.api.keywords import EngineKeywords, PathLike
@@ -20,10 +21,6 @@ from offramp.engine.core import Engine
 from offramp.engine.options import EngineOptions
 from offramp.engine.results import EngineResult, ModelInfo
 from offramp.engine.statistics import ModelStatistics
-
-
-class ModelClosedError(RuntimeError):
-    """A model was used after it had been closed."""
 
 
 class OpenedModel:

@@ -18,7 +18,6 @@ from offramp.server.options import ServerOptions
 from offramp.server.served import ServedEngine
 
 
-
 class _Serving:
     """The serving task; all but making it happens on the loop's thread."""
 
@@ -149,5 +148,5 @@ def _named(models: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> di
                 )
             named[name] = Path(path)
     if not named:
-        raise ValueError("there is no model to serve; name a bundle: serve(\"model.ee\")")
+        raise ValueError('there is no model to serve; name a bundle: serve("model.ee")')
     return named

@@ -1,4 +1,4 @@
-"""Torch modules as ONNX files: exported by torch's own exporters, and checked against the module."""
+"""Torch modules as ONNX files: exported by torch's exporters, and checked against the module."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class ExampleCall:
         self.tensors: dict[str, torch.Tensor] = {}
         """Rows by input name, in the order of ``forward``."""
         for name, value in self._bound.arguments.items():
-            self._bound.arguments[name] = self._mapped(name, value, lambda n, v: _rows(n, v, device))
+            self._bound.arguments[name] = self._mapped(
+                name, value, lambda n, v: _rows(n, v, device)
+            )
         for name, value in self._bound.arguments.items():
             self._mapped(name, value, self.tensors.__setitem__)
         if len({len(tensor) for tensor in self.tensors.values()}) != 1:

@@ -118,7 +118,7 @@ def compile_model(
         )
         if options.answer_tokens:
             check_lengths(model.inputs, dataset)
-        groups = grouped(dataset, options.data, within=options.copies_within)
+        groups = grouped(dataset, options.data_name, within=options.copies_within)
     parts = split(
         dataset,
         certify_at_least=samples_needed(
@@ -382,4 +382,6 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
             batch_sizes=(1, 7, VERIFIED_SAMPLES),
         )
     except RuntimeError as error:
-        raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
+        raise DataError(
+            f"{options.data_name}: the model fails on the first samples: {error}"
+        ) from error

@@ -20,7 +20,7 @@ def check_answers_of(model: SourceModel, dataset: Dataset, options: CompileOptio
             lambda: serialised(model.proto), dataset, model.answer, threads=options.threads
         )
     except DataError as error:
-        raise DataError(f"{options.data}: {error}") from error
+        raise DataError(f"{options.data_name}: {error}") from error
 
 
 def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: CompileOptions) -> None:
@@ -29,5 +29,5 @@ def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: Compil
     for batch in dataset.batches():
         if wrong := limits.wrong(batch):
             where = f"from sample {first} on, " if first else ""
-            raise DataError(f"{options.data}: {where}{wrong}")
+            raise DataError(f"{options.data_name}: {where}{wrong}")
         first += len(next(iter(batch.values())))

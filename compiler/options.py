@@ -10,6 +10,7 @@ from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.joint_training import Teacher
 from offramp.bundle.placing import check_writable
 from offramp.bundle.writing import check_target
+from offramp.calibration.data_sources import DataSource, data_name
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind, AskedTask
 from offramp.engine.options import MOST_SHARE, refuse_unless
@@ -39,7 +40,7 @@ class CompileOptions:
     """One run of ``eecompile``."""
 
     model: Path
-    data: Path
+    data: Path | DataSource
     output: Path
     overwrite: bool = False
     answer: str | None = None
@@ -128,8 +129,9 @@ class CompileOptions:
     def __post_init__(self) -> None:
         a_share = "a share above 0, and below 1 by 1e-9 or more"
         shares = ("max_disagreement", "max_class_disagreement", "confidence_level", "max_overhead")
-        shares += ("joint_rate", "tolerance")
-        refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, a_share, *shares)
+        refuse_unless(
+            self, lambda v: 0 < v <= MOST_SHARE, a_share, *shares, "joint_rate", "tolerance"
+        )
         refuse_unless(self, lambda v: 0 < v <= 1, "above 0, and at most 1", "agree_share")
         from_0 = "a share from 0, and below 1"
         refuse_unless(self, lambda v: 0 <= v < 1, from_0, "copies_within", "max_violations")
@@ -138,6 +140,11 @@ class CompileOptions:
         refuse_unless(self, lambda v: v >= 1, "at least 1", *counts, "threads")
         refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "simplify_limit", "scratch_limit")
         refuse_unless(self, lambda v: 0 <= v < SEEDS, f"from 0 to {SEEDS - 1}", "seed")
+
+    @property
+    def data_name(self) -> str:
+        """Name of the data for messages."""
+        return data_name(self.data)
 
     @property
     def asked_task(self) -> AskedTask:

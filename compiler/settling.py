@@ -189,12 +189,12 @@ def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> 
         return
     if dataset.labels is None:
         raise DataError(
-            f"--teach labels: {options.data} has no labels; give an array 'labels' of classes"
+            f"--teach labels: {options.data_name} has no labels; give an array 'labels' of classes"
         )
     wrong = np.flatnonzero((dataset.labels < 0) | (dataset.labels >= answer.classes))
     if wrong.size:
         raise DataError(
-            f"--teach labels: sample {wrong[0]} of {options.data} has the label "
+            f"--teach labels: sample {wrong[0]} of {options.data_name} has the label "
             f"{dataset.labels[wrong[0]]}, expected classes from 0 to {answer.classes - 1}, as the "
             "model numbers them"
         )

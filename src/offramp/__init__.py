@@ -2,7 +2,8 @@
 
 ::
 
-    with offramp.load("resnet.ee") as model:
+    bundle = offramp.compile("resnet.onnx", "calibration.npz")  # or a torch module, a DataLoader
+    with offramp.load(bundle.path) as model:
         logits = model(images)
 
 The subpackages follow the data: :mod:`offramp.compiler` (with
@@ -11,30 +12,35 @@ The subpackages follow the data: :mod:`offramp.compiler` (with
 :mod:`offramp.client` calls; :mod:`offramp.api` has the functions above.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offramp.api import AsyncModel, Model, load
+    from offramp.api.compiling import compile  # noqa: A004
+    from offramp.api.models import AsyncModel, Model, load
+    from offramp.api.serving import serve
     from offramp.bundle import Bundle
 
     __version__: str
 
-__all__ = ["AsyncModel", "Bundle", "Model", "__version__", "load"]
+__all__ = ["AsyncModel", "Bundle", "Model", "__version__", "compile", "load", "serve"]
+_MODULES = {
+    "AsyncModel": "offramp.api.models",
+    "Bundle": "offramp.bundle",
+    "Model": "offramp.api.models",
+    "compile": "offramp.api.compiling",
+    "load": "offramp.api.models",
+    "serve": "offramp.api.serving",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for: ``import offramp`` alone imports nothing large."""
     if name == "__version__":
         return _version()
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module 'offramp' has no attribute {name!r}")
-    if name == "Bundle":
-        from offramp.bundle import Bundle  # noqa: PLC0415
-
-        return Bundle
-    from offramp import api  # noqa: PLC0415
-
-    return getattr(api, name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
