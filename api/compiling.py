@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from offramp.bundle.writing import check_target
 from offramp.calibration.dataset import LABEL_KEYS
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind
+from offramp.compiler.data.spec import OPTIONS, Layout, PreprocessingSpec, Resample, Resize
 from offramp.compiler.options import (
     AskedPrecision,
     CompileOptions,
@@ -76,6 +78,20 @@ class CompileKeywords(TypedDict, total=False):
     seed: int
     scratch: PathLike | None
     scratch_limit: float
+    image_size: Sequence[int]
+    mean: float | Sequence[float]
+    std: float | Sequence[float]
+    scale: float
+    layout: Layout
+    resize: Resize
+    crop_share: float
+    resample: Resample
+    image_column: str
+    tokenizer: PathLike
+    text_column: str | Sequence[str]
+    max_tokens: int
+    label_column: str
+    max_samples: int
 
 
 def compile(  # noqa: A001 - the name that users expect
@@ -121,6 +137,7 @@ def compile(  # noqa: A001 - the name that users expect
         max_disagreement=max_disagreement,
         **options,
     )
+    spec = _preprocessing(options)
     check_target(asked.output, overwrite=overwrite)
     with _needing_extra():
         from offramp.calibration.scratch import ScratchSpace  # noqa: PLC0415 - the extra has it
@@ -129,7 +146,7 @@ def compile(  # noqa: A001 - the name that users expect
 
         if example_inputs is None and _is_module(model):
             example_inputs, data = _first_batch(model, data)
-        source = as_source(data)
+        source = as_source(data, spec)
         with _shown(progress) as steps, _as_file(model, example_inputs, steps) as file:
             asked = dataclasses.replace(asked, model=file, data=source)
             return compile_model(asked, steps, scratch=ScratchSpace(asked.scratch))
@@ -148,6 +165,22 @@ def _options(**given: Any) -> CompileOptions:
         return options_from(CompileOptions, given, _FIELDS, training=training, **nowhere)
     except ValueError as error:
         raise ValueError(without_flags(str(error))) from error
+
+
+def _preprocessing(given: Mapping[str, Any]) -> PreprocessingSpec:
+    """Make the options of reading data: ValueError if one is out of range."""
+    found: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.field in given:
+            value = given[option.field]
+            written = isinstance(value, Sequence) and not isinstance(value, str)
+            try:  # as the command line does, and the file preprocessing.toml
+                found[option.field] = option.parse(
+                    ",".join(map(str, value)) if written else str(value)
+                )
+            except ArgumentTypeError as error:
+                raise ValueError(f"{option.field}: {error}") from error
+    return PreprocessingSpec(**found)
 
 
 def _output_of(model: object, output: PathLike | None) -> Path:

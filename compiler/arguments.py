@@ -11,6 +11,7 @@ from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.tasks import TASK_KINDS
 from offramp.compiler import help_texts
 from offramp.compiler.argument_types import share_from_0
+from offramp.compiler.data.arguments import add_data_arguments
 from offramp.compiler.engine_arguments import add_engine_arguments
 from offramp.compiler.options import SEEDS
 from offramp.compiler.plan_arguments import add_plan_arguments
@@ -40,9 +41,9 @@ def compile_parser() -> argparse.ArgumentParser:
 def _add_compiling(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add what a compilation takes."""
     _add_model(parser)
-    parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
-                        help="calibration data: an array per input, in an npz or a folder of .npy "
-                        "files; labels (optional) only for the report")  # fmt: skip
+    parser.add_argument("--data", required=True, metavar="DATA",
+                        help="calibration data: npz, images, texts, tables, or a function; see "
+                        "docs/data.md; labels (optional) only for the report")  # fmt: skip
     _add_grouping(parser, COPIES_WITHIN)
     _add_target(parser, "MODEL.ee if not given", "a bundle that is there")
     _add_promise(parser, 0.01, 0.95)
@@ -120,6 +121,7 @@ def _add_compiling(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     tuning.add_argument("--scratch-limit", type=_gib, default=4.0, metavar="GIB",
                         help="most that they take there at once: what is beyond it is recorded in "
                         "later passes over the data")  # fmt: skip
+    add_data_arguments(parser)
     return parser
 
 
@@ -142,9 +144,10 @@ def verify_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile verify``."""
     parser = _parser("verify", help_texts.VERIFY)
     _add_bundle(parser, "verify")
-    parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
-                        help="samples, best such that the bundle was not made of: an array per "
-                        "input; labels (optional) for its accuracy")  # fmt: skip
+    parser.add_argument("--data", required=True, metavar="DATA",
+                        help="samples, best such that the bundle was not made of; labels "
+                        "(optional) for its accuracy")  # fmt: skip
+    add_data_arguments(parser)
     parser.add_argument("--threads", type=_positive, default=1, metavar="N",
                         help="of ONNX Runtime")  # fmt: skip
     _add_json(parser)
@@ -155,9 +158,10 @@ def rehearse_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile rehearse``."""
     parser = _parser("rehearse", help_texts.REHEARSE)
     _add_bundle(parser, "adapt")
-    parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
-                        help="samples of the new load: an array per input; labels (optional) only "
-                        "for the report")  # fmt: skip
+    parser.add_argument("--data", required=True, metavar="DATA",
+                        help="samples of the new load; labels (optional) only for the "
+                        "report")  # fmt: skip
+    add_data_arguments(parser)
     _add_grouping(parser, None)
     _add_target(parser, _REPLACED, "a bundle that is at --output")
     _add_dry_run(parser, "only print what would change")
@@ -185,9 +189,10 @@ def build_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile build``."""
     parser = _parser("build", help_texts.BUILD, argparse.RawDescriptionHelpFormatter)
     _add_bundle(parser, "build for")
-    parser.add_argument("--data", type=Path, metavar="NPZ",
-                        help="calibration data: an array per input. Engines are verified on it, "
-                        "and it says what fp16 and int8 cost in answers")  # fmt: skip
+    parser.add_argument("--data", metavar="DATA",
+                        help="calibration data. Engines are verified on it, and it shows what fp16 "
+                        "and int8 cost in answers")  # fmt: skip
+    add_data_arguments(parser)
     _add_seed(parser, "that of the compilation, by which the samples that certified are "
               "found again in its data (default: 0)")  # fmt: skip
     engines = parser.add_argument_group("engines")
@@ -215,9 +220,10 @@ def export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.onnx",
                         help="the file to write")  # fmt: skip
     # Not required=True: what is missing is told in one line that says why it is needed.
-    parser.add_argument("--data", type=Path, metavar="NPZ",
-                        help="the calibration data, to verify with: an array per input "
-                        "(always needed: a bundle does not hold them)")  # fmt: skip
+    parser.add_argument("--data", metavar="DATA",
+                        help="the calibration data, to verify with (always needed: a bundle does "
+                        "not hold them)")  # fmt: skip
+    add_data_arguments(parser)
     parser.add_argument("--with-exits", action="store_true",
                         help="add the outputs exit (index of the exit that answered, -1 for the "
                         "model's end) and confidence")  # fmt: skip

@@ -26,6 +26,7 @@ from offramp.bundle.engines import (
     remove_targets,
 )
 from offramp.bundle.records import CERTIFY
+from offramp.calibration.data_sources import data_name
 from offramp.calibration.dataset import DataError, Dataset, read_samples
 from offramp.certify import evaluate
 from offramp.compiler import build
@@ -129,15 +130,16 @@ def _possible(
     """Tell which precisions can be certified, and why not others."""
     if dataset is None:
         return ("fp32",), (
-            "nothing says what fp16 and int8 cost in answers; add --data NPZ, that which the "
+            "nothing says what fp16 and int8 cost in answers; add --data DATA, that which the "
             "bundle was compiled with"
         )
     if bundle.policy.promise is None:
         return ("fp32",), "the bundle promises nothing that could be certified for another"
     if not part_data(bundle, dataset, seed=options.seed, threads=available_cores()).certifies:
+        assert options.data is not None
         return ("fp32",), (
-            f"{options.data} are not the data that the bundle was compiled with, or --seed is "
-            "another, so that no precision can be certified on them"
+            f"{data_name(options.data)} are not the data that the bundle was compiled with, or "
+            "--seed is another, so that no precision can be certified on them"
         )
     return CERTIFIABLE, ""
 

@@ -22,6 +22,7 @@ from offramp.calibration.dataset import DataError
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.scratch import ScratchError
 from offramp.compiler import arguments, engine_arguments
+from offramp.compiler.data.arguments import source_of
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.progress import TerminalProgress
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for text in options.criterion_module:
             load_criterion(text)
+        if getattr(options, "data", None) is not None:
+            options.data = source_of(options.data, options)
         with raising_signals(), _libraries(options.custom_ops):
             return command.run(options, console)
     except ImportError as error:

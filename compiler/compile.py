@@ -19,6 +19,7 @@ from offramp.bundle import (
 from offramp.bundle.placing import check_space
 from offramp.bundle.writing import check_target
 from offramp.calibration import limits
+from offramp.calibration.data_sources import data_name
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
@@ -118,7 +119,7 @@ def compile_model(
         )
         if options.answer_tokens:
             check_lengths(model.inputs, dataset)
-        groups = grouped(dataset, options.data_name, within=options.copies_within)
+        groups = grouped(dataset, options.data, within=options.copies_within)
     parts = split(
         dataset,
         certify_at_least=samples_needed(
@@ -383,5 +384,5 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
         )
     except RuntimeError as error:
         raise DataError(
-            f"{options.data_name}: the model fails on the first samples: {error}"
+            f"{data_name(options.data)}: the model fails on the first samples: {error}"
         ) from error

@@ -10,7 +10,7 @@ from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.joint_training import Teacher
 from offramp.bundle.placing import check_writable
 from offramp.bundle.writing import check_target
-from offramp.calibration.data_sources import DataSource, data_name
+from offramp.calibration.data_sources import DataSource
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind, AskedTask
 from offramp.engine.options import MOST_SHARE, refuse_unless
@@ -41,6 +41,7 @@ class CompileOptions:
 
     model: Path
     data: Path | DataSource
+    """Calibration data; a path is that of an npz file or of a folder of npy files."""
     output: Path
     overwrite: bool = False
     answer: str | None = None
@@ -142,11 +143,6 @@ class CompileOptions:
         refuse_unless(self, lambda v: 0 <= v < SEEDS, f"from 0 to {SEEDS - 1}", "seed")
 
     @property
-    def data_name(self) -> str:
-        """Name of the data for messages."""
-        return data_name(self.data)
-
-    @property
     def asked_task(self) -> AskedTask:
         """What is said of the task."""
         return AskedTask(
@@ -198,7 +194,7 @@ class ProfileOptions(RewriteOptions):
 class RehearseOptions(RewriteOptions):
     """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
 
-    data: Path
+    data: Path | DataSource
     group: str | None = None
     copies_within: float | None = None
     anew: bool = False

@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.class_losses import describe_harm, harmed, losses_on_records
+from offramp.calibration.data_sources import DataSource, data_name
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
 from offramp.certify.learn_then_test import level_of_each
@@ -353,7 +354,7 @@ def _figures(forecast: Forecast) -> dict[str, str]:
     }
 
 
-def print_exported(done: Exported, data: Path, console: Console) -> None:
+def print_exported(done: Exported, data: Path | DataSource, console: Console) -> None:
     """Print what ``eecompile export`` wrote, and how it was verified."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     count = len(done.names.thresholds)
@@ -372,8 +373,8 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
     apart = verified.largest_difference
     how = f"within {apart:.1e} of their scale" if apart else "bit for bit"
     say(
-        f"Verified on {verified.samples} samples of {escape(str(data))}: the bundle's exits, its "
-        f"answers {how}; {1 - verified.exit_shares.get(-1, 0.0):.1%} left early."
+        f"Verified on {verified.samples} samples of {escape(data_name(data))}: the bundle's exits, "
+        f"its answers {how}; {1 - verified.exit_shares.get(-1, 0.0):.1%} left early."
     )
     if not done.calibration_data:
         say("These are not the data that the bundle was compiled with.")

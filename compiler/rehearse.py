@@ -102,7 +102,7 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
     within = COPIES_WITHIN if known is None else known.within
     if options.copies_within is not None:
         within = options.copies_within
-    groups = grouped(dataset, str(options.data), within=within)
+    groups = grouped(dataset, options.data, within=within)
     for_tuning, for_certifying = _split(dataset, groups, settings, choice)
     parts = {"Rehearse the exits": for_tuning, "Certify the policy": for_certifying}
     tune, certify = (

@@ -11,6 +11,7 @@ from offramp.bundle import Answer, AnswerTask, TaskKind
 from offramp.bundle.class_losses import has_classes
 from offramp.bundle.criteria import Criterion
 from offramp.bundle.tasks import WHOLE_SETS
+from offramp.calibration.data_sources import data_name
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import run_over
 from offramp.calibration.scratch import describe_bytes
@@ -189,12 +190,13 @@ def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> 
         return
     if dataset.labels is None:
         raise DataError(
-            f"--teach labels: {options.data_name} has no labels; give an array 'labels' of classes"
+            f"--teach labels: {data_name(options.data)} has no labels; give an array "
+            "'labels' of classes"
         )
     wrong = np.flatnonzero((dataset.labels < 0) | (dataset.labels >= answer.classes))
     if wrong.size:
         raise DataError(
-            f"--teach labels: sample {wrong[0]} of {options.data_name} has the label "
+            f"--teach labels: sample {wrong[0]} of {data_name(options.data)} has the label "
             f"{dataset.labels[wrong[0]]}, expected classes from 0 to {answer.classes - 1}, as the "
             "model numbers them"
         )

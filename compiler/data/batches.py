@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -47,7 +47,8 @@ class ArraySource:
     ) -> NDArray[Any]:
         with SampleWriter(self.name, scratch) as writer:
             for block in row_blocks(array):
-                writer.append({spec.name: fit(block, spec, self.name)}, self.name)
+                place = _samples(self.name, writer.samples)
+                writer.append({spec.name: fit(block, spec, place)}, self.name)
             return writer.finish()[0][spec.name] if writer.samples else array
 
 
@@ -99,9 +100,13 @@ def arrays_of_batch(batch: Any, specs: Sequence[TensorSpec], where: str) -> dict
     arrays = {str(name): as_array(value, f"{where}: {name!r}") for name, value in named.items()}
     of_inputs = {spec.name: spec for spec in specs}
     return {
-        name: fit(array, of_inputs[name], where) if name in of_inputs else array
+        name: fit(array, of_inputs[name], _samples(where)) if name in of_inputs else array
         for name, array in arrays.items()
     }
+
+
+def _samples(where: str, first: int = 0) -> Callable[[int], str]:
+    return lambda row: f"{where}: sample {first + row}"
 
 
 def _named(batch: Any, specs: Sequence[TensorSpec], where: str) -> Mapping[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,34 +40,35 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
 
 
 def fit(
-    array: NDArray[Any], spec: TensorSpec, where: str, *, numbers: bool = False
+    array: NDArray[Any], spec: TensorSpec, place: Callable[[int], str], *, numbers: bool = False
 ) -> NDArray[Any]:
     """Return an array in the dtype of an input, where that loses nothing but digits.
 
     Integers become integers of another width, booleans integers, and floats other floats. With
-    ``numbers``, integers become floats too: in a table they are numbers, elsewhere they may be
-    pixels that nobody has scaled. DataError where a value is out of range; what is not converted
-    is returned as it is, and refused where names, dtypes and shapes are checked.
+    ``numbers``, integers become floats too, and floats integers: in a table they are just numbers,
+    elsewhere they may be pixels that nobody has scaled. What is not converted is returned as it is,
+    and refused where names, dtypes and shapes are checked. DataError where a value is out of range;
+    ``place`` names its row.
     """
     wanted = np.dtype(spec.dtype)
     if array.dtype == wanted or not array.size:
         return array.astype(wanted) if array.dtype.kind in _NUMBERS else array
-    pair = array.dtype.kind, wanted.kind
-    if pair == ("f", "f"):
+    found, kind = array.dtype.kind, wanted.kind
+    if kind == "f" and found in ("fbiu" if numbers else "f"):
         with np.errstate(over="ignore"):
             converted = array.astype(wanted)
         same = np.isfinite(converted) | ~np.isfinite(array)
-    elif pair[0] in "biu" and (pair[1] in "iub" or (pair[1] == "f" and numbers)):
-        converted = array.astype(wanted)
-        same = converted.astype(array.dtype) == array
-        if pair[1] in "iu" and pair[0] in "iu":  # a change of sign goes back to the same bits
-            same &= (converted < 0) == (array < 0)
+    elif kind in "biu" and found in ("fbiu" if numbers else "biu"):
+        with np.errstate(invalid="ignore"):
+            converted = array.astype(wanted)
+            same = converted.astype(array.dtype) == array
+        same &= (converted < 0) == (array < 0)  # a change of sign goes back to the same bits
     else:
         return array
     if not same.all():
-        place = np.unravel_index(int(np.argmin(same)), same.shape)
+        row, *rest = (int(i) for i in np.unravel_index(int(np.argmin(same)), same.shape))
         raise DataError(
-            f"{where}: {spec.name!r} has the value {array[place]} at {[int(i) for i in place]}, "
-            f"which {wanted} cannot hold; expected {spec.describe()}"
+            f"{place(row)}: {spec.name!r} has the value {array[row, *rest]}, which {wanted} cannot "
+            f"hold; expected {spec.describe()}"
         )
     return converted

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from offramp.calibration.data_sources import DataSource, NpyFolderSource, NpzSource
 from offramp.calibration.errors import DataError
-from offramp.compiler.data.batches import ArraySource, IterableSource
-from offramp.compiler.data.spec import PreprocessingSpec
+from offramp.compiler.data.arrow import PARQUET, HuggingFaceSource, ParquetSource
+from offramp.compiler.data.functions import FunctionSource, names_function, source_of_value
+from offramp.compiler.data.images import SUFFIXES as IMAGE_SUFFIXES
+from offramp.compiler.data.images import ImageFolderSource
+from offramp.compiler.data.spec import TOML_NAME, Family, PreprocessingSpec, read_toml
+from offramp.compiler.data.tables import CSV_SUFFIXES, JSONL_SUFFIXES, TextTableSource
+
+_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "samples"})
+_TYPED_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "samples", "images"})
+_SAVED: Final = ("state.json", "dataset_dict.json")
+"""Files by which a folder is a data set that Hugging Face's package saved."""
+
+
+class NamedData:
+    """A text that names data, and what is at that place."""
+
+    def __init__(self, text: str) -> None:
+        """Look at the place of a text."""
+        self.text, self.path = text, Path(text)
+        self.is_file, self.is_folder = self.path.is_file(), self.path.is_dir()
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is anything at that path."""
+        return self.path.exists()
+
+    @property
+    def suffix(self) -> str:
+        """The file's suffix in lower case; empty for a folder."""
+        return "" if self.is_folder else self.path.suffix.lower()
+
+    @cached_property
+    def suffixes(self) -> frozenset[str]:
+        """Suffixes in lower case of all files in the folder and in those inside it."""
+        if not self.is_folder:
+            return frozenset()
+        return frozenset(
+            os.path.splitext(name)[1].lower()  # noqa: PTH122 - millions of them
+            for _, _, names in os.walk(self.path)
+            for name in names
+            if not name.startswith(".")
+        )
+
+    def has(self, *names: str) -> bool:
+        """Whether one of some files is in the folder itself."""
+        return any((self.path / name).is_file() for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,63 +64,97 @@ class DataKind:
     """A kind of data that ``--data`` takes."""
 
     name: str
-    """Noun for messages."""
+    """Noun for messages, with its article."""
     form: str
-    """How it is written, for lists of kinds."""
-    fits: Callable[[str], bool]
+    """What is given, for lists of kinds."""
+    fits: Callable[[NamedData], bool]
     """Whether a text names data of this kind."""
-    make: Callable[[str, PreprocessingSpec], DataSource]
-
-
-def _is_npz(text: str) -> bool:
-    return Path(text).suffix == ".npz"
-
-
-def _is_npy_folder(text: str) -> bool:
-    return Path(text).is_dir() and next(Path(text).rglob("*.npy"), None) is not None
+    make: Callable[[NamedData, PreprocessingSpec], DataSource]
+    families: Collection[Family] = field(default=frozenset())
+    """Options that it uses."""
 
 
 KINDS: Final[tuple[DataKind, ...]] = (
     DataKind(
-        name="npz file",
-        form="FILE.npz, an array for each input",
-        fits=_is_npz,
-        make=lambda text, _: NpzSource(Path(text)),
+        name="an npz file",
+        form="FILE.npz with an array for each input",
+        fits=lambda data: data.suffix == ".npz" or _is_zip(data),
+        make=lambda data, _: NpzSource(data.path),
     ),
     DataKind(
-        name="folder of npy files",
+        name="a folder of npy files",
         form="a folder with INPUT.npy for each input",
-        fits=_is_npy_folder,
-        make=lambda text, _: NpyFolderSource(Path(text)),
+        fits=lambda data: ".npy" in data.suffixes,
+        make=lambda data, _: NpyFolderSource(data.path),
+    ),
+    DataKind(
+        name="a folder of images",
+        form="a folder of images (png, jpg, bmp, webp)",
+        fits=lambda data: not IMAGE_SUFFIXES.isdisjoint(data.suffixes),
+        make=lambda data, spec: ImageFolderSource(data.path, spec),
+        families=frozenset({"images", "samples"}),
+    ),
+    DataKind(
+        name="a CSV or JSONL file",
+        form="FILE.csv, .tsv or .jsonl of numbers, or of texts with --tokenizer",
+        fits=lambda data: data.suffix in CSV_SUFFIXES | JSONL_SUFFIXES,
+        make=lambda data, spec: TextTableSource(data.path, spec),
+        families=_TABLES,
+    ),
+    DataKind(
+        name="parquet",
+        form="FILE.parquet or a folder of them",
+        fits=lambda data: data.suffix == PARQUET or PARQUET in data.suffixes,
+        make=lambda data, spec: ParquetSource(data.path, spec),
+        families=_TYPED_TABLES,
+    ),
+    DataKind(
+        name="a data set of Hugging Face",
+        form="a folder that Dataset.save_to_disk wrote",
+        fits=lambda data: data.is_folder and data.has(*_SAVED),
+        make=lambda data, spec: HuggingFaceSource(data.path, spec),
+        families=_TYPED_TABLES,
+    ),
+    DataKind(
+        name="a function",
+        form="module:function or FILE.py:function that yields batches",
+        fits=lambda data: not data.exists and names_function(data.text),
+        make=lambda data, spec: FunctionSource(data.text, spec.max_samples),
+        families=frozenset({"samples"}),
     ),
 )
-"""All kinds; every text must fit one of them alone."""
+"""All kinds; a text must fit one of them alone."""
 
 
 def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
     """Return the source of the data that a text names.
 
-    DataError where no kind fits, or more than one: nothing is guessed.
+    A folder's own ``preprocessing.toml`` fills what the options leave open. DataError where no kind
+    fits, or more than one: nothing is guessed. So it is where an option is of no use for the kind.
     """
-    found = [kind for kind in KINDS if kind.fits(text)]
-    if len(found) == 1:
-        return found[0].make(text, spec)
-    if found:
+    data = NamedData(text)
+    found = [kind for kind in KINDS if kind.fits(data)]
+    if len(found) > 1:
         raise DataError(
-            f"{text} is {' and also '.join(kind.name for kind in found)}; keep the data of one "
-            "kind there, and move the others"
+            f"{text} is {' and also '.join(kind.name for kind in found)}; give a folder with data "
+            "of one kind alone"
         )
-    path = Path(text)
-    if not path.exists():
-        raise DataError(f"{text}: no such file; expected one of: {_forms()}")
-    raise DataError(f"{text} is of no kind of data that is known; expected one of: {_forms()}")
+    if not found:
+        what = "is of no kind that can be read" if data.exists else "no such file or folder"
+        raise DataError(f"{text}: {what}; expected {'; '.join(kind.form for kind in KINDS)}")
+    (kind,) = found
+    if data.is_folder and data.has(TOML_NAME):
+        spec = spec.filled_from(read_toml(data.path / TOML_NAME))
+    spec.check_used(kind.families, text)
+    return kind.make(data, spec)
 
 
 def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource:
     """Return the source of whatever a program gives as data.
 
-    A path or text as ``--data`` takes it, a source, arrays (a mapping, a tuple or one alone), a
-    function that yields batches, or an iterable of batches. DataError for anything else.
+    That is a path or text as ``--data`` takes it, a source, arrays (a mapping, a tuple or one
+    alone), a ``datasets.Dataset``, a function that returns batches, or an iterable of batches.
+    DataError for anything else.
     """
     spec = spec or PreprocessingSpec()
     if isinstance(data, str | Path):
@@ -82,16 +162,18 @@ def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource
     if hasattr(data, "load") and hasattr(data, "name"):
         source: DataSource = data
         return source
-    if isinstance(data, Mapping | tuple) or hasattr(data, "__array__"):
-        return ArraySource(data)
-    batches: Any = data() if callable(data) else data
-    if isinstance(batches, Iterable):
-        return IterableSource(batches, spec.max_samples)
-    raise DataError(
-        f"data of type {type(data).__name__} cannot be read; give a path, a mapping from input "
-        "names to arrays, an iterable of batches, or a function that returns one"
-    )
+    if hasattr(data, "select_columns") and hasattr(data, "features"):
+        return HuggingFaceSource(data, spec)
+    spec.check_used({"samples"}, "data")
+    return source_of_value(data() if callable(data) else data, "data", spec.max_samples)
 
 
-def _forms() -> str:
-    return "; ".join(kind.form for kind in KINDS)
+def _is_zip(data: NamedData) -> bool:
+    """Whether a file of another name is an archive, as those of numpy are."""
+    if not data.is_file or data.suffix in {PARQUET, *CSV_SUFFIXES, *JSONL_SUFFIXES}:
+        return False
+    try:
+        with data.path.open("rb") as file:
+            return file.read(4) == b"PK\x03\x04"
+    except OSError:
+        return False

@@ -17,6 +17,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.files import write_whole
 from offramp.bundle.placing import check_writable
+from offramp.calibration.data_sources import DataSource
 from offramp.calibration.dataset import read_samples
 from offramp.compiler.errors import ExportError
 from offramp.compiler.export.nesting import Names, nest
@@ -39,7 +40,7 @@ class ExportOptions:
     """One run of ``eecompile export``."""
 
     bundle: Path
-    data: Path | None
+    data: Path | DataSource | None
     """Samples to verify with: the bundle's calibration data."""
     output: Path
     overwrite: bool = False
@@ -154,7 +155,7 @@ def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> 
     return {f"{METADATA}{key}": value for key, value in said.items()}
 
 
-def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path:
+def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path | DataSource:
     """Refuse what cannot be exported or written, before any long work; give where the data are."""
     if len(plan.stages) == 1:
         raise ExportError(
@@ -182,7 +183,7 @@ def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path:
     if options.data is None:
         raise ExportError(
             "an export is verified on the calibration data before it is written, and a bundle "
-            f"does not hold them: add --data NPZ, the file that {options.bundle} was compiled with"
+            f"does not hold them: add --data DATA, that which {options.bundle} was compiled with"
         )
     return options.data
 

@@ -155,7 +155,7 @@ def test_without_data_there_is_fp32_alone(place: Place) -> None:
     assert said.status == 0
     assert said.auto[0] == (
         "--precision auto: fp32 only: nothing says what fp16 and int8 cost in answers; add "
-        "--data NPZ, that which the bundle was compiled with"
+        "--data DATA, that which the bundle was compiled with"
     )
     assert said.auto[1].startswith("--precision auto: fp32 is kept: ")
     assert precisions() == {"fp32"}  # tf32 would have been served

@@ -158,7 +158,7 @@ def test_sizes_at_which_the_model_fails_are_one_line(
         (["--parts", "exits"], "there is no part 'exits'"),
         (["--workspace", "0"], "--workspace 0 is no number of GiB"),
         (["--optimization-level", "6"], "--optimization-level 6 is not in 0 to 5"),
-        (["--precision", "int8"], "--precision int8 needs --data NPZ"),
+        (["--precision", "int8"], "--precision int8 needs --data DATA"),
         (["--data", "nowhere.npz"], "nowhere.npz"),
         (["--device", "gpu0"], "--device: 'gpu0' is no device of TensorRT; give cuda:0, cuda:1"),
         (["--device", "gpu0", "--dry-run"], "'gpu0' is no device of TensorRT"),

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset, read_samples
+from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control.costs import CostModel
 from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
@@ -52,10 +53,9 @@ def add_parser(commands: Any) -> None:
     add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
     add(
         "--data",
-        type=Path,
         action="append",
         required=True,
-        metavar="NPZ",
+        metavar="DATA",
         help="data that the compiler never saw, labels optional; several for the scenario domain",
     )
     add("--scenario", default="all", metavar="NAME,…", help="all: those that the data allows")
@@ -65,6 +65,7 @@ def add_parser(commands: Any) -> None:
     output = parser.add_argument_group("output").add_argument
     output("--json", type=Path, metavar="FILE", help="write the figures there")
     output("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    add_data_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     bundle = open_runnable(options.bundle)
     workplace = _workplace(bundle, options)
     settings = _replay_settings(options)
-    datasets = _datasets(bundle, options.data)
+    datasets = _datasets(bundle, options)
     console = wide_console(WIDTH)
     _warn(console, bundle, datasets)
     with Progress(console=Console(stderr=True), transient=True) as bars:
@@ -228,12 +229,14 @@ def _replay_settings(options: argparse.Namespace) -> ReplaySettings:
     )
 
 
-def _datasets(bundle: Bundle, paths: list[Path]) -> dict[str, Dataset]:
-    names = [path.stem for path in paths]
+def _datasets(bundle: Bundle, options: argparse.Namespace) -> dict[str, Dataset]:
+    texts: list[str] = options.data
+    names = [Path(text).stem for text in texts]
     if len(set(names)) < len(names):
-        names = [str(path) for path in paths]
+        names = texts
     return {
-        name: read_samples(path, bundle.manifest) for name, path in zip(names, paths, strict=True)
+        name: read_samples(source_of(text, options), bundle.manifest)
+        for name, text in zip(names, texts, strict=True)
     }
 
 
@@ -276,7 +279,7 @@ def _write(
 ) -> None:
     environment = describe_environment(
         bundle=options.bundle.name,
-        data=[path.name for path in options.data],
+        data=[Path(text).name for text in options.data],
         max_disagreement=workplace.max_disagreement,
         confidence=workplace.confidence_level,
         audit_budget=workplace.audit_budget,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from offramp.calibration.dataset import read_samples
+from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU_RUNTIMES
@@ -50,7 +51,7 @@ def add_parser(commands: Any) -> None:
     )
     add = command.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
-    add("--data", type=Path, required=True, metavar="NPZ", help="test data, labels optional")
+    add("--data", required=True, metavar="DATA", help="test data, labels optional")
     add(
         "--batch-sizes",
         type=positives,
@@ -89,14 +90,14 @@ def add_parser(commands: Any) -> None:
     )
     add(
         "--method-data",
-        type=Path,
-        metavar="NPZ",
+        metavar="DATA",
         help="what the bundle was compiled with: branchynet and deebert tune on the samples that "
         "the bundle was tuned on then, and all of --data is measured",
     )
     add("--method-seed", type=int, default=0, metavar="K", help="--seed of that compilation")
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
     frontier_command.add_arguments(command)
+    add_data_arguments(command)
     command.set_defaults(run=run)
 
 
@@ -114,9 +115,10 @@ def run(options: argparse.Namespace) -> int:
             "--method branchynet,deebert, or leave it out"
         )
     bundle = open_runnable(options.bundle)
-    dataset = read_samples(options.data, bundle.manifest)
-    tuning = options.method_data
-    compiled_with = None if tuning is None else read_samples(tuning, bundle.manifest)
+    dataset = read_samples(source_of(options.data, options), bundle.manifest)
+    compiled_with = None
+    if options.method_data is not None:
+        compiled_with = read_samples(source_of(options.method_data, options), bundle.manifest)
     backend = make_backend(
         options.backend,
         threads=options.threads,
@@ -168,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
         baseline=baseline,
         threads=options.threads,
         rounds=options.rounds,
-        data=options.data.name,
+        data=Path(options.data).name,
         also=describe_also(also),
         methods={m.name: _described(m) for m in methods},
     )

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from offramp.calibration.dataset import read_samples
+from offramp.compiler.data.arguments import source_of
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.precision:
         raise ValueError(f"--precision needs another bundle of the model. {how_to_make(bundle)}")
     pair = BundlePair.of(bundle, open_runnable(options.precision))
-    dataset = read_samples(options.data, bundle.manifest)
+    dataset = read_samples(source_of(options.data, options), bundle.manifest)
     total = samples_run(
         dataset, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         baseline=baseline,
         threads=options.threads,
         rounds=options.rounds,
-        data=options.data.name,
+        data=Path(options.data).name,
         seed=asked.seed,
         bounds=list(asked.bounds),
         confidence=asked.confidence_level,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from offramp.client import ModelMetadata
+from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.tools.bench.arguments import add_trace_arguments
 from offramp.tools.bench.load.generator import GeneratedLoad, generate
@@ -67,11 +68,12 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("address", metavar="ADDRESS", help="HOST:PORT of the server's gRPC side")
     add("--model", required=True, metavar="NAME", help="served under it%(default).0s")
-    add("--data", type=Path, required=True, metavar="NPZ", help="samples to send%(default).0s")
+    add("--data", required=True, metavar="DATA", help="samples to send%(default).0s")
     add("--samples", type=int, default=4000, metavar="N", help="of the data to use at most")
     add_trace_arguments(parser)
     _add_sending(parser.add_argument_group("sending"))
     _add_judging(parser.add_argument_group("judging and output"))
+    add_data_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -136,9 +138,8 @@ def run(options: argparse.Namespace) -> int:
     check_outputs(options.json, options.html)
     metadata = check_server(settings.address, settings.model)
     optional = optional_inputs(settings.address, settings.model)
-    data = read_data(
-        options.data, input_specs(metadata), samples=options.samples, optional=optional
-    )
+    source = source_of(options.data, options)
+    data = read_data(source, input_specs(metadata), samples=options.samples, optional=optional)
     shares = make_shares(settings, trace, samples=len(data))
     poll: MetricsPoll | None = None
     if options.metrics is not None:
@@ -147,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
     reference = _find_reference(options.reference, data, metadata, shares)
     environment = describe_environment(
         trace=None if trace is None else trace.name,
-        data=options.data.name,
+        data=Path(options.data).name,
         samples=len(data),
         data_is_calibration_data=reference.on_calibration_data,
         **settings_json(settings),

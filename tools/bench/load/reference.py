@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, TensorSpec, UnreadInput
+from offramp.calibration.data_sources import DataSource, NpzSource
 from offramp.calibration.dataset import read_dataset
 from offramp.client import Client, ModelMetadata, OfframpError
 from offramp.engine.backends import make_backend
@@ -83,19 +84,25 @@ class LoadData:
 
 
 def read_data(
-    path: Path, specs: Sequence[TensorSpec], *, samples: int, optional: Collection[str] = ()
+    source: Path | DataSource,
+    specs: Sequence[TensorSpec],
+    *,
+    samples: int,
+    optional: Collection[str] = (),
 ) -> LoadData:
-    """Read at most so many first samples of a file; DataError if the model does not take them.
+    """Read at most so many first samples of a source; DataError if the model does not take them.
 
     The inputs that requests may leave out (``optional``) are not sent.
     """
     unread = [UnreadInput(spec=s, place=i) for i, s in enumerate(specs) if s.name in optional]
     specs = [spec for spec in specs if spec.name not in optional]
-    has_reference = f"{REFERENCE_KEY}.npy" in _names(path) and all(
+    path = source.path if isinstance(source, NpzSource) else source
+    names = _names(path) if isinstance(path, Path) else []
+    has_reference = f"{REFERENCE_KEY}.npy" in names and all(
         spec.name != REFERENCE_KEY for spec in specs
     )
     taken = [*specs, _REFERENCE_SPEC] if has_reference else specs
-    dataset = read_dataset(path, taken, unread=unread)
+    dataset = read_dataset(source, taken, unread=unread)
     inputs = dataset.take(slice(samples))
     reference = inputs.pop(REFERENCE_KEY) if has_reference else None
     return LoadData(inputs=inputs, reference=reference, sha256=dataset.sha256)
