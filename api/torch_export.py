@@ -176,8 +176,8 @@ def _check(call: ExampleCall, wanted: Mapping[str, NDArray[Any]], path: Path) ->
                 raise ExportCheckError(
                     f"{kind}: the exported model's {name} differs from the module's on {count} of "
                     f"the example samples by {difference.describe()}, expected at most {allowed:g} "
-                    "of the scale; forward must give the same answer every time, and to each "
-                    "sample whatever else is in its batch"
+                    "of the scale; forward must compute with torch alone, and give each sample the "
+                    "same answer every time, whatever else is in its batch"
                 )
 
 
