@@ -46,7 +46,9 @@ def engine_options(
         if mode is not Mode.AUDIT:  # in which every option means something
             from offramp.server.arguments.settings import refuse_ignored  # noqa: PLC0415 - heavy
 
-            refuse_ignored({_FIELDS.get(name, name): value for name, value in named.items()}, mode)
+            fields = {_FIELDS.get(name, name): value for name, value in named.items()}
+            fields.pop("keep_state", None)  # no state is kept, as asked for
+            refuse_ignored(fields, mode)
         defaults = options_from(ModelOptions, named, _FIELDS)
         return options_from(EngineOptions, named, _FIELDS, mode=mode, defaults=defaults)
     except ValueError as error:
