@@ -41,7 +41,7 @@ from offramp.bundle.parts import folder_of
 from offramp.bundle.placing import moved_aside
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
-from offramp.bundle.records import parse_records
+from offramp.bundle.records import no_records, parse_records
 from offramp.bundle.serde import from_plain
 from offramp.bundle.stored_graphs import (
     FileIdentity,
@@ -256,8 +256,10 @@ class Bundle:
         ``confidence`` float32 [exits, samples], ``prediction`` int32 [exits, samples],
         ``final_prediction`` int32 and ``final_confidence`` float32 [samples], ``split`` uint8
         [samples] (1 tune, 2 certify; some of each), and ``label`` int64 [samples] where the data
-        had labels.
+        had labels. Of no sample where the bundle was made without data.
         """
+        if self.manifest.is_plain:
+            return no_records()
         if self._records is None:
             name = folder_of(self.number) + RECORDS
             content = self.read(name)
@@ -291,6 +293,11 @@ def _read_manifest(root: Path) -> Manifest:
         raise BundleNotFoundError(
             f"{root} is not there: its overwriting was killed before the new one took its place; "
             f"the old one is whole, put it back: mv {kept} {root}"
+        )
+    if root.is_file():
+        raise BundleNotFoundError(
+            f"{root} is a file, expected a bundle, which is a folder; make one of an ONNX model "
+            f"with: eecompile MODEL.onnx --data DATA, or, as it is: eecompile wrap MODEL.onnx"
         )
     if not (root / MANIFEST).is_file():
         raise BundleNotFoundError(

@@ -21,8 +21,9 @@ from offramp.bundle.mapped import copy_rows
 from offramp.calibration.data_sources import DataSource, numpy_source
 from offramp.calibration.errors import DataError as DataError  # noqa: PLC0414 - exported again
 from offramp.calibration.groups.groups import Groups
-from offramp.calibration.groups.key import GroupKey
+from offramp.calibration.groups.key import GroupKey, group_hint
 from offramp.calibration.scratch import ScratchSpace
+from offramp.certify.splits import split_sizes
 from offramp.engine.agreement import agreement_of
 from offramp.engine.validation import check_tensors
 
@@ -168,7 +169,7 @@ def read_dataset(
     except ValueError as error:
         raise DataError(f"{name}: {error}") from error
     if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
-        raise DataError(f"{name}: {wrong}")
+        raise DataError(f"{name}: {wrong}{group_hint(arrays, names | aside)}")
     arrays = {key: array for key, array in arrays.items() if key not in aside}
     if labels is not None and labels.ndim == 0:
         raise DataError(f"{name}: labels are one number, expected one for each sample")
@@ -262,11 +263,6 @@ class DataSplit:
         return self.train.subset(np.flatnonzero(self.groups.represents[self.train.rows]))
 
 
-TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
-"""The shares of the data that do not train: heads gain most from more data, while certification
-flattens beyond some 5,000 samples."""
-
-
 def split(
     dataset: Dataset, *, certify_at_least: int, seed: int, groups: Groups | None = None
 ) -> DataSplit:
@@ -278,9 +274,9 @@ def split(
     """
     groups = groups or Groups.singletons(len(dataset))
     samples = len(groups)
-    sizes = _sizes(samples, certify_at_least)
+    sizes = split_sizes(samples, certify_at_least)
     if sizes is None:
-        needed = next(n for n in itertools.count(samples + 1) if _sizes(n, certify_at_least))
+        needed = next(n for n in itertools.count(samples + 1) if split_sizes(n, certify_at_least))
         raise DataError(_too_few(groups, needed, certify_at_least))
     return part(dataset, groups, sizes, seed=seed)
 
@@ -317,11 +313,3 @@ def _too_few(groups: Groups, needed: int, certify_at_least: int) -> str:
         f"others; give at least {needed} (10,000 serve well), or relax --max-disagreement or "
         f"--confidence{remedy}"
     )
-
-
-def _sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
-    """Count the samples to train and tune with, the others certify; ``None`` if too few for it."""
-    certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
-    tune = round(samples * TUNE_SHARE)
-    train = samples - certify - tune
-    return (train, tune) if train >= max(certify, 2) and tune >= 1 else None

@@ -275,6 +275,7 @@ def _certify_and_write(
         value_bounds=run.value_bounds,
         variants=tuple(built.variant for built in variants),
         weight_sharing=sharing,
+        idle_reason="" if limit is None else limit.message,
     )
     with progress.step("Write the bundle", 1):
         content = pack(

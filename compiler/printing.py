@@ -62,7 +62,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(escape(f"With shared weights (--share-weights of eeserve), {line}"))
     if manifest.batch_effect is not None:
         say(escape(f"{manifest.batch_effect.describe()}."))
-    rules = [rule.describe() for rule in manifest.paddings]
+    alone = f"every sample runs in a batch of its own: {manifest.no_batching}"
+    rules = [alone] if manifest.no_batching else [rule.describe() for rule in manifest.paddings]
     for told in (*rules, *(bound.describe() for bound in manifest.value_bounds)):
         say(escape(f"While serving {told}."))
     if manifest.precision != "fp32" or manifest.precision_reason:
@@ -71,7 +72,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
     for library in manifest.custom_ops:
         say(f"Needs the library {escape(library.describe())}: --custom-ops takes it")
-    say(f"Report: {path}/{REPORT}")
+    report = "none, as it was made without data" if manifest.is_plain else f"{path}/{REPORT}"
+    say(f"Report: {report}")
     flags = "".join(f" --custom-ops {library.file}" for library in manifest.custom_ops)
     say(f"Serve:  eeserve {path}{escape(flags)}")
 

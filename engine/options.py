@@ -12,6 +12,7 @@ from offramp.engine.cluster_serving import ServedCluster
 from offramp.engine.cluster_workers import MOST_WORKERS, ClusterWorkers
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.errors import BackendError, OptionsError
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.batch_profile import WINDOW_S
 from offramp.engine.scheduling import PolicyName
@@ -90,6 +91,12 @@ class ModelOptions:
     """Whether the policy that the controller starts with is the most aggressive one ever: no exit
     gets a lower threshold, and no other exit answers."""
 
+    learn: bool = True
+    """Whether exits are learned for the model, where the engine learns and it is an ONNX file."""
+
+    answer: str | None = None
+    """Output to serve of an ONNX file that has several; bundles have one already."""
+
     share_weights: str = "auto"
     """One of :data:`SHARE_WEIGHTS`: whether the model and its variants run on one copy of their
     weights (:mod:`offramp.engine.weight_sharing`)."""
@@ -165,6 +172,8 @@ class EngineOptions:
     restarts."""
     profile_window_s: float = WINDOW_S
     """Seconds of a window of the batch profile, which plans of clusters are made on (E3 3.1)."""
+    learning: LearnOptions | None = None
+    """How models that are ONNX files get exits while they are served; ``None`` learns nothing."""
     defaults: ModelOptions = field(default_factory=ModelOptions)
     models: Mapping[str, ModelOptions] = field(default_factory=dict)
     """By name, of models that differ from ``defaults``, whole."""
@@ -184,6 +193,11 @@ class EngineOptions:
         refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
         a_day = "from 1 to 86400"
         refuse_unless(self, lambda v: 1 <= v <= 86400, a_day, "profile_window_s")
+        if self.learning is not None and self.mode is Mode.OFF:
+            raise ValueError(
+                "mode is off, in which no exit ever answers, and learning makes exits; leave one "
+                "of the two out"
+            )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(
                 f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"
@@ -247,11 +261,22 @@ class EngineOptions:
         return self.streams if self.cluster is None else self.cluster.local
 
 
+_core_limit: int | None = None
+
+
 def available_cores() -> int:
     """Count the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(cores, _core_limit or cores)
+
+
+def limit_cores(cores: int) -> None:
+    """Have :func:`available_cores` count no more than so many in this process."""
+    global _core_limit  # noqa: PLW0603 - of the process, as its affinity is
+    _core_limit = max(1, cores)
 
 
 def refuse_unless(

@@ -188,15 +188,17 @@ async def _leave(
     await endpoint.leaving()
     delay_s = options.drain_delay_s if stop.patient else 0.0
     drained = await _unless(stop.forced, _drain(engine, endpoint, options, delay_s))
-    if not drained:
+    unanswered = sum(model.queued + model.in_flight for model in engine.statistics().values())
+    lost = not drained and (unanswered > 0 or endpoint.requests > 0)
+    if lost:
         logger.error(
             "leaving with %d samples unanswered%s",
-            sum(model.queued + model.in_flight for model in engine.statistics().values()),
+            unanswered,
             "" if drained is None else f" after {options.shutdown_timeout_s:g} s",
         )
-    await endpoint.stop(_FLUSH_S if drained else 0.0)
+    await endpoint.stop(0.0 if lost else _FLUSH_S)
     logger.info("stopped")
-    return EXIT_OK if drained else EXIT_UNANSWERED
+    return EXIT_UNANSWERED if lost else EXIT_OK
 
 
 async def _drain(

@@ -64,6 +64,8 @@ class ModelView:
     """A model's part of the page."""
 
     name: str
+    version: int
+    """1 until the model is replaced; the counts are those of this version."""
     ready: bool
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -116,6 +118,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
     task = model.answer.task
     return ModelView(
         name=model.name,
+        version=statistics.version,
         ready=ready,
         inputs=tuple(tensor.describe() for tensor in model.inputs),
         outputs=tuple(tensor.describe() for tensor in model.outputs),
@@ -272,9 +275,10 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
         for loss in harmed(model.class_losses, promise.max_disagreement):
             harm = describe_harm(loss, promise.max_disagreement)
             yield f"On the calibration data, {harm}."
-    if statistics.mode == "off":
+    yield from (f"{note[0].upper()}{note[1:]}." for note in model.notes)
+    if statistics.mode == "off" and not model.notes:
         yield "Exits are switched off (--mode off): every answer is the unmodified model's."
-    elif statistics.control is not None:
+    elif statistics.mode == "off" or statistics.control is not None:
         return  # the view of agreement says what there is to say
     elif not exits_in_use(statistics):
         yield (

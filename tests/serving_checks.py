@@ -175,7 +175,7 @@ async def swapped(
     assert how.mode.observed
     policies = [Bundle.open(path).policy]
     async with await Engine.open({MODEL: path}, how, backend=backend) as engine:
-        control = engine._models[MODEL].control
+        control = engine._versions[MODEL].model.control
         assert control is not None
         stop = asyncio.Event()
 

@@ -27,7 +27,7 @@ from offramp.compiler.choosing import (
     choose,
     predicted_savings,
 )
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.engines.builder import TimedEngine
 from offramp.compiler.engines.building import Building
 from offramp.compiler.engines.options import EngineBuildOptions

@@ -29,7 +29,7 @@ from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.blueprint import CompileRun
 from offramp.compiler.build import BuildOptions, build_bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.errors import EngineOptionsError, ExportError
 from offramp.compiler.export.export import ExportOptions, export_bundle

@@ -28,7 +28,7 @@ from tests.unit.bundle.examples import FILES, POLICY, agreeing_records, write
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import RECORDS
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.printing import print_bundle
 
 
@@ -252,7 +252,14 @@ def test_a_signal_while_heads_are_trained_leaves_nothing(
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "offramp.compiler.cli", "model.onnx", "--data", "data.npz"]
+    command = [
+        sys.executable,
+        "-m",
+        "offramp.compiler.commands.cli",
+        "model.onnx",
+        "--data",
+        "data.npz",
+    ]
     process = subprocess.Popen(
         [*command, "--epochs", "1000000"],
         env={**os.environ, "TMPDIR": str(temporary)},

@@ -20,7 +20,7 @@ from offramp.calibration.dataset import Dataset, read_samples
 from offramp.calibration.records import ExitRecords
 from offramp.certify import NEVER, first_exit
 from offramp.certify.decision import MODEL_END
-from offramp.compiler.cli import main as compile_
+from offramp.compiler.commands.cli import main as compile_
 from offramp.compiler.policy import record_exits
 from offramp.compiler.progress import SILENT
 from offramp.engine import criteria

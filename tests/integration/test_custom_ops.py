@@ -14,7 +14,7 @@ from tests.operators import build_library, squash_mlp
 
 from offramp.bundle import Bundle
 from offramp.calibration import profiling
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.engine.backends.custom_ops import using_libraries
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError

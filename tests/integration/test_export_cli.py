@@ -19,7 +19,7 @@ from tests.integration.test_compile_tiny import images, vectors
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration import profiling
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.export import export, nesting
 
 

@@ -22,7 +22,7 @@ from offramp.calibration.errors import UntrainableError
 from offramp.compiler import joint
 from offramp.compiler.build import BuildOptions, build_bundle
 from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.engine.backends.onnxruntime import make_session

@@ -18,7 +18,7 @@ from offramp.calibration import profiling
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.certify import binomial_cdf, evaluate
 from offramp.compiler import policy
-from offramp.compiler.cli import COMMANDS, main
+from offramp.compiler.commands.cli import COMMANDS, main
 
 MADE_WITH = ("--selection", "pame", "--rehearsal-batch", "24", "--max-violations", "0.1")
 

@@ -179,8 +179,8 @@ def test_only_training_names_torch() -> None:
 
 def test_building_engines_and_measuring_gpus_needs_no_torch() -> None:
     """An engine is built where it is served, and torch is not needed there."""
-    modules = "compiler.build compiler.cli compiler.printing compiler.tensorrt tools.gpu.benchmark"
-    modules += " calibration.errors"
+    modules = "compiler.build compiler.commands.cli compiler.printing compiler.tensorrt"
+    modules += " tools.gpu.benchmark calibration.errors compiler.plain.wrap"
     code = "import sys; sys.modules['torch'] = None; import " + ", ".join(
         f"offramp.{module}" for module in modules.split()
     )

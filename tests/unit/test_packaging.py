@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offramp.compiler.cli import main as eecompile
+from offramp.compiler.commands.cli import main as eecompile
 
 ROOT = Path(__file__).parents[2]
 IGNORED = shutil.ignore_patterns(

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from offramp.compiler.cli import COMMANDS as SUBCOMMANDS
-from offramp.compiler.cli import COMPILE
+from offramp.compiler.commands.cli import COMMANDS as SUBCOMMANDS
+from offramp.compiler.commands.cli import COMPILE
 from offramp.engine.options import ModelOptions
 from offramp.engine.planning.cluster_file import parse_cluster
 from offramp.engine.planning.ray_entry import RayEntry
 from offramp.engine.remote import eeworker
 from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server.arguments import make_parser
-from offramp.tools.bench.cli import _parser as bench_parser
+from offramp.tools.bench.cli import make_parser as bench_parser
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")]

@@ -12,7 +12,7 @@ from tests import models
 from tests.operators import DOMAIN, build_library, squash_mlp, squash_tokens, with_domain
 
 from offramp.bundle.custom_ops import OperatorLibrary
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError

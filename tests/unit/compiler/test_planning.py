@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle, write_bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.planning import PlanOptions, part_sizes, plan_bundle
 from offramp.compiler.report.cluster import draw_plan, render_plan
 from offramp.engine.control_state import identity_of

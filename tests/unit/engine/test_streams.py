@@ -175,7 +175,7 @@ def test_an_engine_of_which_nothing_runs_for_too_long_is_not_live(
 ) -> None:
     monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr("offramp.engine.executor.NOT_LIVE_AFTER_S", 0.05)
+    monkeypatch.setattr("offramp.engine.serving.availability.NOT_LIVE_AFTER_S", 0.05)
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
         assert isinstance(backend, Device)

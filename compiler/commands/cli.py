@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,11 +21,12 @@ from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.scratch import ScratchError
-from offramp.compiler import arguments, engine_arguments
+from offramp.compiler.commands import arguments, engine_arguments
 from offramp.compiler.data.arguments import source_of
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
-from offramp.compiler.progress import TerminalProgress
+from offramp.compiler.plain.command import describe_wrapped, wrap_parser
+from offramp.compiler.progress import FileProgress, Progress, TerminalProgress
 from offramp.engine.criteria import CriterionError, known_criterion, load_criterion
 from offramp.engine.errors import BackendError
 from offramp.engine.options import available_cores
@@ -68,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with raising_signals(), _libraries(options.custom_ops):
             return command.run(options, console)
     except ImportError as error:
-        remedy = "compiling needs the extra `compile`: pip install '.[compile]'"
-        where = "for the dot: Offramp's source folder or wheel"
-        print(f"eecompile: {error}; {remedy} ({where})", file=sys.stderr)
+        print(f"eecompile: {_without(error, options)}", file=sys.stderr)
         return 1
     except (
         CompileError,
@@ -90,6 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"eecompile: {target.describe(error)}", file=sys.stderr)
         return status_of(error)
+
+
+def _without(error: ImportError, options: argparse.Namespace) -> str:
+    """Return what to install where a package is missing."""
+    remedy = getattr(options, "missing", None)
+    if remedy is not None:
+        return f"{options.model}: {remedy} ({error})"
+    remedy = "compiling needs the extra `compile`: pip install '.[compile]'"
+    return f"{error}; {remedy} (for the dot: Offramp's source folder or wheel)"
 
 
 def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
@@ -142,13 +150,18 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
         training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
     )
     scratch = ScratchSpace(asked.scratch)
-    with TerminalProgress(console) as progress:
+    with TerminalProgress(console) as shown, _reporting(options.progress_file, shown) as progress:
         bundle = compile_model(asked, progress, scratch=scratch)
     print_bundle(bundle, Console())
     print_use(scratch, Console())
     if engines is None:
         return 0
     return _build_and_print(engines, console, chooses=engine_arguments.chooses_precision(options))
+
+
+def _reporting(path: Path | None, progress: Progress) -> AbstractContextManager[Progress]:
+    """Report progress to a file too, if one is named."""
+    return nullcontext(progress) if path is None else closing(FileProgress(path, progress))
 
 
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
@@ -255,6 +268,16 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _wrap(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.plain.wrap import WrapOptions, wrap_model  # noqa: PLC0415
+
+    output = options.output or _beside(options.model)
+    with TerminalProgress(console) as progress:
+        bundle = wrap_model(_read(WrapOptions, options, output=output), progress)
+    print(describe_wrapped(bundle))
+    return 0
+
+
 def _export(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.export.export import ExportOptions, export_bundle  # noqa: PLC0415
     from offramp.compiler.printing import print_exported  # noqa: PLC0415
@@ -319,6 +342,7 @@ COMMANDS = {
     "profile": Command(arguments.profile_parser, _profile),
     "build": Command(arguments.build_parser, _build),
     "export": Command(arguments.export_parser, _export),
+    "wrap": Command(wrap_parser, _wrap),
     "plan": Command(arguments.plan_parser, _plan),
 }
 """By name; anything else compiles a model. A model file called like one is given as ./NAME."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from offramp.bundle.distinct import COPIES_WITHIN
 from offramp.bundle.engines import PRECISIONS
 from offramp.bundle.tasks import TASK_KINDS
-from offramp.compiler import help_texts
-from offramp.compiler.argument_types import share_from_0
+from offramp.compiler.commands import help_texts
+from offramp.compiler.commands.argument_types import share_from_0
+from offramp.compiler.commands.engine_arguments import add_engine_arguments
+from offramp.compiler.commands.plan_arguments import add_plan_arguments
 from offramp.compiler.data.arguments import add_data_arguments
-from offramp.compiler.engine_arguments import add_engine_arguments
 from offramp.compiler.options import SEEDS
-from offramp.compiler.plan_arguments import add_plan_arguments
 from offramp.engine.options import MOST_SHARE
 
 _MOST_GIB = 2**20
@@ -121,6 +121,7 @@ def _add_compiling(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     tuning.add_argument("--scratch-limit", type=_gib, default=4.0, metavar="GIB",
                         help="most that they take there at once: what is beyond it is recorded in "
                         "later passes over the data")  # fmt: skip
+    parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
     add_data_arguments(parser)
     return parser
 

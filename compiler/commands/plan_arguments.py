@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from offramp.compiler.argument_types import share_from_0
+from offramp.compiler.commands.argument_types import share_from_0
 from offramp.engine.planning.goal import SLACK
 
 

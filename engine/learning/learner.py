@@ -1,0 +1,446 @@
+"""Learns exits for one model while it serves: records, compiles, switches, and begins again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle, BundleError, TensorSpec
+from offramp.engine.agreement import agreement_of
+from offramp.engine.errors import DrainingError, EngineError, OptionsError
+from offramp.engine.learning.compiling import (
+    Compilation,
+    compile_arguments,
+    describe_end,
+    missing_packages,
+    read_progress,
+    start_compilation,
+)
+from offramp.engine.learning.folder import LearnFolder
+from offramp.engine.learning.lifecycle import Action, LifeCycle, Phase, Progressed
+from offramp.engine.learning.options import LearnOptions
+from offramp.engine.learning.recorder import InputRecorder, RecordedCounts
+from offramp.engine.learning.recording import (
+    LIVE_SHARE,
+    RecordingError,
+    RecordingHeader,
+    RecordingLog,
+    record_bytes,
+)
+from offramp.engine.learning.state import LearnState
+from offramp.engine.learning.status import LearningStatus
+from offramp.engine.options import available_cores
+from offramp.engine.results import ModelInfo
+from offramp.engine.statistics import ModelStatistics
+
+_log = logging.getLogger(__name__)
+
+COMPILE_REMEDY: Final = "pip install 'offramp[compile]'"
+_TENTHS: Final = 10
+"""Lines of the log that tell how far a recording is."""
+
+Observer = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
+"""Called with the inputs of an answered request, and its answers [n, …]."""
+
+
+class LearningEngine(Protocol):
+    """What learning needs of an engine."""
+
+    def model(self, name: str) -> ModelInfo:
+        """Describe a served model."""
+
+    def statistics(self) -> Mapping[str, ModelStatistics]:
+        """Return a snapshot of every model's counters."""
+
+    def observe_inputs(self, name: str, observer: Observer | None) -> None:
+        """Show the observer what is answered from now on."""
+
+    async def replace(self, name: str, path: Path) -> None:
+        """Serve another bundle under a name from now on."""
+
+
+class ModelLearner:
+    """The learning of one model; all methods but :meth:`prepare` are of the event loop's thread."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        folder: LearnFolder,
+        state: LearnState,
+        options: LearnOptions,
+        *,
+        arguments: Sequence[str],
+        least: int,
+        start: Callable[[Sequence[str], int], Compilation] = start_compilation,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Go on from a state.
+
+        ``arguments`` are options of ``eecompile``, ``least`` the fewest samples that a promise
+        takes.
+        """
+        self.name, self._model, self._folder, self._options = name, model, folder, options
+        self._arguments, self._least = arguments, least
+        self._start_process, self._clock = start, clock
+        self._state = state
+        self._life = LifeCycle(state.phase, failures=state.failures)
+        self._life.reason = state.reason
+        self._wanted = options.samples
+        self._recorder: InputRecorder | None = None
+        self._compilation: Compilation | None = None
+        self._attempts = self._told = self._told_step = 0
+        self._dropped = self._copies = self._unanswered = 0
+        """Of recordings that are closed."""
+        self._saved: LearnState | None = None
+        served = folder.open_bundle(state.serving)
+        self._certified = "" if served is None else describe_promise(served)
+        self._engine: LearningEngine | None = None
+        self._header: RecordingHeader | None = None
+        self._failing = False
+
+    @property
+    def path(self) -> Path:
+        """What to serve at the start: the learned bundle, or the model's file."""
+        serving = self._state.serving
+        return self._folder.bundle(serving) if serving else self._model
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a compilation runs."""
+        return self._compilation is not None
+
+    async def start(self, engine: LearningEngine) -> None:
+        """Begin, with an engine that serves :attr:`path`; OptionsError if nothing can be learned."""
+        self._engine = engine
+        info = engine.model(self.name)
+        self._fit(info)
+        read = [spec for spec in info.inputs if spec.name not in info.unread]
+        self._header = RecordingHeader(
+            model_sha256=self._state.model_sha256,
+            inputs=tuple((spec.name, np.dtype(spec.dtype).name) for spec in read),
+        )
+        if missing := missing_packages():
+            _log.warning(
+                "%s: exits cannot be compiled, as %s %s missing: %s; inputs are recorded until then",
+                self.name, ", ".join(missing), "is" if len(missing) == 1 else "are", COMPILE_REMEDY,
+            )  # fmt: skip
+        if not self._life.phase.records and not self._options.keep:
+            self._folder.remove_recording()
+        if self._life.phase.records:
+            try:
+                await self._record()
+            except (OSError, RecordingError) as error:
+                raise OptionsError(f"{self.name}: inputs cannot be recorded: {error}") from error
+        _log.info("%s: learning in %s: %s", self.name, self._folder.path, self.status().text)
+        await self._save()
+
+    async def look(self, *, may_compile: bool) -> None:
+        """Look once, and do what is due; whatever fails, serving goes on."""
+        try:
+            await self._step(may_compile=may_compile)
+        except Exception:
+            if not self._failing:
+                _log.exception("%s: learning failed; serving goes on", self.name)
+            self._failing = True
+        else:
+            self._failing = False
+
+    def status(self) -> LearningStatus:
+        """Return a snapshot."""
+        counts, life = self._counts(), self._life
+        progress = read_progress(self._folder.progress) if self.compiling else None
+        return LearningStatus(
+            phase=life.phase.value,
+            text=self._text(counts, "" if progress is None else progress.describe()),
+            recorded=counts.recorded,
+            wanted=counts.wanted,
+            dropped=self._dropped + counts.dropped,
+            copies=self._copies + counts.copies,
+            unanswered=self._unanswered + counts.unanswered,
+            size_bytes=counts.size_bytes,
+            attempts=self._attempts,
+            failures=life.failures,
+            step=progress.step if progress else 0,
+            steps=progress.steps if progress else 0,
+            reason=life.reason,
+        )
+
+    async def close(self) -> None:
+        """End the compilation, write what is recorded, and let go of the folder."""
+        if self._compilation is not None:
+            await asyncio.to_thread(self._compilation.end)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
+        self.release()
+
+    def release(self) -> None:
+        """Let another server use the folder."""
+        self._folder.release()
+
+    async def _step(self, *, may_compile: bool) -> None:
+        assert self._engine is not None
+        life = self._life
+        if life.phase in (Phase.SERVING, Phase.RELEARNING, Phase.NOTHING_PAYS):
+            self._look_at_exits(self._engine.statistics()[self.name])
+        if self._compilation is not None:
+            await self._look_after(self._compilation)
+            return
+        counts = self._counts()
+        self._tell(counts)
+        if self._recorder is not None and counts.wanted < self._least:
+            await self._do(life.stop(self._too_large(counts)))
+            return
+        sample = Progressed(recorded=counts.recorded, wanted=counts.wanted)
+        before = life.phase
+        action = life.step(self._clock(), sample, may_compile=may_compile)
+        if action is not None:
+            await self._do(action, drops=before is Phase.RELEARNING)
+
+    async def _do(self, action: Action, *, drops: bool = False) -> None:
+        """Do what the life cycle decided; ``drops`` is whether what was recorded is of no use."""
+        match action:
+            case Action.COMPILE:
+                await self._compile()
+            case Action.SWITCH:
+                await self._switch()
+            case Action.RECORD:
+                _log.warning(
+                    "%s: exits answer nothing any more; inputs are recorded to learn anew",
+                    self.name,
+                )
+                self._folder.remove_recording()
+                self._told = 0
+                try:
+                    await self._record()
+                except (OSError, RecordingError) as error:
+                    await self._do(self._life.stop(f"inputs cannot be recorded: {error}"))
+            case Action.FORGET:
+                await self._forget(keep=self._options.keep and not drops)
+        await self._save()
+
+    async def _record(self) -> None:
+        """Record from now on; goes on with what the folder has."""
+        assert self._engine is not None
+        assert self._header is not None
+        limit = self._options.limit_bytes
+        log = await asyncio.to_thread(
+            RecordingLog, self._folder.path, self._header, limit_bytes=limit
+        )
+        if log.lost:
+            _log.warning(
+                "%s: %d records of %s were damaged or cut off, and are left out",
+                self.name, log.lost, log.path,
+            )  # fmt: skip
+        agreement = agreement_of(self._engine.model(self.name).answer)
+        self._recorder = InputRecorder(log, samples=self._wanted, decided=agreement.decided)
+        self._engine.observe_inputs(self.name, self._recorder.observe)
+
+    async def _forget(self, *, keep: bool) -> None:
+        assert self._engine is not None
+        self._engine.observe_inputs(self.name, None)
+        if (recorder := self._recorder) is not None:
+            counts, self._recorder = recorder.counts(), None
+            self._dropped += counts.dropped
+            self._copies += counts.copies
+            self._unanswered += counts.unanswered
+            await asyncio.to_thread(recorder.close, remove=not keep)
+
+    async def _compile(self) -> None:
+        self._attempts += 1
+        if missing := missing_packages():
+            why = f"packages are missing: {', '.join(missing)}; {COMPILE_REMEDY}"
+            self._failed(why)
+            return
+        number = self._folder.next_number()
+        self._state = replace(self._state, compiling=number)
+        await self._save()  # if killed from here on, the next server finds what was finished
+        self._folder.progress.unlink(missing_ok=True)
+        arguments = compile_arguments(
+            model=self._model,
+            data=self._folder.path,
+            output=self._folder.bundle(number),
+            progress=self._folder.progress,
+            asked=self._arguments,
+        )
+        cores = max(1, available_cores() // 2)
+        try:
+            self._compilation = await asyncio.to_thread(self._start_process, arguments, cores)
+        except OSError as error:
+            self._failed(f"no process can be started: {error}")
+            return
+        _log.info("%s: compiling with %d recorded samples", self.name, self._counts().recorded)
+
+    async def _look_after(self, compilation: Compilation) -> None:
+        status = compilation.poll()
+        if status is None:
+            self._tell_step()
+            return
+        said = compilation.last_words()
+        await asyncio.to_thread(compilation.end)
+        self._compilation = None
+        self._told_step = 0
+        number = self._state.compiling
+        bundle = await asyncio.to_thread(self._folder.open_bundle, number) if not status else None
+        if bundle is None:
+            self._failed(describe_end(status, said))
+        else:
+            pays = bool(bundle.policy.active)
+            self._certified = describe_promise(bundle) if pays else self._certified
+            action = self._life.compiled(pays=pays, reason="" if pays else why_idle(bundle))
+            if not pays:
+                _log.warning("%s: %s", self.name, self._text(self._counts(), ""))
+                await asyncio.to_thread(self._folder.remove_others, self._state.serving, number)
+            await self._save()
+            await self._do(action)
+        await self._save()
+
+    async def _switch(self) -> None:
+        assert self._engine is not None
+        number = self._state.compiling
+        try:
+            await self._engine.replace(self.name, self._folder.bundle(number))
+        except DrainingError:
+            return  # the next server finds the bundle, and serves it
+        except (EngineError, BundleError, OSError) as error:
+            self._failed(f"the compiled bundle cannot be served: {error}")
+            return
+        self._state = self._state.served(number)
+        self._life.switched()
+        await self._save()
+        _log.info("%s: %s", self.name, self._text(self._counts(), ""))
+        await self._forget(keep=self._options.keep)
+        await asyncio.to_thread(self._folder.remove_others, number)
+
+    def _failed(self, reason: str) -> None:
+        """Note a failed attempt, of which nothing is kept."""
+        self._life.failed(reason, self._clock())
+        self._folder.remove_others(self._state.serving)
+        _log.warning("%s: %s", self.name, self._text(self._counts(), ""))
+
+    def _look_at_exits(self, statistics: ModelStatistics) -> None:
+        *exits, end = statistics.stages
+        early = sum(stage.answered for stage in exits)
+        alarms = 0 if statistics.control is None else statistics.control.alarms
+        self._life.exits.look(alarms=alarms, answered=early + end.answered, early=early)
+
+    def _fit(self, info: ModelInfo) -> None:
+        """Want no more samples than the limit has room for; OptionsError if those are too few."""
+        size = sample_bytes([s for s in info.inputs if s.name not in info.unread])
+        room = int(LIVE_SHARE * self._options.limit_bytes) // size if size else self._wanted
+        if room < self._least:
+            raise OptionsError(
+                f"{self.name}: {self._options.max_gib:g} GiB hold {room:,} samples of "
+                f"{size:,} bytes, and the promise takes at least {self._least:,}; give "
+                f"--learn-gib {self._least * size / LIVE_SHARE / 2**30:.1f} or more"
+            )
+        if room < self._wanted:
+            _log.warning(
+                "%s: %g GiB (--learn-gib) hold %s samples; %s were asked for",
+                self.name, self._options.max_gib, f"{room:,}", f"{self._wanted:,}",
+            )  # fmt: skip
+            self._wanted = room
+
+    def _too_large(self, counts: RecordedCounts) -> str:
+        return (
+            f"{self._options.max_gib:g} GiB hold {counts.recorded:,} of these samples, and the "
+            f"promise takes at least {self._least:,}; start again with a larger --learn-gib"
+        )
+
+    def _counts(self) -> RecordedCounts:
+        if self._recorder is None:
+            return RecordedCounts(wanted=self._wanted)
+        return self._recorder.counts()
+
+    def _tell(self, counts: RecordedCounts) -> None:
+        """Say in the log how far a recording is, now and then."""
+        tenth = _TENTHS * counts.recorded // max(counts.wanted, 1)
+        if self._recorder is not None and tenth > self._told:
+            self._told = tenth
+            _log.info("%s: %s", self.name, self._text(counts, ""))
+
+    def _tell_step(self) -> None:
+        progress = read_progress(self._folder.progress)
+        if progress is not None and progress.step > self._told_step:
+            self._told_step = progress.step
+            of = f" of {progress.steps}" if progress.steps else ""
+            step = f"step {progress.step}{of}: {progress.title}"
+            _log.info("%s: compiling, %s", self.name, step)
+
+    def _text(self, counts: RecordedCounts, progress: str) -> str:
+        """Put the state into words."""
+        recorded = f"recorded {counts.recorded:,} of {counts.wanted:,}"
+        life = self._life
+        match life.phase:
+            case Phase.COMPILING:
+                return f"compiling, {progress}" if progress else "compiling"
+            case Phase.WAITING:
+                due_s = time.time() + (life.retry_s or 0.0) - self._clock()
+                return f"compiling failed: {life.reason}; again at {clock_time(due_s)}"
+            case Phase.SWITCHING:
+                return f"loading the compiled model; {self._certified}"
+            case Phase.SERVING:
+                since = clock_time(self._state.since_unix_s)
+                return f"{self._certified}; serving with exits since {since}"
+            case Phase.RELEARNING:
+                return f"exits answer nothing any more, learning anew: {recorded}"
+            case Phase.NOTHING_PAYS:
+                going_on = (
+                    "exits stay as they are" if self._state.serving else "serving goes on without"
+                )
+                return f"no exit pays: {life.reason}; {going_on}"
+            case Phase.STOPPED:
+                return f"stopped: {life.reason}"
+            case Phase.RECORDING:
+                return recorded
+
+    async def _save(self) -> None:
+        """Keep the state, if it is another one than before."""
+        life = self._life
+        state = replace(self._state, phase=life.phase, failures=life.failures, reason=life.reason)
+        if state != self._saved:
+            self._state = self._saved = state
+            await asyncio.to_thread(state.save, self._folder.path)
+
+
+def sample_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return what a sample takes in a recording; 0 where that differs between samples."""
+    shapes = []
+    for spec in specs:
+        sizes = [size for size in spec.shape[1:] if isinstance(size, int)]
+        if len(sizes) < len(spec.shape) - 1:
+            return 0
+        shapes.append((tuple(sizes), np.dtype(spec.dtype).itemsize))
+    return record_bytes(shapes)
+
+
+def describe_promise(bundle: Bundle) -> str:
+    """``certified: disagreement ≤ 1 % at 95 %, predicted to save 63 %``."""
+    promise = bundle.policy.promise
+    if promise is None:
+        return "not certified"
+    return (
+        f"certified: disagreement ≤ {100 * promise.max_disagreement:g} % at "
+        f"{100 * promise.confidence_level:g} %, predicted to save "
+        f"{100 * promise.predicted_savings:.0f} %"
+    )
+
+
+def why_idle(bundle: Bundle) -> str:
+    """Say why no exit of a bundle is in use."""
+    report = f"{bundle.path}/report.html has more"
+    return f"{bundle.manifest.idle_reason or 'none saves time within the promise'} ({report})"
+
+
+def clock_time(unix_s: float) -> str:
+    """``14:02``, with the date where it is not today's."""
+    then, today = time.localtime(unix_s), time.localtime()
+    return time.strftime("%H:%M" if then[:3] == today[:3] else "%Y-%m-%d %H:%M", then)

@@ -1,0 +1,161 @@
+"""Combinations of settings that ``eeserve`` refuses: one table, checked in one place.
+
+The table holds for the command line and for the configuration file. A setting that has no effect
+is refused where it is given, so that nobody relies on it: on the command line always, in a file if
+the file itself makes it ineffective. So one file serves in every ``--mode``. Values that
+contradict each other within one set of options are checked by that class (:class:`EngineOptions`,
+:class:`ModelOptions`, :class:`ServerOptions`), for programs too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Final
+
+from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+from offramp.commands.parser import LayeredParser
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.scheduling import PolicyName
+from offramp.server.configuration import Configuration, ConfigurationError, key_of
+from offramp.server.options import DEFAULT_MODE
+
+_OBSERVING: Final = (
+    *("--controller", "--max-disagreement", "--confidence", "--audit-budget", "--ramp-budget"),
+    *("--trust-inputs", "--max-source-share", "--never-beyond-compiled"),
+)
+_UNOBSERVED: Final = (
+    "nothing is observed in that mode; leave it out, or choose --mode audit or release"
+)
+_NO_EXIT: Final = "no exit runs in that mode; leave it out, or choose another --mode"
+_ON_CPU: Final = "--backend onnxruntime|openvino"
+_ON_GPU: Final = "--backend tensorrt|cuda"
+_NO_GPU: Final = "that backend runs on the CPU; leave it out, or choose --backend tensorrt or cuda"
+_ENGINES: Final = "only TensorRT has engines; leave it out, or choose --backend tensorrt"
+
+TABLE: Final = (
+    *(Illegal(option=o, beside="--mode leave|off", why=_UNOBSERVED) for o in _OBSERVING),
+    Illegal(
+        option="--audit-budget",
+        beside="--mode release",
+        why="every sample runs to the end there; leave it out, or choose --mode audit",
+    ),
+    Illegal(option="--no-state", beside="--mode off", why=_NO_EXIT),
+    Illegal(option="--profile-window-s", beside="--mode off", why=_NO_EXIT),
+    Illegal(
+        option="--max-queue-delay-ms",
+        beside="--policy slackfit|slackfit-bare|max-batch|max-accuracy|cheapest|clockwork|fixed",
+        why="that policy never waits for more samples; leave it out, or choose --policy "
+        "run-through, refill, rebatch or delay",
+    ),
+    Illegal(option="--device", beside=_ON_CPU, why=_NO_GPU),
+    Illegal(option="--no-cuda-graphs", beside=_ON_CPU, why=_NO_GPU),
+    Illegal(option="--precision", beside="--backend onnxruntime|openvino|cuda", why=_ENGINES),
+    Illegal(
+        option="--engine-build-minutes",
+        beside="--backend onnxruntime|openvino|cuda",
+        why=_ENGINES,
+    ),
+    Illegal(
+        option="--threads",
+        beside=_ON_GPU,
+        why="that backend runs on a GPU; leave it out, or choose --backend onnxruntime",
+    ),
+    Illegal(
+        option="--custom-ops",
+        beside="--backend tensorrt|cuda|openvino",
+        why="only ONNX Runtime on the CPU takes libraries of operators; choose --backend "
+        "onnxruntime",
+    ),
+    Illegal(
+        option="--criterion-module",
+        beside=_ON_GPU,
+        why="a criterion of your own runs on the CPU; choose --backend onnxruntime",
+    ),
+    Illegal(
+        option="--ray-address",
+        without="--cluster ray",
+        why="a cluster file names the address itself, as ray_address; leave it out",
+    ),
+    Illegal(
+        option="--json",
+        without="--self-check",
+        why="nothing else writes a report; leave it out, or add --self-check",
+    ),
+)
+"""Every row's ``option`` is a flag without a value: the setting that would have no effect."""
+
+
+def refuse_illegal_settings(
+    parser: LayeredParser,
+    given: argparse.Namespace,
+    flags: frozenset[str],
+    file: Configuration,
+) -> None:
+    """Refuse the first combination of the table that command line or file have.
+
+    Args:
+        parser: The parser of the command line.
+        given: The command line.
+        flags: Flags that it gives.
+        file: The configuration file.
+
+    Raises:
+        IllegalCombinationError: Of the command line, or of it with the file.
+        ConfigurationError: Of the file alone.
+    """
+    usual = {**_values_of(EngineOptions(mode=DEFAULT_MODE)), **_values_of(ModelOptions())}
+    defaults = _by_flag(parser, usual, all_of_them=True)
+    for where, settings in _tables(file):
+        asked = _by_flag(parser, settings)
+        try:
+            refuse_illegal(TABLE, {**defaults, **asked}, asked.keys())
+        except IllegalCombinationError as error:
+            text = _with_keys(parser, str(error))
+            raise ConfigurationError(f"{file.source}: {where}: {text}") from error
+    common = _by_flag(parser, {**file.engine, **file.defaults})
+    values = {**defaults, **common, **_plain(parser.values(given))}
+    rows = [row for row in TABLE if row.option in flags]
+    refuse_illegal(rows, values, flags | common.keys())
+
+
+def _values_of(options: EngineOptions | ModelOptions) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def _tables(file: Configuration) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the settings that act together, with the name of the table they are in."""
+    yield "[engine] and [defaults]", {**file.engine, **file.defaults}
+    for name, model in file.models.items():
+        yield f"[models.{name}] and [engine]", {**file.engine, **model.settings}
+
+
+def _by_flag(
+    parser: LayeredParser, settings: Mapping[str, Any], *, all_of_them: bool = False
+) -> dict[str, object]:
+    """Return settings by the flag of each, without those that have none.
+
+    A flag without a value, such as ``--no-state``, stands for one value of its setting: it is left
+    out where the setting has the other one, unless ``all_of_them`` are asked for.
+    """
+    found: dict[str, object] = {}
+    for action in parser.options():
+        if action.dest not in settings:
+            continue
+        value = settings[action.dest]
+        if all_of_them or action.const is None or value == action.const:
+            found |= dict.fromkeys(action.option_strings, value)
+    return _plain(found)
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values with the policy's name alone, whatever exit it is fixed at."""
+    return {f: v.name if isinstance(v, PolicyName) else v for f, v in values.items()}
+
+
+def _with_keys(parser: LayeredParser, text: str) -> str:
+    """Return a message with the keys of the file in place of flags."""
+    keys = {f: key_of(action.dest) for action in parser.options() for f in action.option_strings}
+    return re.sub(r"--[a-z-]+", lambda found: keys.get(found[0], found[0]), text)
