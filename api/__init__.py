@@ -1,6 +1,7 @@
 """The Python API: compile, load and serve; its main names are those of :mod:`offramp`.
 
-May import: bundle, calibration, compiler, compiler.data, engine, engine.scheduling, server.
+May import: bundle, calibration, commands, compiler, compiler.data, engine, engine.learning,
+engine.scheduling, server.
 """
 
 from offramp.api.errors import (

@@ -16,6 +16,8 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+
 _Options = TypeVar("_Options")
 
 PathLike = str | os.PathLike[str]
@@ -55,6 +57,12 @@ class EngineKeywords(TypedDict, total=False):
     trust_inputs: bool
     max_source_share: float
     never_beyond_compiled: bool
+    answer: str | None
+    learn: bool
+    learn_samples: int
+    learn_folder: PathLike | None
+    learn_max_gib: float
+    learn_keep: bool
 
 
 class ServerKeywords(EngineKeywords, total=False):
@@ -133,6 +141,26 @@ def options_from(
             if message.startswith(f"{field} "):
                 message = keyword + message.removeprefix(field)
         raise ValueError(message) from error
+
+
+def refuse_illegal_keywords(
+    table: Sequence[Illegal], given: Mapping[str, object], defaults: Mapping[str, str]
+) -> None:
+    """Refuse, by a ValueError, keyword arguments that a command's table does not allow together.
+
+    ``defaults`` are the values by flag of options that are not given, where the table has them.
+    """
+    values: dict[str, object] = dict(defaults)
+    flags = set()
+    for name, value in given.items():
+        if value is not None:
+            flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+            values[flag] = value
+            flags.add(flag)
+    try:
+        refuse_illegal(table, values, flags)
+    except IllegalCombinationError as error:
+        raise ValueError(without_flags(str(error))) from error
 
 
 def without_flags(message: str) -> str:

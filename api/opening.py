@@ -11,14 +11,18 @@ from offramp.api.keywords import (
     PathLike,
     check_keywords,
     options_from,
+    refuse_illegal_keywords,
     without_flags,
 )
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
 
 _FIELDS: Final = {"state": "keep_state", "cuda_graphs": "graphs", "policy": "scheduling"}
 """Fields that are not called as their keyword is."""
+
+_DEFAULTS: Final = {"--mode": Mode.AUDIT.value, "--policy": "run-through", "--backend": "auto"}
 
 
 def model_name(path: PathLike) -> str:
@@ -36,6 +40,12 @@ def engine_options(
         ValueError: A value is out of range, or two options exclude each other.
     """
     check_keywords(function, given, kind)
+    if given:
+        from offramp.server.arguments.combinations import TABLE  # noqa: PLC0415 - heavy
+
+        # Whether a state is kept that is not there matters to nobody.
+        asked = {name: value for name, value in given.items() if name != "state"}
+        refuse_illegal_keywords(TABLE, asked, _DEFAULTS)
     named = dict(given)
     mode = Mode(named.pop("mode", Mode.AUDIT))
     try:
@@ -43,13 +53,21 @@ def engine_options(
             named["policy"] = PolicyName.parse(named["policy"])
         if "forbid_forced_exits" in named:
             named["forced_exits"] = not named.pop("forbid_forced_exits")
-        if mode is not Mode.AUDIT:  # in which every option means something
-            from offramp.server.arguments.settings import refuse_ignored  # noqa: PLC0415 - heavy
-
-            fields = {_FIELDS.get(name, name): value for name, value in named.items()}
-            fields.pop("keep_state", None)  # no state is kept, as asked for
-            refuse_ignored(fields, mode)
+        more = {"mode": mode, "learning": _learning(named)}
         defaults = options_from(ModelOptions, named, _FIELDS)
-        return options_from(EngineOptions, named, _FIELDS, mode=mode, defaults=defaults)
+        return options_from(EngineOptions, named, _FIELDS, defaults=defaults, **more)
     except ValueError as error:
         raise ValueError(without_flags(str(error))) from error
+
+
+def _learning(named: Mapping[str, Any]) -> LearnOptions | None:
+    """Make the options of learning, where it is asked for."""
+    prefix = "learn_"
+    asked = {n.removeprefix(prefix): v for n, v in named.items() if n.startswith(prefix)}
+    if not named.get("learn", False):
+        if asked:
+            raise ValueError(f"{prefix}{next(iter(asked))} does nothing without learn=True; add it")
+        return None
+    if asked.get("folder") is not None:
+        asked["folder"] = Path(asked["folder"])
+    return LearnOptions(**asked)

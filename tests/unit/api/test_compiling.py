@@ -19,7 +19,7 @@ from offramp.api import ExportCheckError, ModuleExportError, compiling
 from offramp.api.compiling import CompileKeywords
 from offramp.bundle import BundleExistsError, TensorSpec
 from offramp.calibration.scratch import ScratchSpace
-from offramp.compiler.cli import COMPILE
+from offramp.compiler.commands.cli import COMPILE
 from offramp.compiler.errors import ModelError
 from offramp.compiler.options import CompileOptions
 from offramp.engine.criteria import CriterionError

@@ -275,13 +275,24 @@ def test_wrong_calls(
         (
             {"mode": "leave", "confidence": 0.9},
             ValueError,
-            r"^confidence does nothing in mode leave, .* or choose mode audit or release$",
+            r"^confidence with mode leave: nothing is observed .* choose mode audit or release$",
         ),
         (
             {"policy": "cheapest", "forbid_forced_exits": True},
             ValueError,
             r"policy cheapest forces exits",
         ),
+        (
+            {"padding": False, "device": "cuda:0", "backend": "onnxruntime"},
+            ValueError,
+            r"^device with backend onnxruntime: that backend runs on the CPU; leave it out",
+        ),
+        (
+            {"learn_samples": 100},
+            ValueError,
+            r"^learn_samples does nothing without learn=True; add it$",
+        ),
+        ({"learn": True, "learn_samples": 0}, ValueError, r"samples 0 is not in 1 to"),
         ({"backend": "tpu"}, Exception, r"'tpu'"),
     ],
 )
