@@ -18,6 +18,7 @@ from offramp.api.keywords import EngineKeywords, PathLike
 from offramp.api.opening import engine_options, model_name
 from offramp.bundle import TensorSpec
 from offramp.engine.core import Engine
+from offramp.engine.errors import BadInputError
 from offramp.engine.options import EngineOptions
 from offramp.engine.results import EngineResult, ModelInfo
 from offramp.engine.statistics import ModelStatistics
@@ -64,10 +65,18 @@ class OpenedModel:
                 f"{self._example()}; of models with one input, model(array) takes it alone"
             )
         dtypes = {spec.name: spec.dtype for spec in self.inputs}
-        return {
-            name: np.asarray(value, None if hasattr(value, "dtype") else dtypes.get(name))
-            for name, value in {**(inputs or {}), **named}.items()
-        }
+        given = {**(inputs or {}), **named}
+        return {name: self._array(name, value, dtypes.get(name)) for name, value in given.items()}
+
+    def _array(self, name: str, value: ArrayLike, dtype: str | None) -> NDArray[Any]:
+        try:
+            return np.asarray(value, None if hasattr(value, "dtype") else dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BadInputError(
+                f"{self._name}: input {name!r} is a {type(value).__name__} that is no array of "
+                f"{dtype or 'numbers'} ({error}); lists of a dimension must be of equal length, "
+                "and numbers within the range of the dtype"
+            ) from error
 
     def _only_input(self, array: ArrayLike) -> dict[str, ArrayLike]:
         read = [spec for spec in self.inputs if spec.name not in self._info.unread]
