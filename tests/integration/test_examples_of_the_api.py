@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from tests.small import compile_small, equal_times
 
 import offramp
 
+WITHOUT = "the extra `examples` is not installed, which does not go with the oldest versions"
 ROOT = Path(__file__).parents[2]
 Small = tuple[Path, NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]
 
@@ -78,6 +80,7 @@ def test_the_text_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_fastapi_service(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi", reason=WITHOUT)
     from examples.fastapi_service import app
     from fastapi.testclient import TestClient
 
@@ -106,6 +109,8 @@ def test_the_fastapi_service(small: Small, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_bentoml_service(small: Small, tmp_path: Path) -> None:
     """By BentoML's own command, whose libraries warn of each other."""
+    if importlib.util.find_spec("bentoml") is None:
+        pytest.skip(WITHOUT)
     path, x, logits, exits = small
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -160,6 +165,7 @@ class FakeRequest:
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`")  # Ray Serve's own
 def test_the_deployment_of_ray_serve(small: Small) -> None:
+    pytest.importorskip("fastapi", reason=WITHOUT)  # which Ray Serve takes
     from examples import ray_serve
 
     path, x, logits, exits = small
