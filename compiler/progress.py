@@ -136,7 +136,10 @@ class FileProgress:
 
 def stage_of(title: str) -> int | None:
     """Return the stage that a step belongs to, from 1; ``None`` of a step that has no stage."""
-    for number, beginnings in enumerate(STAGES, 1):
-        if title.startswith(beginnings):
-            return number
-    return None
+    found = [
+        (len(beginning), number)
+        for number, beginnings in enumerate(STAGES, 1)
+        for beginning in beginnings
+        if title.startswith(beginning)
+    ]
+    return max(found)[1] if found else None

@@ -58,6 +58,7 @@ class Engine:
         profile_window_s: float = WINDOW_S,
         load: ModelLoading | None = None,
         wrapped: WrappedFiles | None = None,
+        learning: Learning | None = None,
     ) -> None:
         """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine.
 
@@ -66,7 +67,7 @@ class Engine:
         self._backend = backend
         self._owned = owned
         self._wrapped = wrapped
-        self._learning: Learning | None = None
+        self._learning = learning or Learning({})
         self._parallel = parallel
         self._observers = InputObservers()
         self._numbers = itertools.count()
@@ -117,31 +118,16 @@ class Engine:
             OptionsError: A scheduling policy does not fit its model.
         """
         options = options or EngineOptions()
-        if options.learning is None:
-            return await cls._open(models, options, backend)
-        learning = await asyncio.to_thread(Learning.prepare, models, options, options.learning)
+        learning = await asyncio.to_thread(Learning.prepare, models, options)
         try:
-            engine = await cls._open(learning.paths(models), options, backend)
+            opened = await open_models(learning.paths(models), options, backend)
         except BaseException:
             await learning.close()
             raise
-        engine._learning = learning
-        try:
-            await learning.start(engine)
-        except BaseException:
-            await engine.close()
-            raise
-        return engine
-
-    @classmethod
-    async def _open(
-        cls, models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
-    ) -> Engine:
-        opened = await open_models(models, options, backend)
         load = partial(
             load_model, backend=opened.backend, options=options, parallel=opened.parallel
         )
-        return cls(
+        engine = cls(
             opened.models,
             opened.backend,
             streams=options.streams,
@@ -152,7 +138,14 @@ class Engine:
             profile_window_s=options.profile_window_s,
             load=load,
             wrapped=opened.wrapped,
+            learning=learning,
         )
+        try:
+            await learning.start(engine)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
 
     async def __aenter__(self) -> Self:
         return self
@@ -392,8 +385,7 @@ class Engine:
     async def close(self) -> None:
         """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
-        if self._learning is not None:
-            await self._learning.close()
+        await self._learning.close()
         await self._versions.close()
         try:
             if self._plans is not None:
@@ -424,7 +416,7 @@ class Engine:
             policy_version=self._executor.deployment(key).policy.version,
             control=None if served.control is None else self._control.status(key),
             batch_profile=self._profiles.status(key),
-            learning=self._learning.status(version.name) if self._learning else None,
+            learning=self._learning.status(version.name),
             plan=self._plans.status() if self._plans is not None else None,
             scheduling=str(served.options.scheduling),
             streams=health.streams,

@@ -193,11 +193,6 @@ class EngineOptions:
         refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
         a_day = "from 1 to 86400"
         refuse_unless(self, lambda v: 1 <= v <= 86400, a_day, "profile_window_s")
-        if self.learning is not None and self.mode is Mode.OFF:
-            raise ValueError(
-                "mode is off, in which no exit ever answers, and learning makes exits; leave one "
-                "of the two out"
-            )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(
                 f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"

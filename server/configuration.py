@@ -6,7 +6,8 @@
     streams = 2
     [defaults]                # fields of ModelOptions, for every model
     policy = "run-through"
-    [models.fashion]          # the same, for this one
+    [learning]                # fields of LearnOptions; the table stands for --learn
+    [models.fashion]          # the same as in [defaults], for this one
     path = "fashion.ee"       # relative to this file
     policy = "slackfit"
     slo_ms = 20
@@ -32,13 +33,14 @@ from offramp.bundle.files import read_limited
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
 from offramp.engine.errors import BackendError
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.cluster_plan import PlanError
 from offramp.engine.scheduling import PolicyName
 from offramp.server.options import DEFAULT_MODE
 
-_Options: TypeAlias = type[EngineOptions | ModelOptions]
+_Options: TypeAlias = type[EngineOptions | ModelOptions | LearnOptions]
 
 
 class ConfigurationError(ValueError):
@@ -65,12 +67,15 @@ class Configuration:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`ModelOptions`, for all models."""
     models: Mapping[str, ConfiguredModel] = field(default_factory=dict)
+    learning: Mapping[str, Any] | None = None
+    """Fields of :class:`LearnOptions`; ``None`` if there is no such table."""
 
     def options(
         self,
         *,
         engine: Mapping[str, Any],
         defaults: Mapping[str, Any],
+        learning: Mapping[str, Any] | None = None,
         ray_address: str | None = None,
     ) -> EngineOptions:
         """The engine's options, with what the command line says of engine and defaults.
@@ -80,6 +85,8 @@ class Configuration:
         Args:
             engine: Fields of :class:`EngineOptions`; ``cluster`` is a path, or ``ray``.
             defaults: Fields of :class:`ModelOptions`.
+            learning: Fields of :class:`LearnOptions`; ``None`` where the command line does not ask
+                for it.
             ray_address: HOST:PORT of the head of Ray's cluster, where that is the cluster.
 
         Raises:
@@ -98,6 +105,8 @@ class Configuration:
             for name, model in self.models.items()
             if model.settings
         }
+        if learning is not None or self.learning is not None:
+            joined["learning"] = LearnOptions(**{**(self.learning or {}), **(learning or {})})
         self._find_workers(joined, engine, ray_address)
         try:
             return EngineOptions(**joined)
@@ -137,14 +146,22 @@ class Configuration:
 def read_configuration(path: Path) -> Configuration:
     """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
     document = _load(path)
-    _refuse_unknown(document, ("engine", "defaults", "models"), f"{path}", "table")
+    _refuse_unknown(document, ("engine", "learning", "defaults", "models"), f"{path}", "table")
     models = _table(document, "models", f"{path}: [models]")
     return Configuration(
         source=path,
         engine=_settings(EngineOptions, _table(document, "engine", f"{path}: [engine]")),
         defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
         models={name: _model(path.parent, models, name) for name in models.content},
+        learning=_learning(path, document) if "learning" in document else None,
     )
+
+
+def _learning(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    settings = _checked(LearnOptions, _table(document, "learning", f"{path}: [learning]"))
+    if "folder" in settings:
+        settings["folder"] = path.parent / settings["folder"]
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +197,7 @@ _KINDS: Final[Mapping[type, _Kind]] = {
     int: _Kind("a whole number", (int,), int),
     float: _Kind("a number", (int, float), float),
     str: _Kind("a string", (str,), str),
+    Path: _Kind("a string", (str,), Path),
     Mode: _Kind("a string", (str,), lambda text: Mode(_one_of(*Mode)(text))),
     PolicyName: _Kind("a string", (str,), PolicyName.parse),
 }
@@ -192,7 +210,7 @@ _KINDS_BY_FIELD: Final = {
 }
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that are not called like their field."""
-_NO_KEYS: Final = ("defaults", "models", "plan_on")
+_NO_KEYS: Final = ("defaults", "models", "plan_on", "learning")
 """Fields that are tables of their own, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two ways to say one thing: who says one on the command line overrules both in the file."""

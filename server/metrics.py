@@ -27,6 +27,7 @@ from offramp.engine.plan import exit_label
 from offramp.engine.serving.totals import totals_of
 from offramp.engine.statistics import FAILURE_CAUSES, CountersSnapshot, Histogram, ModelStatistics
 from offramp.server.agreement_view import exits_in_use
+from offramp.server.learning_metrics import learning_families
 from offramp.server.served import ServedEngine
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,12 +64,11 @@ class EngineCollector(Collector):
                 for name, plan in plans
                 for s in plan.splits
             ]
-            labels = ("model", "segments")
-            yield from _families(GaugeMetricFamily, _SPLIT_GAUGES, splits, labels=labels)
+            yield from _families(GaugeMetricFamily, _SPLIT_GAUGES, splits, ("model", "segments"))
+        yield from learning_families(statistics)
         variants = [((name, v.name), v) for name, model in totals for v in model.variants]
         if variants:
-            labels = ("model", "variant")
-            yield from _families(CounterMetricFamily, _VARIANTS, variants, labels=labels)
+            yield from _families(CounterMetricFamily, _VARIANTS, variants, ("model", "variant"))
         # without an exit in use there is nothing to promise
         promises = [
             (model.name, model.policy.promise)
@@ -281,7 +281,6 @@ def _families(
     kind: type[Any],
     readings: _Readings,
     known: Iterable[tuple[str | tuple[str, ...], Any]],
-    *,
     labels: tuple[str, ...] = ("model",),
 ) -> Iterator[Metric]:
     """One family a reading, with the value of each model or stage; ``None`` is left out."""

@@ -20,6 +20,7 @@ from offramp.server.agreement_view import (
     percent,
     view_agreement,
 )
+from offramp.server.learning_view import LearningView, view_learning
 from offramp.server.plan_view import PlanView, view_plan
 from offramp.server.profile_view import ProfileView, view_profile
 from offramp.server.served import ServedEngine
@@ -79,6 +80,8 @@ class ModelView:
     uptime: str
     exits: tuple[ExitView, ...]
     variants: tuple[VariantView, ...]
+    learning: LearningView | None
+    """``None`` where no exits are learned."""
     profile: ProfileView | None
     """``None`` before the first window is over, and where no exit runs."""
     plan: PlanView | None
@@ -131,6 +134,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         uptime=describe_duration(statistics.uptime_s),
         exits=tuple(_view_exits(statistics)),
         variants=tuple(_view_variants(statistics)),
+        learning=view_learning(statistics.learning),
         profile=view_profile(statistics.batch_profile),
         plan=view_plan(statistics.plan, describe_duration),
         promise=_promise_in_force(model, statistics),
@@ -275,7 +279,8 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
         for loss in harmed(model.class_losses, promise.max_disagreement):
             harm = describe_harm(loss, promise.max_disagreement)
             yield f"On the calibration data, {harm}."
-    yield from (f"{note[0].upper()}{note[1:]}." for note in model.notes)
+    if statistics.learning is None:
+        yield from (f"{note[0].upper()}{note[1:]}." for note in model.notes)
     if statistics.mode == "off" and not model.notes:
         yield "Exits are switched off (--mode off): every answer is the unmodified model's."
     elif statistics.mode == "off" or statistics.control is not None:

@@ -2,7 +2,7 @@
 
 :mod:`.find` tells kinds apart; :mod:`.batches` has arrays and iterables of a program's own.
 
-May import: bundle, engine, calibration.
+May import: bundle, engine, engine.learning, calibration.
 """
 
 from offramp.compiler.data.batches import ArraySource, IterableSource

@@ -15,8 +15,10 @@ from offramp.compiler.data.arrow import PARQUET, HuggingFaceSource, ParquetSourc
 from offramp.compiler.data.functions import FunctionSource, names_function, source_of_value
 from offramp.compiler.data.images import SUFFIXES as IMAGE_SUFFIXES
 from offramp.compiler.data.images import ImageFolderSource
+from offramp.compiler.data.recordings import RecordingSource
 from offramp.compiler.data.spec import TOML_NAME, Family, PreprocessingSpec, read_toml
 from offramp.compiler.data.tables import CSV_SUFFIXES, JSONL_SUFFIXES, TextTableSource
+from offramp.engine.learning.recording import is_recording
 
 _TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "samples"})
 _TYPED_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "samples", "images"})
@@ -114,6 +116,12 @@ KINDS: Final[tuple[DataKind, ...]] = (
         fits=lambda data: data.is_folder and data.has(*_SAVED),
         make=lambda data, spec: HuggingFaceSource(data.path, spec),
         families=_TYPED_TABLES,
+    ),
+    DataKind(
+        name="a recording",
+        form="a folder that eeserve --learn recorded inputs in",
+        fits=lambda data: data.is_folder and is_recording(data.path),
+        make=lambda data, _: RecordingSource(data.path),
     ),
     DataKind(
         name="a function",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from offramp.engine.engine_upgrades import BuildProcess
+from offramp.engine.learning.compile_worker import IDLE, NICE
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ _WORKER: Final = "offramp.engine.learning.compile_worker"
 _NEEDED: Final = ("onnx", "onnx_graphsurgeon", "onnxslim", "torch")
 """Packages of the extra ``compile``."""
 _READ_BYTES: Final = 4096
+_LEAST_IDLE_SHARE: Final = 0.25
+"""Share of idle time from which a process that only takes idle time gets on."""
 
 
 class Compilation(Protocol):
@@ -57,9 +60,15 @@ class CompileProgress:
         return f"step {self.step}{of}: {self.title}, {100 * self.share:.0f} %"
 
 
-def start_compilation(arguments: Sequence[str], cores: int) -> Compilation:
-    """Start ``eecompile`` in a process of the lowest priority; OSError if that is refused."""
-    return BuildProcess([str(cores), *arguments], worker=_WORKER)
+def start_compilation(arguments: Sequence[str], cores: int, priority: str) -> Compilation:
+    """Start ``eecompile`` in a process of low priority; OSError if that is refused."""
+    return BuildProcess([str(cores), priority, *arguments], worker=_WORKER)
+
+
+def priority_for(idle_share: float | None) -> str:
+    """Return the priority of a compilation on a machine that is idle for such a share of time."""
+    is_busy = idle_share is not None and idle_share < _LEAST_IDLE_SHARE
+    return NICE if is_busy else IDLE
 
 
 def missing_packages() -> list[str]:
@@ -111,4 +120,6 @@ def describe_end(status: int, last_words: str) -> str:
         except ValueError:
             name = f"signal {-status}"
         return f"its process was ended by {name}"
+    if not status:
+        return "it wrote no bundle that is whole"
     return f"{last_words.removeprefix('eecompile: ')} (exit status {status})"

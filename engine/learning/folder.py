@@ -4,7 +4,7 @@
 
     MODEL.learn/       0700, of one server at a time
       lock             while a server uses it
-      state.json       how far learning came
+      learning.json    how far learning came
       inputs.log       recorded inputs, until they are compiled
       progress.jsonl   of the compilation that runs
       1.ee, 2.ee …     compiled bundles: the one that serves, or the one that is compiled

@@ -13,28 +13,26 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle, BundleError, TensorSpec
+from offramp.bundle import BundleError
 from offramp.engine.agreement import agreement_of
 from offramp.engine.errors import DrainingError, EngineError, OptionsError
+from offramp.engine.learning import words
 from offramp.engine.learning.compiling import (
     Compilation,
     compile_arguments,
     describe_end,
     missing_packages,
+    priority_for,
     read_progress,
     start_compilation,
 )
 from offramp.engine.learning.folder import LearnFolder
-from offramp.engine.learning.lifecycle import Action, LifeCycle, Phase, Progressed
+from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, Progressed
 from offramp.engine.learning.options import LearnOptions
+from offramp.engine.learning.processor import IdleShare
 from offramp.engine.learning.recorder import InputRecorder, RecordedCounts
-from offramp.engine.learning.recording import (
-    LIVE_SHARE,
-    RecordingError,
-    RecordingHeader,
-    RecordingLog,
-    record_bytes,
-)
+from offramp.engine.learning.recording import RecordingError, RecordingHeader, sample_bytes
+from offramp.engine.learning.recording_log import LIVE_SHARE, RecordingLog
 from offramp.engine.learning.state import LearnState
 from offramp.engine.learning.status import LearningStatus
 from offramp.engine.options import available_cores
@@ -80,7 +78,7 @@ class ModelLearner:
         *,
         arguments: Sequence[str],
         least: int,
-        start: Callable[[Sequence[str], int], Compilation] = start_compilation,
+        start: Callable[[Sequence[str], int, str], Compilation] = start_compilation,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Go on from a state.
@@ -102,10 +100,11 @@ class ModelLearner:
         """Of recordings that are closed."""
         self._saved: LearnState | None = None
         served = folder.open_bundle(state.serving)
-        self._certified = "" if served is None else describe_promise(served)
+        self._certified = "" if served is None else words.describe_promise(served)
         self._engine: LearningEngine | None = None
         self._header: RecordingHeader | None = None
         self._failing = False
+        self._idle = IdleShare()
 
     @property
     def path(self) -> Path:
@@ -119,7 +118,7 @@ class ModelLearner:
         return self._compilation is not None
 
     async def start(self, engine: LearningEngine) -> None:
-        """Begin, with an engine that serves :attr:`path`; OptionsError if nothing can be learned."""
+        """Begin, with an engine that serves :attr:`path`; OptionsError if that cannot be."""
         self._engine = engine
         info = engine.model(self.name)
         self._fit(info)
@@ -130,8 +129,8 @@ class ModelLearner:
         )
         if missing := missing_packages():
             _log.warning(
-                "%s: exits cannot be compiled, as %s %s missing: %s; inputs are recorded until then",
-                self.name, ", ".join(missing), "is" if len(missing) == 1 else "are", COMPILE_REMEDY,
+                "%s: nothing can be compiled without %s: %s; inputs are recorded until then",
+                self.name, ", ".join(missing), COMPILE_REMEDY,
             )  # fmt: skip
         if not self._life.phase.records and not self._options.keep:
             self._folder.remove_recording()
@@ -160,7 +159,7 @@ class ModelLearner:
         progress = read_progress(self._folder.progress) if self.compiling else None
         return LearningStatus(
             phase=life.phase.value,
-            text=self._text(counts, "" if progress is None else progress.describe()),
+            text=self._text("" if progress is None else progress.describe()),
             recorded=counts.recorded,
             wanted=counts.wanted,
             dropped=self._dropped + counts.dropped,
@@ -194,6 +193,7 @@ class ModelLearner:
         if self._compilation is not None:
             await self._look_after(self._compilation)
             return
+        self._idle.look()
         counts = self._counts()
         self._tell(counts)
         if self._recorder is not None and counts.wanted < self._least:
@@ -205,14 +205,14 @@ class ModelLearner:
         if action is not None:
             await self._do(action, drops=before is Phase.RELEARNING)
 
-    async def _do(self, action: Action, *, drops: bool = False) -> None:
+    async def _do(self, action: LearnAction, *, drops: bool = False) -> None:
         """Do what the life cycle decided; ``drops`` is whether what was recorded is of no use."""
         match action:
-            case Action.COMPILE:
+            case LearnAction.COMPILE:
                 await self._compile()
-            case Action.SWITCH:
+            case LearnAction.SWITCH:
                 await self._switch()
-            case Action.RECORD:
+            case LearnAction.RECORD:
                 _log.warning(
                     "%s: exits answer nothing any more; inputs are recorded to learn anew",
                     self.name,
@@ -223,7 +223,7 @@ class ModelLearner:
                     await self._record()
                 except (OSError, RecordingError) as error:
                     await self._do(self._life.stop(f"inputs cannot be recorded: {error}"))
-            case Action.FORGET:
+            case LearnAction.FORGET:
                 await self._forget(keep=self._options.keep and not drops)
         await self._save()
 
@@ -271,13 +271,18 @@ class ModelLearner:
             progress=self._folder.progress,
             asked=self._arguments,
         )
-        cores = max(1, available_cores() // 2)
+        cores, priority = max(1, available_cores() // 2), priority_for(self._idle.share)
         try:
-            self._compilation = await asyncio.to_thread(self._start_process, arguments, cores)
+            self._compilation = await asyncio.to_thread(
+                self._start_process, arguments, cores, priority
+            )
         except OSError as error:
             self._failed(f"no process can be started: {error}")
             return
-        _log.info("%s: compiling with %d recorded samples", self.name, self._counts().recorded)
+        _log.info(
+            "%s: compiling with %s recorded samples, by %d of %d cores, priority %s",
+            self.name, f"{self._counts().recorded:,}", cores, available_cores(), priority,
+        )  # fmt: skip
 
     async def _look_after(self, compilation: Compilation) -> None:
         status = compilation.poll()
@@ -288,16 +293,17 @@ class ModelLearner:
         await asyncio.to_thread(compilation.end)
         self._compilation = None
         self._told_step = 0
+        self._folder.progress.unlink(missing_ok=True)
         number = self._state.compiling
         bundle = await asyncio.to_thread(self._folder.open_bundle, number) if not status else None
         if bundle is None:
             self._failed(describe_end(status, said))
         else:
             pays = bool(bundle.policy.active)
-            self._certified = describe_promise(bundle) if pays else self._certified
-            action = self._life.compiled(pays=pays, reason="" if pays else why_idle(bundle))
+            self._certified = words.describe_promise(bundle) if pays else self._certified
+            action = self._life.compiled(pays=pays, reason="" if pays else words.why_idle(bundle))
             if not pays:
-                _log.warning("%s: %s", self.name, self._text(self._counts(), ""))
+                _log.warning("%s: %s", self.name, self._text())
                 await asyncio.to_thread(self._folder.remove_others, self._state.serving, number)
             await self._save()
             await self._do(action)
@@ -316,7 +322,7 @@ class ModelLearner:
         self._state = self._state.served(number)
         self._life.switched()
         await self._save()
-        _log.info("%s: %s", self.name, self._text(self._counts(), ""))
+        _log.info("%s: %s", self.name, self._text())
         await self._forget(keep=self._options.keep)
         await asyncio.to_thread(self._folder.remove_others, number)
 
@@ -324,7 +330,7 @@ class ModelLearner:
         """Note a failed attempt, of which nothing is kept."""
         self._life.failed(reason, self._clock())
         self._folder.remove_others(self._state.serving)
-        _log.warning("%s: %s", self.name, self._text(self._counts(), ""))
+        _log.warning("%s: %s", self.name, self._text())
 
     def _look_at_exits(self, statistics: ModelStatistics) -> None:
         *exits, end = statistics.stages
@@ -334,7 +340,8 @@ class ModelLearner:
 
     def _fit(self, info: ModelInfo) -> None:
         """Want no more samples than the limit has room for; OptionsError if those are too few."""
-        size = sample_bytes([s for s in info.inputs if s.name not in info.unread])
+        read = [spec for spec in info.inputs if spec.name not in info.unread]
+        size = sample_bytes((spec.shape, spec.dtype) for spec in read)
         room = int(LIVE_SHARE * self._options.limit_bytes) // size if size else self._wanted
         if room < self._least:
             raise OptionsError(
@@ -365,7 +372,7 @@ class ModelLearner:
         tenth = _TENTHS * counts.recorded // max(counts.wanted, 1)
         if self._recorder is not None and tenth > self._told:
             self._told = tenth
-            _log.info("%s: %s", self.name, self._text(counts, ""))
+            _log.info("%s: %s", self.name, self._text())
 
     def _tell_step(self) -> None:
         progress = read_progress(self._folder.progress)
@@ -375,32 +382,17 @@ class ModelLearner:
             step = f"step {progress.step}{of}: {progress.title}"
             _log.info("%s: compiling, %s", self.name, step)
 
-    def _text(self, counts: RecordedCounts, progress: str) -> str:
-        """Put the state into words."""
-        recorded = f"recorded {counts.recorded:,} of {counts.wanted:,}"
-        life = self._life
-        match life.phase:
-            case Phase.COMPILING:
-                return f"compiling, {progress}" if progress else "compiling"
-            case Phase.WAITING:
-                due_s = time.time() + (life.retry_s or 0.0) - self._clock()
-                return f"compiling failed: {life.reason}; again at {clock_time(due_s)}"
-            case Phase.SWITCHING:
-                return f"loading the compiled model; {self._certified}"
-            case Phase.SERVING:
-                since = clock_time(self._state.since_unix_s)
-                return f"{self._certified}; serving with exits since {since}"
-            case Phase.RELEARNING:
-                return f"exits answer nothing any more, learning anew: {recorded}"
-            case Phase.NOTHING_PAYS:
-                going_on = (
-                    "exits stay as they are" if self._state.serving else "serving goes on without"
-                )
-                return f"no exit pays: {life.reason}; {going_on}"
-            case Phase.STOPPED:
-                return f"stopped: {life.reason}"
-            case Phase.RECORDING:
-                return recorded
+    def _text(self, progress: str = "") -> str:
+        life, counts = self._life, self._counts()
+        return words.describe_state(
+            life,
+            recorded=f"recorded {counts.recorded:,} of {counts.wanted:,}",
+            progress=progress,
+            certified=self._certified,
+            since_unix_s=self._state.since_unix_s,
+            retry_unix_s=time.time() + (life.retry_s or 0.0) - self._clock(),
+            has_exits=self._state.serving > 0,
+        )
 
     async def _save(self) -> None:
         """Keep the state, if it is another one than before."""
@@ -409,38 +401,3 @@ class ModelLearner:
         if state != self._saved:
             self._state = self._saved = state
             await asyncio.to_thread(state.save, self._folder.path)
-
-
-def sample_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return what a sample takes in a recording; 0 where that differs between samples."""
-    shapes = []
-    for spec in specs:
-        sizes = [size for size in spec.shape[1:] if isinstance(size, int)]
-        if len(sizes) < len(spec.shape) - 1:
-            return 0
-        shapes.append((tuple(sizes), np.dtype(spec.dtype).itemsize))
-    return record_bytes(shapes)
-
-
-def describe_promise(bundle: Bundle) -> str:
-    """``certified: disagreement ≤ 1 % at 95 %, predicted to save 63 %``."""
-    promise = bundle.policy.promise
-    if promise is None:
-        return "not certified"
-    return (
-        f"certified: disagreement ≤ {100 * promise.max_disagreement:g} % at "
-        f"{100 * promise.confidence_level:g} %, predicted to save "
-        f"{100 * promise.predicted_savings:.0f} %"
-    )
-
-
-def why_idle(bundle: Bundle) -> str:
-    """Say why no exit of a bundle is in use."""
-    report = f"{bundle.path}/report.html has more"
-    return f"{bundle.manifest.idle_reason or 'none saves time within the promise'} ({report})"
-
-
-def clock_time(unix_s: float) -> str:
-    """``14:02``, with the date where it is not today's."""
-    then, today = time.localtime(unix_s), time.localtime()
-    return time.strftime("%H:%M" if then[:3] == today[:3] else "%Y-%m-%d %H:%M", then)

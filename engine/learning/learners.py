@@ -13,13 +13,15 @@ from typing import Final, Self
 from offramp.engine.backends.custom_ops import libraries
 from offramp.engine.errors import OptionsError
 from offramp.engine.learning.folder import LearnFolder, folder_of, model_sha256
-from offramp.engine.learning.learner import LearningEngine, ModelLearner, why_idle
+from offramp.engine.learning.learner import LearningEngine, ModelLearner
 from offramp.engine.learning.lifecycle import Phase
 from offramp.engine.learning.options import DEFAULT_DISAGREEMENT, LearnOptions, least_samples
 from offramp.engine.learning.state import LearnState
 from offramp.engine.learning.status import LearningStatus
+from offramp.engine.learning.words import why_idle
 from offramp.engine.onnx_files import is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.plan import Mode
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +39,19 @@ class Learning:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    def prepare(
-        cls, models: Mapping[str, Path], options: EngineOptions, learning: LearnOptions
-    ) -> Self:
-        """Take the learn folders of the models that are ONNX files; OptionsError, nothing taken."""
+    def prepare(cls, models: Mapping[str, Path], options: EngineOptions) -> Self:
+        """Take the learn folders of the models that are ONNX files; OptionsError, nothing taken.
+
+        Where the options do not ask for learning, nothing is learned.
+        """
         learners: dict[str, ModelLearner] = {}
+        if (learning := options.learning) is None:
+            return cls(learners)
+        if options.mode is Mode.OFF:
+            raise OptionsError(
+                "mode is off, in which no exit ever answers, and learning makes exits; leave one "
+                "of the two out"
+            )
         try:
             for name, model in models.items():
                 if not options.of(name).learn:
@@ -50,15 +60,15 @@ class Learning:
                     learners[name] = prepare_learner(name, model, options.of(name), learning)
                 else:
                     _log.warning("%s: not learned, as %s is a bundle", name, model)
-            if not learners:
-                raise OptionsError(
-                    "there is nothing to learn: all models are bundles, which have their exits "
-                    "already; name the ONNX file that one was compiled from, or leave out --learn"
-                )
         except BaseException:
             for learner in learners.values():
                 learner.release()
             raise
+        if not learners:
+            raise OptionsError(
+                "there is nothing to learn: all models are bundles, which have their exits "
+                "already; name the ONNX file that one was compiled from, or leave out --learn"
+            )
         return cls(learners)
 
     def paths(self, models: Mapping[str, Path]) -> dict[str, Path]:
@@ -70,6 +80,8 @@ class Learning:
         """Begin, with an engine that serves :meth:`paths`; OptionsError."""
         for learner in self._learners.values():
             await learner.start(engine)
+        if not self._learners:
+            return
         self._task = asyncio.create_task(self._work(), name="learning")
 
     def status(self, model: str) -> LearningStatus | None:
@@ -168,5 +180,5 @@ def _checked(name: str, folder: LearnFolder, state: LearnState) -> LearnState:
             name,
             folder.bundle(state.serving),
         )
-        return replace(state, serving=0, phase=Phase.RECORDING, reason="")
+        return replace(state, serving=0, compiling=0, phase=Phase.RECORDING, reason="")
     return state

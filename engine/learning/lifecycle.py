@@ -47,7 +47,7 @@ class Phase(StrEnum):
         return self in (Phase.RECORDING, Phase.COMPILING, Phase.WAITING, Phase.RELEARNING)
 
 
-class Action(StrEnum):
+class LearnAction(StrEnum):
     """What the driver has to do next."""
 
     COMPILE = "compile"
@@ -125,31 +125,33 @@ class LifeCycle:
         """Why learning waits, stopped, or found nothing that pays."""
         self.exits = ExitWatch()
 
-    def step(self, now_s: float, sample: Progressed, *, may_compile: bool = True) -> Action | None:
+    def step(
+        self, now_s: float, sample: Progressed, *, may_compile: bool = True
+    ) -> LearnAction | None:
         """Decide what to do; ``may_compile`` is whether another model's compilation allows it."""
+        exits, enough, action = self.exits, sample.full and may_compile, None
         match self.phase:
-            case Phase.RECORDING if sample.full and may_compile:
-                return self._compile()
-            case Phase.WAITING if self.retry_s is not None and now_s >= self.retry_s:
-                return self._compile() if sample.full and may_compile else None
-            case Phase.SERVING if self.exits.alarmed or self.exits.withheld:
-                return self._relearn()
-            case Phase.NOTHING_PAYS if self.exits.alarmed:
-                return self._relearn()
-            case Phase.RELEARNING if self.exits.withheld is False:
-                self.phase = Phase.SERVING
-                self.exits.begin()
-                return Action.FORGET
-            case Phase.RELEARNING if self.exits.withheld and sample.full and may_compile:
-                return self._compile()
-        return None
+            case Phase.RECORDING if enough:
+                action = self._compile()
+            case Phase.WAITING if enough and self.retry_s is not None and now_s >= self.retry_s:
+                action = self._compile()
+            case Phase.SERVING if exits.alarmed or exits.withheld:
+                action = self._relearn()
+            case Phase.NOTHING_PAYS if exits.alarmed:
+                action = self._relearn()
+            case Phase.RELEARNING if exits.withheld is False:
+                self.phase, action = Phase.SERVING, LearnAction.FORGET
+                exits.begin()
+            case Phase.RELEARNING if exits.withheld and enough:
+                action = self._compile()
+        return action
 
-    def compiled(self, *, pays: bool, reason: str = "") -> Action:
+    def compiled(self, *, pays: bool, reason: str = "") -> LearnAction:
         """Note that there is a bundle; ``reason`` is why no exit of it pays."""
         self.failures, self.reason = 0, reason
         self.phase = Phase.SWITCHING if pays else Phase.NOTHING_PAYS
         self.exits.begin()
-        return Action.SWITCH if pays else Action.FORGET
+        return LearnAction.SWITCH if pays else LearnAction.FORGET
 
     def switched(self) -> None:
         """Note that the bundle serves; what was recorded is of no more use."""
@@ -161,16 +163,16 @@ class LifeCycle:
         self.phase, self.reason = Phase.WAITING, reason
         self.retry_s = now_s + retry_delay_s(self.failures)
 
-    def stop(self, reason: str) -> Action:
+    def stop(self, reason: str) -> LearnAction:
         """Give up, until a person has changed something."""
         self.phase, self.reason = Phase.STOPPED, reason
-        return Action.FORGET
+        return LearnAction.FORGET
 
-    def _compile(self) -> Action:
+    def _compile(self) -> LearnAction:
         self.phase, self.retry_s = Phase.COMPILING, None
-        return Action.COMPILE
+        return LearnAction.COMPILE
 
-    def _relearn(self) -> Action:
+    def _relearn(self) -> LearnAction:
         self.phase, self.reason = Phase.RELEARNING, ""
         self.exits.begin()
-        return Action.RECORD
+        return LearnAction.RECORD

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.learning.recording import NoRoomError, RecordingLog, Sample
+from offramp.engine.learning.recording_log import NoRoomError, RecordingLog, Sample
 from offramp.engine.learning.reservoir import Reservoir
 
 _log = logging.getLogger(__name__)

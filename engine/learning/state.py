@@ -1,4 +1,4 @@
-"""The file that says how far learning came: ``state.json`` of a learn folder."""
+"""The file that says how far learning came: ``learning.json`` of a learn folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from offramp.engine.learning.lifecycle import Phase
 
 _log = logging.getLogger(__name__)
 
-STATE_NAME: Final = "state.json"
-_VERSION: Final = 1
+STATE_NAME: Final = "learning.json"
 _MOST_BYTES: Final = 2**20
 
 
@@ -46,10 +45,8 @@ class LearnState:
         path = folder / STATE_NAME
         try:
             plain = parse_json(read_limited(path, _MOST_BYTES), path.name)
-            if plain.pop("version") != _VERSION:
-                raise ValueError("another version")
             asked = tuple(map(str, plain["asked"]))
-            return cls(**{**plain, "phase": Phase(plain["phase"]), "asked": asked})._checked()
+            return cls(**{**plain, "phase": Phase(plain["phase"]), "asked": asked})
         except FileNotFoundError:
             return None
         except (OSError, BundleError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -64,17 +61,15 @@ class LearnState:
 
     def save(self, folder: Path) -> None:
         """Write the file, whole or not at all; OSError."""
-        content = json.dumps({"version": _VERSION, **asdict(self)}, indent=1).encode()
-        write_whole(folder / STATE_NAME, content)
+        write_whole(folder / STATE_NAME, json.dumps(asdict(self), indent=1).encode())
 
-    def _checked(self) -> Self:
+    def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r:.60}")
         if min(self.serving, self.compiling, self.failures) < 0:
             raise ValueError("a number is negative")
-        return self
 
 
 _KINDS: Final = {

@@ -30,6 +30,8 @@ _UNOBSERVED: Final = (
     "nothing is observed in that mode; leave it out, or choose --mode audit or release"
 )
 _NO_EXIT: Final = "no exit runs in that mode; leave it out, or choose another --mode"
+_LEARNING: Final = ("--learn-samples", "--learn-folder", "--learn-gib", "--learn-keep")
+_NOT_LEARNING: Final = "nothing is recorded; leave it out, or add --learn"
 _ON_CPU: Final = "--backend onnxruntime|openvino"
 _ON_GPU: Final = "--backend tensorrt|cuda"
 _NO_GPU: Final = "that backend runs on the CPU; leave it out, or choose --backend tensorrt or cuda"
@@ -74,6 +76,17 @@ TABLE: Final = (
         beside=_ON_GPU,
         why="a criterion of your own runs on the CPU; choose --backend onnxruntime",
     ),
+    *(Illegal(option=o, without="--learn", why=_NOT_LEARNING) for o in _LEARNING),
+    Illegal(
+        option="--learn",
+        beside="--mode off",
+        why="no exit answers in that mode; leave one of them out",
+    ),
+    Illegal(
+        option="--learn",
+        beside="--self-check",
+        why="a self-check serves nothing; leave one of them out",
+    ),
     Illegal(
         option="--ray-address",
         without="--cluster ray",
@@ -115,7 +128,7 @@ def refuse_illegal_settings(
         except IllegalCombinationError as error:
             text = _with_keys(parser, str(error))
             raise ConfigurationError(f"{file.source}: {where}: {text}") from error
-    common = _by_flag(parser, {**file.engine, **file.defaults})
+    common = _by_flag(parser, {**_of_engine(file), **file.defaults})
     values = {**defaults, **common, **_plain(parser.values(given))}
     rows = [row for row in TABLE if row.option in flags]
     refuse_illegal(rows, values, flags | common.keys())
@@ -127,9 +140,15 @@ def _values_of(options: EngineOptions | ModelOptions) -> dict[str, Any]:
 
 def _tables(file: Configuration) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the settings that act together, with the name of the table they are in."""
-    yield "[engine] and [defaults]", {**file.engine, **file.defaults}
+    engine = _of_engine(file)
+    yield "[engine] and [defaults]", {**engine, **file.defaults}
     for name, model in file.models.items():
-        yield f"[models.{name}] and [engine]", {**file.engine, **model.settings}
+        yield f"[models.{name}] and [engine]", {**engine, **model.settings}
+
+
+def _of_engine(file: Configuration) -> dict[str, Any]:
+    """Return the settings of ``[engine]``; a table ``[learning]`` stands for ``--learn``."""
+    return {**file.engine, **({} if file.learning is None else {"learning": True})}
 
 
 def _by_flag(

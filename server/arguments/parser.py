@@ -15,6 +15,7 @@ from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster_plan import PlanError
 from offramp.server.arguments.combinations import refuse_illegal_settings
+from offramp.server.arguments.learning import add_learning, learning_in
 from offramp.server.arguments.network import add_keepalive, add_network
 from offramp.server.arguments.settings import (
     add_control,
@@ -65,7 +66,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="*",
         type=Path,
-        help="ONNX file, or bundle that eecompile wrote\n"
+        help="ONNX file, or bundle that eecompile wrote;\n"
         "served under its name without .onnx or .ee; an ONNX file is served as it is, without "
         "exits",
     )
@@ -168,6 +169,7 @@ status page, health probes and Prometheus metrics over HTTP.
 """
 
 SHORT: Final = (
+    *("--learn", "--learn-samples"),
     *("--mode", "--max-disagreement", "--policy", "--slo-ms", "--max-batch-size"),
     *("--streams", "--threads", "--host", "--grpc-port", "--http-port", "--config", "--log-level"),
 )
@@ -175,8 +177,8 @@ SHORT: Final = (
 
 _EXAMPLES: Final = {
     "eeserve model.onnx": "the model as it is",
+    "eeserve model.onnx --learn": "with exits, once made",
     "eeserve model.ee --slo-ms 20 --policy slackfit": "a bundle, within 20 ms",
-    "eeserve --config serve.toml": "several models",
 }
 _COMMANDS: Final = {
     "eecompile": "makes a bundle with exits of an ONNX model",
@@ -236,6 +238,7 @@ def make_parser() -> LayeredParser:
         help="show the version and end",
     )
     add_models(parser)
+    add_learning(parser)
     add_network(parser)
     add_control(parser)
     add_scheduling(parser)
@@ -253,7 +256,13 @@ def _understand(
     refuse_illegal_settings(parser, given, flags, file)
     configured = [(name, model.path) for name, model in file.models.items()]
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
-    options = file.options(engine=engine, defaults=defaults, ray_address=given.ray_address)
+    learns = engine.pop("learning", False)
+    options = file.options(
+        engine=engine,
+        defaults=defaults,
+        learning=learning_in(given) if learns or file.learning is not None else None,
+        ray_address=given.ray_address,
+    )
     _check_report(given.json)
     return Arguments(
         models=name_models(given.bundles, [*given.model, *configured]),

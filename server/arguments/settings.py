@@ -23,7 +23,8 @@ _Defaults: TypeAlias = EngineOptions | ModelOptions | ServerOptions | KeepaliveO
 def option_adder(group: argparse._ArgumentGroup, defaults: _Defaults) -> Callable[..., None]:
     """Return a function ``add(flag, text, **how)`` that adds an option to a group.
 
-    ``how`` is passed on to ``add_argument``. The text ends with the default, unless that is
+    ``how`` is passed on to ``add_argument``, but for ``completions``: values that a shell offers
+    where there are no ``choices``. The text ends with the default, unless that is
     ``None`` or the text names it. The option's name in the namespace is that of the field; an
     option that is not given is absent there, so that the configuration file, or else the field's
     default, counts.
@@ -31,10 +32,13 @@ def option_adder(group: argparse._ArgumentGroup, defaults: _Defaults) -> Callabl
 
     def add(flag: str, text: str, **how: Any) -> None:
         field = how.pop("dest", flag.removeprefix("--").replace("-", "_"))
+        completions = how.pop("completions", None)
         default = getattr(defaults, field)
         if default is not None and "default: " not in text:
             text = f"{text} (default: {_shown(default)})"
-        group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=text, **how)
+        option = group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=text, **how)
+        if completions is not None:
+            option.completer = lambda **_: completions  # type: ignore[attr-defined]
 
     return add
 
@@ -91,6 +95,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         f"audit, off (the unmodified model), release or leave (default: {DEFAULT_MODE.value})",
         metavar="MODE",
         type=mode,
+        completions=[each.value for each in Mode],
     )
     add = option_adder(group, ModelOptions())
     add(
@@ -275,6 +280,7 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         type=policy,
         dest="scheduling",
+        completions=[name for group in POLICY_GROUPS.values() for name in group],
     )
     add(
         "--slo-ms",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -25,12 +24,6 @@ ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")]
 README = (ROOT / "README.md").read_text()
 COMMANDS = "".join([README, *(p.read_text() for p in sorted((ROOT / "docs").glob("*.md")))])
-PARSERS = {
-    "eecompile": COMPILE.parser,
-    "eeserve": make_parser,
-    "eeworker": eeworker.make_parser,
-    "eebench": bench_parser,
-}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
@@ -38,20 +31,6 @@ def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
         if not target.startswith("http"):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
-
-
-@pytest.mark.parametrize(
-    "line", re.findall(r"^(?:eecompile|eeserve|eeworker|eebench) .+$", COMMANDS, re.MULTILINE)
-)
-def test_commands_parse_and_their_files_exist(line: str) -> None:
-    command, *arguments = shlex.split(line)
-    if command == "eecompile" and arguments[0] in SUBCOMMANDS:
-        SUBCOMMANDS[arguments[0]].parser().parse_args(arguments[1:])
-    else:
-        PARSERS[command]().parse_args(arguments)
-    for argument in arguments:
-        if argument.startswith("examples/"):
-            assert (ROOT / argument).exists()
 
 
 def test_make_targets_exist() -> None:

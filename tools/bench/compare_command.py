@@ -48,7 +48,10 @@ _EXAMPLES: Final = {
     "eebench compare m.ee --data test.npz": "",
     "eebench compare m.ee --data test.npz --also small=s.onnx": "",
 }
-_FRONTIER: Final = "it is for comparing with an int8 copy; leave it out, or add --precision OTHER"
+_FRONTIER: Final = (
+    "it is for comparing with an int8 copy; leave it out, or add --precision, which says how to "
+    "make one"
+)
 ILLEGAL: Final = (
     *(
         Illegal(option=option, without="--precision", why=_FRONTIER)

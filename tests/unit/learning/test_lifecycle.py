@@ -6,8 +6,8 @@ import pytest
 
 from offramp.engine.learning.lifecycle import (
     FIRST_RETRY_S,
-    Action,
     ExitWatch,
+    LearnAction,
     LifeCycle,
     Phase,
     Progressed,
@@ -20,13 +20,13 @@ HALF = Progressed(recorded=50, wanted=100)
 
 def compiling(now_s: float = 0.0) -> LifeCycle:
     life = LifeCycle()
-    assert life.step(now_s, FULL) is Action.COMPILE
+    assert life.step(now_s, FULL) is LearnAction.COMPILE
     return life
 
 
 def serving() -> LifeCycle:
     life = compiling()
-    assert life.compiled(pays=True) is Action.SWITCH
+    assert life.compiled(pays=True) is LearnAction.SWITCH
     assert life.phase is Phase.SWITCHING
     life.switched()
     life.exits.look(alarms=0, answered=0, early=0)
@@ -36,7 +36,7 @@ def serving() -> LifeCycle:
 def relearning() -> LifeCycle:
     life = serving()
     life.exits.look(alarms=1, answered=500, early=400)
-    assert life.step(1.0, HALF) is Action.RECORD
+    assert life.step(1.0, HALF) is LearnAction.RECORD
     assert life.phase is Phase.RELEARNING
     return life
 
@@ -46,7 +46,7 @@ def test_it_compiles_once_there_are_enough_samples() -> None:
     assert life.step(0.0, HALF) is None
     assert life.phase is Phase.RECORDING
     assert life.step(0.0, FULL, may_compile=False) is None
-    assert life.step(0.0, FULL) is Action.COMPILE
+    assert life.step(0.0, FULL) is LearnAction.COMPILE
     assert life.phase is Phase.COMPILING
     assert life.step(1.0, FULL) is None
 
@@ -57,13 +57,13 @@ def test_a_bundle_with_exits_is_switched_to() -> None:
 
 def test_a_bundle_without_exits_in_use_is_not() -> None:
     life = compiling()
-    assert life.compiled(pays=False, reason="exits take too long") is Action.FORGET
+    assert life.compiled(pays=False, reason="exits take too long") is LearnAction.FORGET
     assert (life.phase, life.reason) == (Phase.NOTHING_PAYS, "exits take too long")
     life.exits.look(alarms=0, answered=0, early=0)
     life.exits.look(alarms=0, answered=5000, early=0)
     assert life.step(1e6, FULL) is None, "exits that answer nothing are no news"
     life.exits.look(alarms=1, answered=5000, early=0)
-    assert life.step(1e6, FULL) is Action.RECORD
+    assert life.step(1e6, FULL) is LearnAction.RECORD
 
 
 def test_failures_are_tried_again_ever_later() -> None:
@@ -77,8 +77,8 @@ def test_failures_are_tried_again_ever_later() -> None:
         assert life.step(now_s + delay_s - 0.001, FULL) is None
         now_s += delay_s
         assert life.step(now_s, FULL, may_compile=False) is None
-        assert life.step(now_s, FULL) is Action.COMPILE
-    assert life.compiled(pays=True) is Action.SWITCH
+        assert life.step(now_s, FULL) is LearnAction.COMPILE
+    assert life.compiled(pays=True) is LearnAction.SWITCH
     assert (life.failures, life.reason) == (0, "")
 
 
@@ -86,14 +86,14 @@ def test_a_switch_that_fails_is_a_failed_attempt() -> None:
     life = compiling()
     life.compiled(pays=True)
     life.failed("no memory", 5.0)
-    assert life.step(5.0 + FIRST_RETRY_S, FULL) is Action.COMPILE
+    assert life.step(5.0 + FIRST_RETRY_S, FULL) is LearnAction.COMPILE
 
 
 def test_a_retry_waits_for_samples_that_were_lost() -> None:
     life = compiling()
     life.failed("killed", 0.0)
     assert life.step(100.0, HALF) is None
-    assert life.step(100.0, FULL) is Action.COMPILE
+    assert life.step(100.0, FULL) is LearnAction.COMPILE
 
 
 def test_an_alarm_begins_a_recording_and_exits_that_come_back_end_it() -> None:
@@ -101,7 +101,7 @@ def test_an_alarm_begins_a_recording_and_exits_that_come_back_end_it() -> None:
     life.exits.look(alarms=1, answered=1499, early=900)
     assert life.step(2.0, FULL) is None, "too few answers to tell"
     life.exits.look(alarms=1, answered=1500, early=900)
-    assert life.step(3.0, HALF) is Action.FORGET
+    assert life.step(3.0, HALF) is LearnAction.FORGET
     assert life.phase is Phase.SERVING
     assert life.step(4.0, HALF) is None
 
@@ -111,7 +111,7 @@ def test_exits_that_stay_away_are_learned_anew() -> None:
     life.exits.look(alarms=1, answered=1500, early=409)
     assert life.step(2.0, HALF) is None
     assert life.step(3.0, FULL, may_compile=False) is None
-    assert life.step(3.0, FULL) is Action.COMPILE
+    assert life.step(3.0, FULL) is LearnAction.COMPILE
 
 
 def test_a_further_alarm_starts_the_judgement_again() -> None:
@@ -120,7 +120,7 @@ def test_a_further_alarm_starts_the_judgement_again() -> None:
     life.exits.look(alarms=2, answered=1600, early=450)
     assert life.step(2.0, FULL) is None
     life.exits.look(alarms=2, answered=2600, early=1000)
-    assert life.step(3.0, FULL) is Action.FORGET
+    assert life.step(3.0, FULL) is LearnAction.FORGET
 
 
 def test_exits_that_answer_nothing_are_noticed_without_an_alarm() -> None:
@@ -128,7 +128,7 @@ def test_exits_that_answer_nothing_are_noticed_without_an_alarm() -> None:
     life.exits.look(alarms=0, answered=1000, early=10)
     assert life.step(1.0, HALF) is None, "one of a hundred is something"
     life.exits.look(alarms=0, answered=2000, early=19)
-    assert life.step(2.0, HALF) is Action.RECORD
+    assert life.step(2.0, HALF) is LearnAction.RECORD
 
 
 def test_alarms_before_the_start_are_no_news() -> None:
@@ -143,7 +143,7 @@ def test_alarms_before_the_start_are_no_news() -> None:
 
 def test_it_stops_when_samples_cannot_be_recorded() -> None:
     life = LifeCycle()
-    assert life.stop("too large") is Action.FORGET
+    assert life.stop("too large") is LearnAction.FORGET
     assert (life.phase, life.reason) == (Phase.STOPPED, "too large")
     assert life.step(1e9, FULL) is None
 

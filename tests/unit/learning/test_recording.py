@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offramp.engine.learning import recording
+from offramp.engine.learning import recording_log
 from offramp.engine.learning.recording import (
     LOG_NAME,
-    NoRoomError,
     RecordingError,
     RecordingHeader,
-    RecordingLog,
     is_recording,
     read_recording,
     record_bytes,
     shapes_by_count,
 )
+from offramp.engine.learning.recording_log import NoRoomError, RecordingLog
 
 HEADER = RecordingHeader(model_sha256="ab" * 32, inputs=(("x", "float32"), ("mask", "int64")))
 LIMIT = 2**20
@@ -211,7 +210,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
 def test_the_folder_takes_no_more_than_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "_SLACK_BYTES", 0)
+    monkeypatch.setattr(recording_log, "_SLACK_BYTES", 0)
     log, one = open_log(tmp_path, limit=8000), record_bytes([((3, 2), 4), ((3,), 8)])
     room = (int(0.45 * 8000) - len(HEADER.encode())) // one
     for number in range(room):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
@@ -78,6 +79,19 @@ def test_each_model_has_its_own_settings_over_the_common_ones(file: Path) -> Non
     )
     assert read.engine.of("text/1") == common
     assert read.models == {"fashion": file.parent / "fashion.ee", "text/1": Path("/models/text.ee")}
+
+
+def test_learning_has_a_table_of_its_own(tmp_path: Path) -> None:
+    settings = 'samples = 7000\nfolder = "there"\nmax_gib = 2\nkeep = true'
+    file = write(tmp_path, f'[learning]\n{settings}\n[models.m]\npath = "m.onnx"\nlearn = false')
+    expected = LearnOptions(samples=7000, folder=tmp_path / "there", max_gib=2.0, keep=True)
+    read = arguments(file).engine
+    assert (read.learning, read.of("m").learn, read.defaults.learn) == (expected, False, True)
+    overruled = arguments(file, "--learn", "--learn-samples=8000", "--learn-folder=here").engine
+    assert overruled.learning == replace(expected, samples=8000, folder=Path("here"))
+    assert arguments(write(tmp_path, "[learning]"), "m.onnx").engine.learning == LearnOptions()
+    assert arguments(write(tmp_path, ""), "m.onnx").engine.learning is None
+    assert arguments(write(tmp_path, ""), "m.onnx", "--learn").engine.learning == LearnOptions()
 
 
 def test_the_command_line_goes_before_engine_and_defaults_and_after_a_model(file: Path) -> None:
@@ -158,6 +172,7 @@ VALUES = {
     "trust_inputs": ("true", True), "max_source_share": ("0.25", 0.25),
     "never_beyond_compiled": ("true", True), "padding": ("false", False),
     "keep_state": ("false", False), "device": ('"cuda:1"', "cuda:1"), "graphs": ("false", False),
+    "learn": ("false", False),
     "precision": ('"fp16"', "fp16"), "share_weights": ('"always"', "always"),
 }  # fmt: skip
 """For each field, a value that is not its default: in the file, and read."""
@@ -170,7 +185,7 @@ VALUES = {
         *(
             ("engine", EngineOptions, field.name)
             for field in fields(EngineOptions)
-            if field.name not in ("defaults", "models", "cluster", "plan_on")  # see below
+            if field.name not in ("defaults", "models", "cluster", "plan_on", "learning")
         ),
     ],
 )
@@ -188,7 +203,7 @@ def test_every_option_has_a_key(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[model.x]", "there is no table 'model'; did you mean 'models'? (expected: engine, de"),
+        ("[model.x]", "there is no table 'model'; did you mean 'models'? (expected: engine, le"),
         ("models = 3", "[models] is 3 (an integer), expected a table"),
         ('[models]\nx = "x.ee"', '[models.x] is "x.ee" (a string), expected a table'),
         ('[models.""]\npath = "x"', "[models.] has no name; expected for instance [models.res"),
@@ -196,6 +211,9 @@ def test_every_option_has_a_key(
         ("[models.x]\npath = 3", "[models.x] path is 3 (an integer), expected a string"),
         ('[models.x]\npath = "x"\nslo = 3', "[models.x]: there is no key 'slo'; did you mean 'sl"),
         ('[models.x]\npath = "x"\nweight = 0', "[models.x]: weight is 0.0, expected above 0"),
+        ("[learning]\nsample = 3", "[learning]: there is no key 'sample'; did you mean 'samples'"),
+        ("[learning]\nsamples = 0", "[learning]: learning samples 0 is not in 1 to"),
+        ("[learning]\nfolder = 3", "[learning] folder is 3 (an integer), expected a string"),
         ("[engine]\nstream = 3", "[engine]: there is no key 'stream'; did you mean 'streams'? ("),
         ("[engine]\nstreams = true", "[engine] streams is true (a boolean), expected a whole num"),
         ("[engine]\nstreams = 2.0", "[engine] streams is 2.0 (a float), expected a whole number"),
@@ -204,7 +222,7 @@ def test_every_option_has_a_key(
             '[engine]\nbackend = "onnxruntime"\nstreams = 8',
             "[engine]: 8 streams × 1 threads are more than the 4 cores",
         ),
-        ("[engine]\nplan_on = 8", "[engine]: there is no key 'plan_on' (expected: mode, back"),
+        ("[engine]\nplan_on = 8", "[engine]: there is no key 'plan_on'"),
         ("[engine]\ndefaults = 8", "[engine]: there is no key 'defaults' (expected: mode, back"),
         ("[engine]\nmax_violations = nan", "[engine]: max_violations is nan, expected a share"),
         ("[engine]\nparallel_below = 2\nmax_violations = 0.1", "[engine]: give parallel_below, or"),
