@@ -61,7 +61,7 @@ class EngineKeywords(TypedDict, total=False):
     learn: bool
     learn_samples: int
     learn_folder: PathLike | None
-    learn_max_gib: float
+    learn_gib: float
     learn_keep: bool
 
 

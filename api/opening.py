@@ -22,6 +22,12 @@ from offramp.engine.scheduling import PolicyName
 _FIELDS: Final = {"state": "keep_state", "cuda_graphs": "graphs", "policy": "scheduling"}
 """Fields that are not called as their keyword is."""
 
+_LEARNING: Final = {
+    "learn_samples": "samples",
+    "learn_folder": "folder",
+    "learn_gib": "max_gib",
+    "learn_keep": "keep",
+}
 _DEFAULTS: Final = {"--mode": Mode.AUDIT.value, "--policy": "run-through", "--backend": "auto"}
 
 
@@ -62,12 +68,9 @@ def engine_options(
 
 def _learning(named: Mapping[str, Any]) -> LearnOptions | None:
     """Make the options of learning, where it is asked for."""
-    prefix = "learn_"
-    asked = {n.removeprefix(prefix): v for n, v in named.items() if n.startswith(prefix)}
     if not named.get("learn", False):
-        if asked:
-            raise ValueError(f"{prefix}{next(iter(asked))} does nothing without learn=True; add it")
         return None
-    if asked.get("folder") is not None:
-        asked["folder"] = Path(asked["folder"])
-    return LearnOptions(**asked)
+    given = {field: named[name] for name, field in _LEARNING.items() if name in named}
+    if given.get("folder") is not None:
+        given["folder"] = Path(given["folder"])
+    return LearnOptions(**given)

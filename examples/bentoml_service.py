@@ -1,7 +1,7 @@
 """A BentoML service around a model; BentoML calls it from many threads, which share its batches.
 
     pip install bentoml
-    BUNDLE=fashion.ee bentoml serve examples.bentoml_service:MultiExitModel
+    BUNDLE=fashion.ee bentoml serve examples.bentoml_service:MultiExitService
     curl -H 'Content-Type: application/json' -d '{"inputs": {"image": [[[[0, …]]]]}}' \
         localhost:3000/predict
 
@@ -19,7 +19,7 @@ import offramp
 
 
 @bentoml.service(workers=1, threads=64)  # type: ignore[untyped-decorator]
-class MultiExitModel:
+class MultiExitService:
     """One process with one engine: more workers would not share batches."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import offramp
 
 
-class Block(nn.Module):
+class ConvolutionBlock(nn.Module):
     """Two convolutions and the way around them."""
 
     def __init__(self, width: int) -> None:
@@ -44,7 +44,7 @@ def main(
         data = TensorDataset(pixels, torch.from_numpy(archive["label"][:images]).long())
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, stride=2, padding=1),
-        *(Block(16) for _ in range(blocks)),
+        *(ConvolutionBlock(16) for _ in range(blocks)),
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
     )
     optimiser = torch.optim.AdamW(model.parameters(), 3e-3)

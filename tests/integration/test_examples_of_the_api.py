@@ -115,7 +115,7 @@ def test_the_bentoml_service(small: Small, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {"BUNDLE": str(path), "BENTOML_HOME": str(tmp_path), "BENTOML_DO_NOT_TRACK": "1"}
-    service = "examples.bentoml_service:MultiExitModel"
+    service = "examples.bentoml_service:MultiExitService"
     command = [sys.executable, "-m", "bentoml", "serve", service, "--port", str(port)]
     command += ["--host", "127.0.0.1"]
     log = tmp_path / "log"

@@ -397,6 +397,7 @@ NOT_KEYWORDS = {
     "--custom-ops": "code: offramp.engine.backends.custom_ops.using_libraries",
     "--criterion-module": "code: offramp.engine.criteria.register",
     "--preprocessing": "its content has keywords",
+    "--progress-file": "of the process that a server starts",
 }
 
 

@@ -12,22 +12,27 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from tests.models import mlp
 from tests.small import compile_small
 from tests.small_bert import inputs as bert_inputs
 from tests.small_bert import small_bert
 
 import offramp
 from offramp.api import ForkedError, ModelClosedError
+from offramp.api.keywords import ServerKeywords
 from offramp.bundle import BundleNotFoundError
 from offramp.engine.core import Engine
 from offramp.engine.errors import BadInputError, DeadlineExceededError
 from offramp.engine.options import EngineOptions
 from offramp.engine.plan import Mode
+from offramp.server.arguments import make_parser
 
 Inputs = NDArray[np.float32]
 
@@ -290,7 +295,7 @@ def test_wrong_calls(
         (
             {"learn_samples": 100},
             ValueError,
-            r"^learn_samples does nothing without learn=True; add it$",
+            r"^learn_samples without learn: nothing is recorded; leave it out, or add learn$",
         ),
         ({"learn": True, "learn_samples": 0}, ValueError, r"samples 0 is not in 1 to"),
         ({"backend": "tpu"}, Exception, r"'tpu'"),
@@ -307,6 +312,22 @@ def test_wrong_options(
 
 async def opened(path: Path, **options: Any) -> None:
     await offramp.AsyncModel.open(path, **options)
+
+
+def test_an_onnx_file_is_answered_by_the_model_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "plain.onnx"
+    onnx.save(mlp(layers=2, classes=3), path)
+    x = np.random.default_rng(0).standard_normal((6, 16)).astype(np.float32)
+    session = onnxruntime.InferenceSession(path)
+    with offramp.load(path) as model:
+        assert model.name == "plain"
+        result = model.predict(x=x)
+        assert "no exit is in use: the unmodified model answers" in model._repr_html_()
+        assert model.statistics().mode == "off"
+    (wanted,) = session.run(None, {"x": x})
+    assert np.allclose(result.outputs["logits"], wanted, rtol=1e-5, atol=1e-6)
+    assert set(result.exits) == {-1}
+    assert [each.name for each in tmp_path.iterdir()] == ["plain.onnx"]
 
 
 def test_a_path_without_a_bundle(tmp_path: Path) -> None:
@@ -334,3 +355,24 @@ def test_an_unknown_name_of_the_package() -> None:
     with pytest.raises(AttributeError, match="module 'offramp' has no attribute 'lod'"):
         offramp.lod  # noqa: B018
     assert all(getattr(offramp, name) is not None for name in offramp.__all__)
+
+
+NOT_KEYWORDS = {
+    *("--help", "--help-all", "--version", "--completion", "--self-check", "--json"),
+    *("--log-level", "--log-format", "--access-log"),  # a program sets its own logging up
+    *("--grpc-port", "--http-port"),  # arguments of serve, with defaults of their own
+    *("--model", "--config"),  # models are an argument
+    *("--cluster", "--ray-address"),  # for servers
+    *("--custom-ops", "--criterion-module"),  # code: using_libraries and register
+    "--drain-delay-s",  # nobody looks for another server
+}
+
+
+def test_every_flag_of_a_server_is_a_keyword() -> None:
+    actions = make_parser()._actions
+    flags = {flag for action in actions for flag in action.option_strings if len(flag) > 2}
+    flags = {flag for flag in flags if "grpc-keepalive" not in flag and "grpc-http2" not in flag}
+    assert flags >= NOT_KEYWORDS
+    keywords = {f"--{flag.removeprefix('--no-').removeprefix('--')}" for flag in flags}
+    known = {f"--{name.replace('_', '-')}" for name in get_type_hints(ServerKeywords)}
+    assert keywords - NOT_KEYWORDS == known
