@@ -51,6 +51,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_resnet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from examples import torch_resnet
 
@@ -65,6 +66,7 @@ def test_the_resnet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "classes [" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_text_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from examples import text_classifier
 
