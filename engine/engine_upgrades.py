@@ -50,12 +50,12 @@ class EngineBuild(Protocol):
 class BuildProcess:
     """``eecompile`` in a process of its own; OSError if the system refuses to start it."""
 
-    def __init__(self, arguments: Sequence[str], *, worker: str = _WORKER) -> None:
-        """Run the module ``worker`` with arguments for ``eecompile``."""
+    def __init__(self, arguments: Sequence[str], *, worker: str | None = None) -> None:
+        """Run a module, by default that of builds, with arguments for ``eecompile``."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", worker, *arguments],
+                [sys.executable, "-P", "-m", worker or _WORKER, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=self._said,
                 stderr=subprocess.STDOUT,

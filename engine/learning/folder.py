@@ -64,6 +64,7 @@ class LearnFolder:
                 f"{path} is in use by another server; stop that, or name another folder "
                 "(--learn-folder)"
             )
+        self.progress.unlink(missing_ok=True)  # of a server that was killed
 
     @property
     def progress(self) -> Path:

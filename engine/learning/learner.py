@@ -114,23 +114,29 @@ class ModelLearner:
                 self.name, ", ".join(missing), COMPILE_REMEDY,
             )  # fmt: skip
         if not self._life.phase.records and not self._options.keep:
-            self._folder.remove_recording()
+            await asyncio.to_thread(self._folder.remove_recording)
         if self._life.phase.records:
             try:
                 await self._record()
             except (OSError, RecordingError) as error:
                 raise OptionsError(f"{self.name}: inputs cannot be recorded: {error}") from error
-        _log.info("%s: learning in %s: %s", self.name, self._folder.path, self.status().text)
+        kept = "are kept" if self._options.keep else "are removed once exits are compiled"
+        _log.info(
+            "%s: learning in %s, where recorded inputs %s: %s",
+            self.name, self._folder.path, kept, self.status().text,
+        )  # fmt: skip
         await self._save()
 
     async def look(self, *, may_compile: bool) -> None:
         """Look once, and do what is due; whatever fails, serving goes on."""
         try:
             await self._step(may_compile=may_compile)
-        except Exception:
+        except Exception as error:
             if not self._failing:
                 _log.exception("%s: learning failed; serving goes on", self.name)
             self._failing = True
+            if self._life.phase in (Phase.COMPILING, Phase.SWITCHING) and not self.compiling:
+                self._life.failed(f"{type(error).__name__}: {error}", self._clock())
         else:
             self._failing = False
 
@@ -198,7 +204,7 @@ class ModelLearner:
                     "%s: exits answer nothing any more; inputs are recorded to learn anew",
                     self.name,
                 )
-                self._folder.remove_recording()
+                await asyncio.to_thread(self._folder.remove_recording)
                 self._told = 0
                 try:
                     await self._record()
@@ -239,7 +245,7 @@ class ModelLearner:
         self._attempts += 1
         if missing := missing_packages():
             why = f"packages are missing: {', '.join(missing)}; {COMPILE_REMEDY}"
-            self._failed(why)
+            await self._failed(why)
             return
         number = self._folder.next_number()
         self._state = replace(self._state, compiling=number)
@@ -256,7 +262,7 @@ class ModelLearner:
         try:
             await self._start_compilation(arguments, cores, priority)
         except OSError as error:
-            self._failed(f"no process can be started: {error}")
+            await self._failed(f"no process can be started: {error}")
             return
         _log.info(
             "%s: compiling with %s recorded samples, by %d of %d cores, priority %s",
@@ -287,7 +293,7 @@ class ModelLearner:
         number = self._state.compiling
         bundle = await asyncio.to_thread(self._folder.open_bundle, number) if not status else None
         if bundle is None:
-            self._failed(describe_end(status, said))
+            await self._failed(describe_end(status, said))
         else:
             pays = bool(bundle.policy.active)
             self._certified = words.describe_promise(bundle) if pays else self._certified
@@ -307,7 +313,7 @@ class ModelLearner:
         except DrainingError:
             return  # the next server finds the bundle, and serves it
         except (EngineError, BundleError, OSError) as error:
-            self._failed(f"the compiled bundle cannot be served: {error}")
+            await self._failed(f"the compiled bundle cannot be served: {error}")
             return
         self._state = self._state.served(number)
         self._life.switched()
@@ -316,10 +322,10 @@ class ModelLearner:
         await self._forget(keep=self._options.keep)
         await asyncio.to_thread(self._folder.remove_others, number)
 
-    def _failed(self, reason: str) -> None:
+    async def _failed(self, reason: str) -> None:
         """Note a failed attempt, of which nothing is kept."""
         self._life.failed(reason, self._clock())
-        self._folder.remove_others(self._state.serving)
+        await asyncio.to_thread(self._folder.remove_others, self._state.serving)
         _log.warning("%s: %s", self.name, self._text())
 
     def _look_at_exits(self, statistics: ModelStatistics) -> None:

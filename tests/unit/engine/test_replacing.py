@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -499,10 +499,14 @@ def test_nothing_of_an_old_version_stays_in_memory() -> None:
     asyncio.run(body())
 
 
-def test_observers_see_what_is_admitted_whichever_version_answers(
+def test_observers_see_what_is_answered_whichever_version_answers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[NDArray[Any]] = []
+
+    def see(inputs: Mapping[str, NDArray[Any]], answers: NDArray[Any]) -> None:
+        assert len(answers) == len(inputs[SCRIPT])
+        seen.append(inputs[SCRIPT])
 
     async def body() -> None:
         backend = FakeBackend()
@@ -511,8 +515,8 @@ def test_observers_see_what_is_admitted_whichever_version_answers(
             _,
         ):
             with pytest.raises(ModelNotServedError):
-                engine.observe_inputs("other", lambda _: None)
-            engine.observe_inputs("fake", lambda inputs: seen.append(inputs[SCRIPT]))
+                engine.observe_inputs("other", lambda *_: None)
+            engine.observe_inputs("fake", see)
             await engine.infer("fake", HALF_SURE)
             with pytest.raises(BadInputError):
                 await engine.infer("fake", {})
@@ -522,7 +526,7 @@ def test_observers_see_what_is_admitted_whichever_version_answers(
             await engine.infer("fake", HALF_SURE)
             assert [s is HALF_SURE[SCRIPT] for s in seen] == [True, True]
 
-            def fail(_: Any) -> None:
+            def fail(*_: Any) -> None:
                 seen.append(np.zeros(0))
                 raise ValueError("no room")
 

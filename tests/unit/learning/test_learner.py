@@ -362,6 +362,36 @@ def test_a_bundle_that_cannot_be_served_is_a_failed_attempt(
     play(story)
 
 
+@pytest.mark.parametrize("when", ["compile", "switch"])
+def test_whatever_else_goes_wrong_is_a_failed_attempt(
+    play: Callable[[Story], Scene], bundle: Bundle, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    async def story(scene: Scene) -> None:
+        await scene.begin()
+        await scene.record()
+        if when == "switch":
+            await scene.look()
+            scene.engine.error = RuntimeError("a defect")
+            scene.compilations[-1].succeed(bundle.path)
+            await scene.look()
+        else:
+            with monkeypatch.context() as patched:
+
+                def refuse(*_: object) -> None:
+                    raise OSError(28, "No space left on device")
+
+                patched.setattr(LearnState, "save", refuse)
+                await scene.look()
+        assert scene.phase == "waiting"
+        assert scene.learner._failing
+        scene.engine.error = None
+        scene.now_s += 10
+        await scene.look()
+        assert scene.phase == "compiling"
+
+    play(story)
+
+
 def test_a_server_that_ends_while_it_switches_leaves_the_bundle_to_the_next(
     play: Callable[[Story], Scene], bundle: Bundle
 ) -> None:
