@@ -23,7 +23,7 @@ from offramp.bundle import (
     Variant,
     write_bundle,
 )
-from offramp.bundle.bundle import POLICY, RECORDS, REPORT
+from offramp.bundle.bundle import POLICY, RECORDS, REPORT, bundle_name
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.input_ranges import INPUT_RANGES
@@ -270,8 +270,3 @@ def rewrite(
         overwrite=overwrite,
         engines_of=bundle.path,
     )
-
-
-def bundle_name(target: Path) -> str:
-    """Name that a bundle has at a path."""
-    return target.name.removesuffix(".ee")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offramp.compiler.commands import help_texts, values
 from offramp.compiler.commands.engine_arguments import add_engine_arguments
-from offramp.compiler.commands.illegal import BUILD
+from offramp.compiler.commands.illegal import BUILD, EXPORT
 from offramp.compiler.commands.plan_arguments import add_plan_arguments
 from offramp.compiler.commands.shared_arguments import (
     REPLACED,
@@ -109,19 +109,32 @@ def export_parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "export",
         help_texts.EXPORT,
-        short=("--data", "--output", "--overwrite", "--with-exits"),
+        short=("--data", "--output", "--overwrite", "--with-exits", "--triton", "--kserve"),
+        illegal=EXPORT,
         examples=help_texts.EXPORT_EXAMPLES,
     )
     add_bundle(parser, "export")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.onnx",
-                        help="file to write")  # fmt: skip
+    # Not required=True: a repository may be all that is asked for.
+    parser.add_argument("--output", type=Path, metavar="FILE.onnx", help="file to write")
     # Not required=True: the error for a missing one says in one line why it is needed.
     add_data(parser, "calibration data to verify with (always needed: a bundle does not hold "
              "them)", required=False)  # fmt: skip
     parser.add_argument("--with-exits", action="store_true",
                         help="add the outputs exit (index of the exit that answered, -1 for the "
                         "model's end) and confidence")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    parser.add_argument("--overwrite", action="store_true",
+                        help="replace a file or an exported model that is there")  # fmt: skip
+    servers = parser.add_argument_group("model repositories of other servers")
+    servers.add_argument("--triton", type=Path, metavar="DIR",
+                         help="write DIR/NAME for Triton's ONNX Runtime backend")  # fmt: skip
+    servers.add_argument("--ovms", type=Path, metavar="DIR",
+                         help="write DIR/NAME and DIR/config.json for OpenVINO Model Server; may "
+                         "be the folder of --triton")  # fmt: skip
+    servers.add_argument("--kserve", metavar="URI",
+                         help="write DIR/NAME.kserve.yaml too, by which KServe runs Triton on a "
+                         "copy of DIR at URI; needs --triton")  # fmt: skip
+    servers.add_argument("--name", metavar="NAME",
+                         help="name of the model there (default: that of the bundle)")  # fmt: skip
     return parser
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from offramp.bundle import BundleError
+from offramp.bundle.bundle import bundle_name
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
 from offramp.calibration.errors import UntrainableError
@@ -113,6 +114,10 @@ def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
 def _target_of(options: argparse.Namespace) -> Path:
     """Return the place that a command may write to, for messages about interruptions."""
     output: Path | None = getattr(options, "output", None)
+    repository = getattr(options, "triton", None) or getattr(options, "ovms", None)
+    if output is None and repository is not None:
+        name = options.name or bundle_name(options.bundle.resolve())
+        return Path(repository, name)
     bundle: Path | None = getattr(options, "bundle", None)
     return output or bundle or output_of(options.model)
 
@@ -129,9 +134,9 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         _write_json(options.json, describe_bundle(bundle))
         return 0
     from offramp.compiler.asked_task import AskedTask  # noqa: PLC0415
+    from offramp.compiler.commands.printing_model import print_inspection  # noqa: PLC0415
     from offramp.compiler.cuts import find_cuts  # noqa: PLC0415
     from offramp.compiler.model import read_model  # noqa: PLC0415
-    from offramp.compiler.printing import print_inspection  # noqa: PLC0415
 
     with console.status("reading and simplifying the model"):
         model = read_model(
@@ -199,10 +204,12 @@ def _wrap(options: argparse.Namespace, console: Console) -> int:
 
 def _export(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.export.export import ExportOptions, export_bundle  # noqa: PLC0415
+    from offramp.compiler.export.repositories import RepositoryOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_exported  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
-        done = export_bundle(read_options(ExportOptions, options), progress)
+        places = read_options(RepositoryOptions, options)
+        done = export_bundle(read_options(ExportOptions, options, repositories=places), progress)
     print_exported(done, options.data, Console())
     return 0
 

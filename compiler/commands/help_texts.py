@@ -63,9 +63,12 @@ EXPORT: Final = """\
 Write a bundle as one ONNX file, which runs wherever ONNX Runtime does, without
 Offramp: inputs and output are the source model's, and easy samples leave early
 inside the file. It is compared with the bundle on every sample of --data, and
-written only if it gives the same answers at the same exits."""
+written only if it gives the same answers at the same exits. Other servers take
+it from a model repository; they do not audit answers, watch for drift or renew
+certificates, as eeserve does."""
 EXPORT_EXAMPLES: Final = {
     "eecompile export model.ee --data samples.npz --output fast.onnx": "",
+    "eecompile export model.ee --data samples.npz --triton models --with-exits": "",
 }
 PLAN: Final = """\
 Plan a bundle on a cluster (E3): how many splits, which segments and exits in

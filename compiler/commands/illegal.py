@@ -133,6 +133,14 @@ BUILD: Final = (
             "bundle was compiled with"),
 )  # fmt: skip
 
+EXPORT: Final = (
+    *_READING,
+    Illegal(option="--kserve", without="--triton",
+            why="KServe runs Triton on its repository; add --triton DIR"),
+    Illegal(option="--name", without="--triton", when=lambda values: values["--ovms"] is None,
+            why="it is the model's name in a repository; add --triton DIR, or --ovms DIR"),
+)  # fmt: skip
+
 
 def check_options(options: CompileOptions) -> None:
     """Refuse combinations of options that come from Python, by an OptionsConflictError.

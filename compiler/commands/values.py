@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from offramp.compiler.options import SEEDS
 from offramp.engine.options import MOST_SHARE
 
-_SEEDS = 2**63
-"""Number of possible seeds: torch takes no larger one, numpy no negative one."""
 _INF = float("inf")
 
 
@@ -77,8 +76,8 @@ def positive(text: str) -> int:
 
 def seed(text: str) -> int:
     """Read a seed of random numbers."""
-    reason = f"is not a whole number from 0 to {_SEEDS - 1}"
-    return _whole(text, lambda value: 0 <= value < _SEEDS, reason)
+    reason = f"is not a whole number from 0 to {SEEDS - 1}"
+    return _whole(text, lambda value: 0 <= value < SEEDS, reason)
 
 
 def tokens(text: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from tests import models
 from tests.bundles import brief_measurements
 from tests.small import equal_times
@@ -122,5 +122,5 @@ def test_a_model_is_compiled_on_texts(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_readers_need_no_package_until_they_read() -> None:
     absent = ("PIL", "tokenizers", "pyarrow", "datasets", "torch")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
-    code += "import offramp.compiler.data, offramp.compiler.cli, offramp.tools.bench.cli"
+    code += "import offramp.compiler.data, offramp.compiler.commands.cli, offramp.tools.bench.cli"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -31,14 +31,17 @@ VALUES: Final[Mapping[str, str]] = {
     "--exits": "25%",
     "--group": "person",
     "--joint-rate": "0.001",
+    "--kserve": "s3://bucket/models",
     "--max-class-disagreement": "0.05",
     "--max-disagreement": "0.02",
     "--max-overhead": "0.1",
     "--max-violations": "0.05",
+    "--name": "fashion",
     "--optimization-level": "1",
     "--parts": "stages",
     "--rehearsal-batch": "8",
     "--simplify-limit": "9",
+    "--triton": "models",
     "--units": "00-01",
     "--workspace": "1",
     "--preprocessing": "spec.toml",
@@ -55,11 +58,13 @@ PLACES: Final[Mapping[str, list[str]]] = {
     "": ["model.onnx"],
     "supernet": ["model.onnx", "--elastic", "spec.toml", "--data", "data.npz"],
     "build": ["model.ee"],
+    "export": ["model.ee"],
 }
 ROWS: Final = [
     *(("", row) for row in illegal.COMPILE),
     *(("supernet", row) for row in illegal.SUPERNET if row not in illegal.COMPILE),
     *(("build", row) for row in illegal.BUILD),
+    *(("export", row) for row in illegal.EXPORT),
 ]
 
 
