@@ -35,12 +35,13 @@ from offramp.bundle.held import HeldFiles
 from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
 from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMAS_READ, Manifest
 from offramp.bundle.measured import MEASURED, Measured
+from offramp.bundle.notebook import BundleReport, bundle_html
 from offramp.bundle.onnx_wire import without_inputs
 from offramp.bundle.parts import folder_of
 from offramp.bundle.placing import moved_aside
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
-from offramp.bundle.records import parse_records
+from offramp.bundle.records import no_records, parse_records
 from offramp.bundle.serde import from_plain
 from offramp.bundle.stored_graphs import (
     FileIdentity,
@@ -242,14 +243,23 @@ class Bundle:
                 )
         return ranges
 
+    def report(self) -> BundleReport:
+        """Read the report of the compiler; a notebook shows it, and ``path`` is for a browser."""
+        return BundleReport(self.path / REPORT, self.read(REPORT).decode())
+
+    def _repr_html_(self) -> str:
+        return bundle_html(self)
+
     def records(self) -> dict[str, NDArray[Any]]:
         """Read what the exits said on the calibration data.
 
         ``confidence`` float32 [exits, samples], ``prediction`` int32 [exits, samples],
         ``final_prediction`` int32 and ``final_confidence`` float32 [samples], ``split`` uint8
         [samples] (1 tune, 2 certify; some of each), and ``label`` int64 [samples] where the data
-        had labels.
+        had labels. Of no sample where the bundle was made without data.
         """
+        if self.manifest.is_plain:
+            return no_records()
         if self._records is None:
             name = folder_of(self.number) + RECORDS
             content = self.read(name)
@@ -273,6 +283,11 @@ class Bundle:
         return replace(self, policy=evidence.policy, evidence=evidence, _records=records)
 
 
+def bundle_name(path: Path) -> str:
+    """Return the name that a bundle has at a path: the folder's without ``.ee``."""
+    return path.name.removesuffix(".ee")
+
+
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read what a bundle says of itself, without a look at its other files; raises as opening."""
     return _read_manifest(Path(path))
@@ -283,6 +298,11 @@ def _read_manifest(root: Path) -> Manifest:
         raise BundleNotFoundError(
             f"{root} is not there: its overwriting was killed before the new one took its place; "
             f"the old one is whole, put it back: mv {kept} {root}"
+        )
+    if root.is_file():
+        raise BundleNotFoundError(
+            f"{root} is a file, expected a bundle, which is a folder; make one of an ONNX model "
+            f"with: eecompile MODEL.onnx --data DATA, or, as it is: eecompile wrap MODEL.onnx"
         )
     if not (root / MANIFEST).is_file():
         raise BundleNotFoundError(
@@ -330,6 +350,11 @@ def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:
     policy, known = _parse(ExitPolicy, document, name), len(manifest.exits)
     if any(active.exit >= known for active in policy.active):
         raise BundleSchemaError(f"{name}: names an exit beyond the bundle's {known}")
+    if policy.promise is not None and manifest.calibration.random_inputs:
+        raise BundleSchemaError(
+            f"{name}: has a promise, and the bundle was compiled on random inputs, which certify "
+            "nothing; compile the model again, on samples"
+        )
     return policy
 
 

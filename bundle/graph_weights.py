@@ -107,6 +107,19 @@ def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
     return parts
 
 
+def external_locations(model: bytes) -> frozenset[str]:
+    """Return the files that tensors of any ONNX model name for their bytes; WireError."""
+    found = set()
+    for tensor in _tensors(memoryview(model), "model", 0):
+        for field in fields_of(tensor):
+            if field.number == _EXTERNAL and field.wire == BYTES:
+                inner = tensor[field.start : field.end]
+                entry = {f.number: bytes(inner[f.start : f.end]) for f in fields_of(inner)}
+                if entry.get(1) == b"location":
+                    found.add(entry.get(2, b"").decode("utf-8", "replace"))
+    return frozenset(found)
+
+
 def moved(graph: bytes, size_bytes: int, move: Callable[[Place | memoryview], int | None]) -> bytes:
     """Give a graph that names its weights elsewhere in ``weights.bin``.
 

@@ -27,6 +27,7 @@ from offramp.bundle.manifest_checks import (
     check_answer,
     check_chain,
     check_places,
+    check_plain,
     check_precision,
     check_samples,
     check_sharing,
@@ -116,6 +117,7 @@ _COUNTED: Final[dict[TaskKind, str]] = {
     "segmentation": "classes",
     "pose": "key points",
     "regression": "values",
+    "other": "values",
 }
 _SCORES: Final[tuple[AnswerForm, ...]] = ("logits", "probabilities", "log-probabilities")
 _FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
@@ -125,6 +127,7 @@ _FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
     "segmentation": (*_SCORES, "classes"),
     "pose": ("values",),
     "regression": ("values",),
+    "other": ("values",),
 }
 
 
@@ -181,6 +184,8 @@ class Answer:
 
     def describe(self) -> str:
         """``10 classes, logits``, for people."""
+        if self.task.kind == "other":
+            return "numbers that no exit imitates"
         what = _COUNTED[self.task.kind]
         if self.task.is_dense:
             what += f" ({self.task.kind})"
@@ -207,6 +212,8 @@ class Calibration:
     answer_ranges: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
     """Smallest and largest value of the model's answers to the certify split, then of its exits',
     where these end with the model's own operators (``Answer.tail``)."""
+    random_inputs: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the samples were made at random, in a dry run: nothing is certified."""
     distinct: DistinctSamples | None = field(default=None, metadata=LEFT_OUT)
     """Distinct samples, of which each counts once; ``None`` where every row is one. The samples of
     the tune and certify splits are distinct ones, those of training all rows of their groups."""
@@ -288,8 +295,13 @@ class Manifest:
     weight_sharing: tuple[SharingCost, ...] = field(default=(), metadata=LEFT_OUT)
     """What sessions of the model and of each variant cost that share weights in memory, by number;
     empty where that was not measured."""
+    idle_reason: str = field(default="", metadata=LEFT_OUT)
+    """Which limit keeps all exits out of use, where none is in use, and what would lift it."""
     unread: tuple[UnreadInput, ...] = field(default=(), metadata=LEFT_OUT)
     """Inputs that the file declares and nothing reads, by rising place."""
+    no_batching: str = field(default="", metadata=LEFT_OUT)
+    """Reason why each sample has to run in a batch of its own; empty where samples may share one.
+    Such a model has no exits."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -305,6 +317,7 @@ class Manifest:
         if self.answer.output != self.segments[-1].output:
             raise ValueError(f"answer: {self.answer.output!r} is not the last segment's output")
         check_numbers(self, "verified_tolerance", least=0)
+        check_plain(self)
         check_places(self)
         check_unique("inputs", (tensor.name for tensor in self.declared))
         check_unique("files", (entry.path for entry in self.files))
@@ -349,6 +362,11 @@ class Manifest:
     def is_cascade(self) -> bool:
         """Whether exits follow a copy of the source model, which stands behind it."""
         return self.precision != "fp32" or self.training is not None or bool(self.subnet)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bundle was made of the model alone, without data: it has no exits."""
+        return self.calibration.train_samples == 0 and not self.exits
 
     @property
     def source_begins(self) -> int:

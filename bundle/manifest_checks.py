@@ -46,6 +46,10 @@ def check_answer(manifest: Manifest) -> None:
             f"{answer.output!r} alone"
         )
     (output,) = outputs
+    if answer.task.kind == "other":
+        if not (output.shape and isinstance(output.shape[0], str)):
+            raise ValueError(f"outputs: {output.describe()} does not begin with the batch")
+        return
     expected = shape_of(answer)
     fits = (
         len(output.shape) == len(expected)
@@ -80,6 +84,18 @@ def shape_of(answer: Answer) -> tuple[int | None, ...]:
             return (None, answer.classes, None, None)
         case _:
             return (None, answer.classes)
+
+
+def check_plain(manifest: Manifest) -> None:
+    """Exits shrink batches and imitate answers: without them alone may that be impossible."""
+    if not manifest.exits:
+        return
+    if manifest.no_batching:
+        raise ValueError(
+            f"no_batching: {manifest.no_batching!r:.100}, and there are exits, expected none"
+        )
+    if manifest.answer.task.kind == "other":
+        raise ValueError("answer.task: kind 'other' is for models without exits")
 
 
 def check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> None:

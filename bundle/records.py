@@ -35,6 +35,12 @@ def parse_records(content: bytes, manifest: Manifest) -> dict[str, NDArray[Any]]
     return records
 
 
+def no_records() -> dict[str, NDArray[Any]]:
+    """Return the records of a bundle without exits that was made without data: of no sample."""
+    forms = {name: form for name, form in _RECORD_FORMS.items() if not form.optional}
+    return {name: np.zeros((0,) * form.ndim, form.dtype) for name, form in forms.items()}
+
+
 def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> None:
     """Refuse records that are not of this model's exits and classes: ValueError."""
     exits, samples, answer = len(manifest.exits), len(records["split"]), manifest.answer

@@ -19,11 +19,13 @@ TaskKind: TypeAlias = Literal[
     "segmentation",
     "pose",
     "regression",
+    "other",
 ]
 """By shape of the answer: [batch, classes]; [batch, labels]; [batch, tokens, classes]; [batch,
 classes, height, width], or the classes of the pixels alone; [batch, key points, height, width];
-[batch, values]."""
-TASK_KINDS: Final[tuple[TaskKind, ...]] = get_args(TaskKind)
+[batch, values]; of any other shape and type, which no exit imitates."""
+TASK_KINDS: Final[tuple[TaskKind, ...]] = tuple(k for k in get_args(TaskKind) if k != "other")
+"""Kinds that exits can imitate, hence those that can be asked for."""
 DENSE: Final[frozenset[TaskKind]] = frozenset({"token-classification", "segmentation", "pose"})
 """Tasks whose answer has places: tokens, pixels, or key points."""
 
@@ -89,7 +91,7 @@ class AnswerTask:
             case "pose":
                 where = f"within {100 * self.within:g} % of the map's longer side"
                 return f"{part} key points are {where}"
-            case "regression":
+            case "regression" | "other":
                 return f"all values differ by at most {self.within:g}"
 
 

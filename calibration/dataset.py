@@ -1,17 +1,16 @@
-"""Data sets in npz files and folders: one array per model input, and labels where there are any.
+"""Data sets: one array for each model input, and labels where there are any.
 
-Those larger than :data:`HELD_BYTES` stay on the disk, and are read as far as is asked for.
+Large arrays stay on the disk, and are read as far as is asked for.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +18,12 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, Manifest, TensorSpec, UnreadInput
 from offramp.bundle.manifest import declared_inputs
 from offramp.bundle.mapped import copy_rows
-from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
+from offramp.calibration.data_sources import DataSource, numpy_source
+from offramp.calibration.errors import DataError as DataError  # noqa: PLC0414 - exported again
 from offramp.calibration.groups.groups import Groups
-from offramp.calibration.groups.key import GroupKey
-from offramp.calibration.scratch import ScratchError, ScratchSpace
+from offramp.calibration.groups.key import GroupKey, group_hint
+from offramp.calibration.scratch import ScratchSpace
+from offramp.certify.splits import split_sizes
 from offramp.engine.agreement import agreement_of
 from offramp.engine.validation import check_tensors
 
@@ -30,14 +31,8 @@ _log = logging.getLogger(__name__)
 
 LABEL_KEYS = ("label", "labels")
 """Names under which an npz may hold the true classes, int [n]."""
-HELD_BYTES: Final = 2**26
-"""Arrays of an archive that are held in memory, at most; larger ones stay on the disk."""
 _BLOCK_BYTES: Final = 2**24
-"""Of an array that is checked at once."""
-
-
-class DataError(Exception):
-    """The calibration or test data cannot be used; the message names the array and the remedy."""
+"""Bytes of an array that are checked at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,7 +130,7 @@ class Dataset:
 
 
 def read_dataset(
-    path: Path,
+    source: Path | DataSource,
     specs: Sequence[TensorSpec],
     *,
     unread: Sequence[UnreadInput] = (),
@@ -143,119 +138,59 @@ def read_dataset(
     group: GroupKey | None = None,
     scratch: ScratchSpace | None = None,
 ) -> Dataset:
-    """Read an npz file, or a folder of npy files, and check it against the model's inputs.
+    """Read samples from a source, and check them against the model's inputs.
 
-    Large data are not read into memory, but mapped: the files must stay as they are until all is
-    done. What is compressed in a large npz is unpacked once, into a file without a name in
-    ``scratch`` (``None``: the system's folder for temporary files). In a folder, ``NAME.npy`` is
-    the array of the input ``NAME``, and ``label.npy`` holds the classes. Of models with other
-    answers than classes (``answer``) labels are sets of labels [n, labels], or are left aside.
-    The data may hold the inputs that nothing reads (``unread``): they are checked, then left aside.
-    The array that ``group`` names is no input: rows with equal values in it are one group.
+    A path is that of an npz file, or of a folder of npy files; other kinds are
+    :mod:`offramp.compiler.data`'s. Large data are not read into memory, but mapped: the files must
+    stay as they are until all is done. What has to be converted or unpacked is written into a file
+    without a name in ``scratch`` (``None``: the system's folder for temporary files).
 
-    A ``DataError`` where a file cannot be read, an array's name, dtype or shape is not what the
+    The array ``label`` or ``labels`` holds the classes. Of models with other answers than classes
+    (``answer``) labels are sets of labels [n, labels], or are left aside. The data may hold the
+    inputs that nothing reads (``unread``): they are checked, then left aside. The array that
+    ``group`` names is no input: rows with equal values in it are one group.
+
+    A ``DataError`` where the source cannot be read, an array's name, dtype or shape is not what the
     model takes, or arrays have different lengths. Values may be NaN or infinite: whether the model
     answers such samples is seen when it runs (:func:`offramp.calibration.running.check_unusual`).
     """
-    arrays, digest = _load_folder(path) if path.is_dir() else _load(path, scratch or ScratchSpace())
+    source = numpy_source(source) if isinstance(source, Path) else source
+    keys = () if group is None else (group.key,)
+    arrays, digest = source.load(specs, scratch or ScratchSpace(), keys=keys)
+    name = source.name
     names = {spec.name for spec in specs}
     found = [key for key in LABEL_KEYS if key in arrays and key not in names]
     if len(found) > 1:
-        raise DataError(f"{path}: has both {' and '.join(found)}; keep one of them")
+        raise DataError(f"{name}: has both {' and '.join(found)}; keep one of them")
     labels = arrays.pop(found[0]) if found else None
     aside = frozenset(each.spec.name for each in unread)
     try:
         groups = None if group is None else group.take(arrays, names)
     except ValueError as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError(f"{name}: {error}") from error
     if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
-        raise DataError(f"{path}: {wrong}")
-    arrays = {name: array for name, array in arrays.items() if name not in aside}
+        raise DataError(f"{name}: {wrong}{group_hint(arrays, names | aside)}")
+    arrays = {key: array for key, array in arrays.items() if key not in aside}
     if labels is not None and labels.ndim == 0:
-        raise DataError(f"{path}: labels are one number, expected one for each sample")
-    _check_lengths(path, arrays, labels)
-    truth = None if labels is None else _codes_of(path, labels, answer)
+        raise DataError(f"{name}: labels are one number, expected one for each sample")
+    _check_lengths(name, arrays, labels)
+    truth = None if labels is None else _codes_of(name, labels, answer)
     return Dataset(inputs=arrays, labels=truth, group=groups, sha256=digest)
 
 
-_ArraysAndHash = tuple[dict[str, NDArray[Any]], str]
-
-
-def _load(path: Path, scratch: ScratchSpace) -> _ArraysAndHash:
-    try:
-        with open_regular(path) as file:
-            if file.read(6) == b"\x93NUMPY":
-                raise DataError(f"{path} is a single array; save named ones with numpy.savez")
-            arrays = _arrays(path, file, scratch)
-            file.seek(0)
-            return arrays, _hash(file)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except (OSError, NpzError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(
-            f"{path} is not an npz file of plain arrays ({reason}); "
-            "write one with numpy.savez_compressed(path, INPUT=array, label=classes)"
-        ) from error
-
-
-def _arrays(path: Path, file: IO[bytes], scratch: ScratchSpace) -> dict[str, NDArray[Any]]:
-    takes = measure_npz(file)
-    if takes.arrays <= HELD_BYTES:
-        return read_npz(file, max_bytes=HELD_BYTES)
-    if not takes.packed:
-        return map_npz(file, None)
-    remedy = "save it with numpy.savez, uncompressed: then it is read where it lies"
-    try:
-        unpacked = scratch.unnamed_file(takes.packed, f"the unpacked arrays of {path}", remedy)
-    except ScratchError as error:
-        raise DataError(str(error)) from error
-    with unpacked:  # what is mapped stays
-        return map_npz(file, unpacked)
-
-
-def _hash(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    for chunk in iter(lambda: file.read(2**20), b""):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _load_folder(path: Path) -> _ArraysAndHash:
-    """Map the arrays of a folder, and hash them with their names."""
-    arrays: dict[str, NDArray[Any]] = {}
-    digest = hashlib.sha256()
-    for file in sorted(path.rglob("*.npy")):
-        name = file.relative_to(path).with_suffix("").as_posix()
-        try:
-            arrays[name] = map_npy(file)
-            with open_regular(file) as opened:
-                of_file = _hash(opened)
-        except (OSError, NpzError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(
-                f"{file} is not a file of a plain array ({reason}); write it with numpy.save"
-            ) from error
-        digest.update(f"{name} {of_file}\n".encode())
-    if not arrays:
-        raise DataError(
-            f"{path} is a folder without .npy files; put one there for each input, called as it "
-            "is, such as image.npy, or give an npz file"
-        )
-    return arrays, digest.hexdigest()
-
-
 def _check_lengths(
-    path: Path, arrays: Mapping[str, NDArray[Any]], labels: NDArray[Any] | None
+    where: str, arrays: Mapping[str, NDArray[Any]], labels: NDArray[Any] | None
 ) -> None:
     lengths = {name: len(array) for name, array in arrays.items()}
     if labels is not None:
         lengths["label"] = len(labels)
     if len(set(lengths.values())) != 1:
-        raise DataError(f"{path}: arrays differ in length: {lengths}; every sample needs all")
+        raise DataError(f"{where}: arrays differ in length: {lengths}; every sample needs all")
 
 
-def read_samples(path: Path, manifest: Manifest, *, group: str | None = None) -> Dataset:
+def read_samples(
+    source: Path | DataSource, manifest: Manifest, *, group: str | None = None
+) -> Dataset:
     """Read samples for the model of a bundle, as :func:`read_dataset` does.
 
     Where no ``group`` is named, it is the one of the compilation, if the data have it.
@@ -266,14 +201,14 @@ def read_samples(path: Path, manifest: Manifest, *, group: str | None = None) ->
     elif known is not None and known.key is not None:
         asked = GroupKey(key=known.key, needed=False)
     return read_dataset(
-        path, manifest.inputs, unread=manifest.unread, answer=manifest.answer, group=asked
+        source, manifest.inputs, unread=manifest.unread, answer=manifest.answer, group=asked
     )
 
 
-def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArray[np.int64] | None:
+def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArray[np.int64] | None:
     """Give labels as codes of answers, [n]; ``None`` where they are none of one class or label."""
     kind = "classification" if answer is None else answer.task.kind
-    found = f"{path}: labels are {labels.dtype} {list(labels.shape)}"
+    found = f"{where}: labels are {labels.dtype} {list(labels.shape)}"
     if kind == "classification":
         if labels.ndim != 1 or labels.dtype.kind not in "iu":
             raise DataError(
@@ -288,7 +223,7 @@ def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArra
             _log.warning(
                 "%s: labels go from %d to %d, the model's classes from 0 to %d: samples with other "
                 "labels count as wrong.",
-                path, labels.min(), labels.max(), answer.classes - 1,
+                where, labels.min(), labels.max(), answer.classes - 1,
             )  # fmt: skip
         return np.array(labels, np.int64)
     if kind == "multi-label" and answer is not None:
@@ -301,7 +236,7 @@ def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArra
             )
         if len(labels) and not 0 <= labels.min() <= labels.max() <= 1:
             raise DataError(
-                f"{path}: labels go from {labels.min()} to {labels.max()}, expected 0 or 1 each; "
+                f"{where}: labels go from {labels.min()} to {labels.max()}, expected 0 or 1 each; "
                 "leave them out where there are none"
             )
         return agreement_of(answer).codes(np.asarray(labels) != 0).astype(np.int64)
@@ -328,11 +263,6 @@ class DataSplit:
         return self.train.subset(np.flatnonzero(self.groups.represents[self.train.rows]))
 
 
-TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
-"""The shares of the data that do not train: heads gain most from more data, while certification
-flattens beyond some 5,000 samples."""
-
-
 def split(
     dataset: Dataset, *, certify_at_least: int, seed: int, groups: Groups | None = None
 ) -> DataSplit:
@@ -344,9 +274,9 @@ def split(
     """
     groups = groups or Groups.singletons(len(dataset))
     samples = len(groups)
-    sizes = _sizes(samples, certify_at_least)
+    sizes = split_sizes(samples, certify_at_least)
     if sizes is None:
-        needed = next(n for n in itertools.count(samples + 1) if _sizes(n, certify_at_least))
+        needed = next(n for n in itertools.count(samples + 1) if split_sizes(n, certify_at_least))
         raise DataError(_too_few(groups, needed, certify_at_least))
     return part(dataset, groups, sizes, seed=seed)
 
@@ -383,11 +313,3 @@ def _too_few(groups: Groups, needed: int, certify_at_least: int) -> str:
         f"others; give at least {needed} (10,000 serve well), or relax --max-disagreement or "
         f"--confidence{remedy}"
     )
-
-
-def _sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
-    """Count the samples to train and tune with, the others certify; ``None`` if too few for it."""
-    certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
-    tune = round(samples * TUNE_SHARE)
-    train = samples - certify - tune
-    return (train, tune) if train >= max(certify, 2) and tune >= 1 else None

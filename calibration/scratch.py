@@ -64,18 +64,37 @@ class ScratchSpace:
         ScratchError if there is no room for it.
         """
         self.check_room(size_bytes, what, remedy)
-        try:
+        with self._reporting(size_bytes, what, remedy):
             file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - the caller closes it
+        try:
+            self.extend(file, 0, size_bytes, what, remedy)
+        except ScratchError:
+            file.close()
+            raise
+        return file
+
+    def extend(self, file: IO[bytes], start: int, size_bytes: int, what: str, remedy: str) -> None:
+        """Make room for more bytes in a file, from byte ``start`` on.
+
+        ScratchError if there is no room for them.
+        """
+        self.check_room(size_bytes, what, remedy)
+        with self._reporting(start + size_bytes, what, remedy):
             if hasattr(os, "posix_fallocate"):  # macOS has none
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                os.posix_fallocate(file.fileno(), start, size_bytes)
+        self.take(size_bytes)
+
+    @contextmanager
+    def _reporting(self, size_bytes: int, what: str, remedy: str) -> Iterator[None]:
+        """Turn an OSError about a temporary file into a ScratchError."""
+        try:
+            yield
         except OSError as error:
             reason = error.strerror or error
             raise ScratchError(
                 f"{what} take {describe_bytes(size_bytes)} in {self.place}: {reason}; free the "
                 f"space, name another folder by --scratch, or {remedy}"
             ) from error
-        self.take(size_bytes)
-        return file
 
 
 def describe_bytes(size: int) -> str:

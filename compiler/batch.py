@@ -25,12 +25,12 @@ def free_batch(proto: onnx.ModelProto) -> None:
     dimension, the model cannot be made to work at another batch size, or rows change each other's
     answers.
     """
-    old = _fixed_size(proto)
+    old = fixed_size(proto)
     original = None if old is None else copied(proto)
     if old is not None:
         repair(proto, old)
         forget_shapes(proto.graph)
-    _rename_batch(proto.graph)
+    rename_batch(proto.graph)
     annotate(proto)  # ONNX Runtime folds by the shapes that a model states, stale ones too
     if original is not None and old is not None:
         _check_freed(original, proto, old)
@@ -38,8 +38,11 @@ def free_batch(proto: onnx.ModelProto) -> None:
     check_rows(proto)
 
 
-def _fixed_size(proto: onnx.ModelProto) -> int | None:
-    """Give the fixed batch size, or None if it is symbolic already."""
+def fixed_size(proto: onnx.ModelProto) -> int | None:
+    """Return the batch size that a model fixes; ``None`` if it is symbolic.
+
+    ModelError if an input has no batch dimension.
+    """
     sizes: dict[str, int] = {}
     for info in proto.graph.input:
         dims = info.type.tensor_type.shape.dim
@@ -59,7 +62,8 @@ def _fixed_size(proto: onnx.ModelProto) -> int | None:
     return next(iter(sizes.values()), None)
 
 
-def _rename_batch(graph: onnx.GraphProto) -> None:
+def rename_batch(graph: onnx.GraphProto) -> None:
+    """Name dimension 0 of every graph input ``batch``, in place."""
     fronts = [info.type.tensor_type.shape.dim[0] for info in graph.input]
     old_names = {front.dim_param for front in fronts} - {""}
     for info in (*graph.value_info, *graph.output):

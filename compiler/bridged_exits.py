@@ -22,13 +22,18 @@ from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.torch_graph import REMEDY, check_trainable
 from offramp.compiler.bridges import Bridge, build_bridge
-from offramp.compiler.endings import CONFIDENCE, add_confidence, add_counts, add_principal
+from offramp.compiler.endings import (
+    CONFIDENCE,
+    add_confidence,
+    add_counts,
+    add_principal,
+    exit_prefix,
+)
 from offramp.compiler.exits import (
     BuiltExit,
     FoundExits,
     Samples,
     alone,
-    exit_prefix,
     judge,
     time_heads,
 )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from offramp.bundle import Bundle, BundleError
 from offramp.bundle.engine_index import ROUNDED, model_digest
 from offramp.bundle.engines import EngineStore, EngineTarget, list_targets, prune_targets
+from offramp.calibration.data_sources import DataSource
 from offramp.calibration.dataset import Dataset, read_samples
 from offramp.calibration.quantization import Ranges
 from offramp.compiler.engines.builder import EngineBuilder
@@ -41,7 +42,7 @@ class BuildOptions:
 
     bundle: Path
     engines: EngineBuildOptions
-    data: Path | None = None
+    data: Path | DataSource | None = None
     """Calibration data: engines are verified on it, int8's ranges are measured on a part of it,
     and what fp16 and int8 cost in answers on another."""
     seed: int = 0
@@ -115,16 +116,11 @@ def build_bundle(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Bu
 
 
 def check_options(options: BuildOptions) -> None:
-    """Check what needs neither bundle nor GPU: that is, device and precision."""
+    """Check the name of the device, which needs neither bundle nor GPU."""
     try:
         parse_device(options.engines.device)
     except BackendError as error:
         raise EngineOptionsError(f"--device: {error}") from error
-    if options.engines.precision == "int8" and options.data is None:
-        raise EngineOptionsError(
-            "--precision int8 needs --data NPZ: the ranges of activations are measured on "
-            "calibration data; give that which the bundle was compiled with"
-        )
 
 
 def _check_buildable(bundle: Bundle) -> None:
@@ -278,7 +274,7 @@ def _judge(
         if not fits and (stale or known is not None):
             reports.say(
                 f"{precision}: what it costs in answers is not measured, and the promise holds for "
-                "fp32 only; add --data NPZ, best that which the bundle was compiled with"
+                "fp32 only; add --data DATA, best that which the bundle was compiled with"
             )
         return _Judgement(keep=fits)
     parts = data.parts

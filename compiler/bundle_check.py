@@ -22,6 +22,7 @@ from offramp.bundle.class_losses import (
     losses_on_records,
     uncertified,
 )
+from offramp.calibration.data_sources import DataSource, data_name
 from offramp.calibration.dataset import DataError, Dataset, read_samples
 from offramp.calibration.paired import plain_session
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
@@ -49,7 +50,7 @@ class VerifyOptions:
     """One run of ``eecompile verify``."""
 
     bundle: Path
-    data: Path
+    data: Path | DataSource
     threads: int = 1
 
 
@@ -143,7 +144,7 @@ class _Runs:
         # Who is left of a batch is another batch than the whole one that the model is given.
         self._tolerance = max(manifest.verified_tolerance, SINGLE.batches)
         self._varies = manifest.batch_effect is not None
-        self._data = options.data
+        self._data = data_name(options.data)
         self.end_difference = 0.0
 
     def answer(

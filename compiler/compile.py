@@ -19,6 +19,7 @@ from offramp.bundle import (
 from offramp.bundle.placing import check_space
 from offramp.bundle.writing import check_target
 from offramp.calibration import limits
+from offramp.calibration.data_sources import data_name
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.estimates import BackboneTimes
@@ -34,7 +35,11 @@ from offramp.compiler.answer_ranges import check_ranges
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import check_bridges, find_bridged_exits, needs_bridges
+from offramp.compiler.commands.illegal import check_options
+from offramp.compiler.data.made import RandomSource
 from offramp.compiler.data_checks import check_answers_of, check_values
+from offramp.compiler.dry_run.policy import dry_run_policy
+from offramp.compiler.dry_run.source import DRY_RUN_DISAGREEMENT, made_for
 from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
@@ -83,13 +88,14 @@ def compile_model(
     options name, counts what is taken there.
 
     Raises:
-        CompileError: The model cannot be sliced.
+        CompileError: The model cannot be sliced, or options exclude each other.
         DataError: The calibration data does not fit the model, or is too little.
         ScratchError: There is no room for temporary files.
         BundleExistsError: There is something at ``options.output`` already.
         BundleWriteError: Nothing can be written there, or the disk has too little space; that is
             found out before training, as far as it can be.
     """
+    check_options(options)
     scratch, progress = scratch or ScratchSpace(options.scratch), GivingBack(progress)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
@@ -104,6 +110,9 @@ def compile_model(
             scratch=scratch,
             max_cut_tensors=options.max_cut_tensors,
         )
+    if isinstance(options.data, RandomSource):
+        source = made_for(model, options.data, seed=options.seed)
+        options = replace(options, data=source, max_disagreement=DRY_RUN_DISAGREEMENT)
     warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, weight_bytes(model.proto))
     with progress.step("Read the data", 1):
@@ -137,7 +146,7 @@ def compile_model(
     supernet = None
     if options.elastic is not None:
         with _naming(options.model):
-            supernet = read_elastic(options.elastic, model, options)
+            supernet = read_elastic(options.elastic, model)
         model = supernet.model
     with weight_file(model.proto, scratch) as weights:
         with progress.step("Slice and verify", 2) as advance:
@@ -217,8 +226,11 @@ def _certify_and_write(
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     title = "Certify the policy"
     certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
-    warn_of_answers(draft.answer, certify)
-    policy = choice.certify(path, certify)
+    if options.is_dry_run:
+        policy = dry_run_policy(chosen.tune, whole=draft.answer.criterion.depends_on_earlier)
+    else:
+        warn_of_answers(draft.answer, certify)
+        policy = choice.certify(path, certify)
     assert certify.ranges is not None
     slack = chosen.sliced.tolerance(options)
     check_ranges(chosen.sliced.model, certify.ranges, [e.exit for e in policy.active], slack=slack)
@@ -274,6 +286,7 @@ def _certify_and_write(
         value_bounds=run.value_bounds,
         variants=tuple(built.variant for built in variants),
         weight_sharing=sharing,
+        idle_reason="" if limit is None else limit.message,
     )
     with progress.step("Write the bundle", 1):
         content = pack(
@@ -382,4 +395,6 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
             batch_sizes=(1, 7, VERIFIED_SAMPLES),
         )
     except RuntimeError as error:
-        raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
+        raise DataError(
+            f"{data_name(options.data)}: the model fails on the first samples: {error}"
+        ) from error

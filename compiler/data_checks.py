@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offramp.bundle import ValueBound
+from offramp.calibration.data_sources import data_name
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import check_unusual
 from offramp.compiler.graph import serialised
@@ -20,7 +21,7 @@ def check_answers_of(model: SourceModel, dataset: Dataset, options: CompileOptio
             lambda: serialised(model.proto), dataset, model.answer, threads=options.threads
         )
     except DataError as error:
-        raise DataError(f"{options.data}: {error}") from error
+        raise DataError(f"{data_name(options.data)}: {error}") from error
 
 
 def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: CompileOptions) -> None:
@@ -29,5 +30,5 @@ def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: Compil
     for batch in dataset.batches():
         if wrong := limits.wrong(batch):
             where = f"from sample {first} on, " if first else ""
-            raise DataError(f"{options.data}: {where}{wrong}")
+            raise DataError(f"{data_name(options.data)}: {where}{wrong}")
         first += len(next(iter(batch.values())))

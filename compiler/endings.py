@@ -22,6 +22,11 @@ CONFIDENCE = "confidence"
 """Name of the output with the confidence, after the exit's prefix."""
 
 
+def exit_prefix(candidate: int) -> str:
+    """Return the prefix of all names in a candidate's exit, unique in the joined graph."""
+    return f"offramp_exit_{candidate:02d}/"
+
+
 def end_classes(
     part: PartBuilder, scores: str, answer: Answer, dtype: str, weights: Sequence[float] = ()
 ) -> None:

@@ -31,7 +31,7 @@ from offramp.calibration.scratch import ScratchSpace
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.calibration.training_options import TrainingOptions
-from offramp.compiler.endings import CONFIDENCE
+from offramp.compiler.endings import CONFIDENCE, exit_prefix
 from offramp.compiler.feature_folder import feature_folder
 from offramp.compiler.heads import build_empty, build_exit
 from offramp.compiler.model import SourceModel
@@ -107,11 +107,6 @@ class FoundExits:
                 exits[exit_.candidate] = replace(better, heads=heads)
         in_order = tuple(exits[candidate] for candidate in sorted(exits))
         return FoundExits(built=in_order, best=(*self.best, *other.best))
-
-
-def exit_prefix(candidate: int) -> str:
-    """Give the prefix of all names in a candidate's exit, unique in the joined graph."""
-    return f"offramp_exit_{candidate:02d}/"
 
 
 def find_exits(

@@ -8,6 +8,7 @@ from pathlib import Path
 from offramp.bundle import Manifest
 from offramp.bundle.distinct import COPIES_WITHIN, DistinctSamples
 from offramp.bundle.manifest import Calibration
+from offramp.calibration.data_sources import DataSource, data_name
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.groups.find import find_groups
 from offramp.calibration.groups.groups import Groups
@@ -15,14 +16,14 @@ from offramp.calibration.groups.groups import Groups
 _log = logging.getLogger(__name__)
 
 
-def grouped(dataset: Dataset, path: Path, *, within: float = COPIES_WITHIN) -> Groups:
+def grouped(dataset: Dataset, data: Path | DataSource, *, within: float = COPIES_WITHIN) -> Groups:
     """Group the rows of a data set, and warn where some of them are no samples of their own."""
     groups = find_groups(dataset, within=within)
     if groups.joins:
         _log.warning(
             "%s: %s rows hold %s distinct samples: %s. Each distinct sample is in one split alone, "
             "and counts once in the certificate.",
-            path, f"{groups.rows:,}", f"{len(groups):,}", "; ".join(groups.found),
+            data_name(data), f"{groups.rows:,}", f"{len(groups):,}", "; ".join(groups.found),
         )  # fmt: skip
     return groups
 

@@ -20,7 +20,8 @@ import onnx
 from offramp.calibration.joint_training import JointModel, JointOptions, train_jointly
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, measure_copy
 from offramp.compiler.cascade import PREFIX, slice_twin
-from offramp.compiler.exits import BuiltExit, FoundExits, exit_prefix
+from offramp.compiler.endings import exit_prefix
+from offramp.compiler.exits import BuiltExit, FoundExits
 from offramp.compiler.graph import hoisted, rename_graph, serialised
 from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.own_answer import own_exit

@@ -46,7 +46,10 @@ class JointFolder:
     @classmethod
     def of(cls, sliced: Sliced, run: CompileRun) -> JointFolder:
         """Name the folder of a run; nothing is written yet."""
-        options, parts = dataclasses.asdict(run.options), run.parts
+        options, parts = (
+            dataclasses.asdict(dataclasses.replace(run.options, data=Path())),
+            run.parts,
+        )
         del options["threads"], options["training"]["threads"]  # they change no weight
         nodes = [(node.op_type, list(node.output)) for node in sliced.model.proto.graph.node]
         said = {

@@ -139,8 +139,8 @@ def read_model(
         )
         found = find_answer(proto, asked)
         found = replace(found, tokens=tuple(answer_tokens), flat=prepared.flat)
-        inputs = _specs(proto, [i.name for i in proto.graph.input])
-        outputs = _specs(proto, [o.name for o in proto.graph.output])
+        inputs = specs(proto, [i.name for i in proto.graph.input])
+        outputs = specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     except (ValueError, LookupError, TypeError) as error:  # what the ONNX checker lets pass
@@ -181,7 +181,7 @@ def _prepare(
 ) -> _Prepared:
     """Prepare a checked model; simplifying it may take ``limit_s``, and ``None`` leaves it out."""
     check_operators(proto)
-    proto = _modern(proto)
+    proto = modern(proto)
     preparation.unlist_initializers(proto)
     if answer_tokens:
         answer_with_tokens(proto, answer_tokens, answer)
@@ -195,7 +195,7 @@ def _prepare(
     declared = DeclaredInputs.of(proto.graph)
     drop_unread(proto.graph)
     check_inputs(proto)
-    _specs(proto, [info.name for info in proto.graph.input])
+    specs(proto, [info.name for info in proto.graph.input])
     check_batch_in_front(proto.graph)
     check_inference(proto.graph)
     free_batch(proto)
@@ -208,7 +208,7 @@ def _prepare(
     return _Prepared(proto, declared.unread(proto.graph), flat)
 
 
-def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:
+def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Convert to :data:`MIN_OPSET` if the model is older."""
     opset = default_opset(proto)
     if opset < MIN_OPSET:
@@ -233,7 +233,8 @@ def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def _specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
+def specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
+    """Describe inputs or outputs; ModelError if one has a type or size that is not supported."""
     types = declared_types(proto)
     try:
         return tuple(

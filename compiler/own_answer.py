@@ -13,8 +13,8 @@ from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.running import run_over
 from offramp.compiler.blueprint import Blueprint, CompileRun
-from offramp.compiler.endings import CONFIDENCE
-from offramp.compiler.exits import BuiltExit, alone, exit_prefix, judge, time_heads
+from offramp.compiler.endings import CONFIDENCE, exit_prefix
+from offramp.compiler.exits import BuiltExit, alone, judge, time_heads
 from offramp.compiler.heads import build_own
 from offramp.compiler.slicing import Sliced
 from offramp.compiler.tail import Tail

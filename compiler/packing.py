@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offramp.bundle import (
     Answer,
@@ -22,7 +23,7 @@ from offramp.bundle import (
     Variant,
     write_bundle,
 )
-from offramp.bundle.bundle import POLICY, RECORDS, REPORT
+from offramp.bundle.bundle import POLICY, RECORDS, REPORT, bundle_name
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.input_ranges import INPUT_RANGES
@@ -36,8 +37,7 @@ from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.calibration.trade_offs import RecordedVariant
 from offramp.compiler.answer_ranges import both_ranges
 from offramp.compiler.custom_ops import libraries_of
-from offramp.compiler.endings import CONFIDENCE
-from offramp.compiler.exits import BuiltExit, exit_prefix
+from offramp.compiler.endings import CONFIDENCE, exit_prefix
 from offramp.compiler.grouping import distinct_samples
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.part_sizes import sized_segments
@@ -48,6 +48,9 @@ from offramp.compiler.slicing import SOURCE, Sliced
 from offramp.compiler.weight_parts import in_parts
 from offramp.compiler.weights import pack_weights
 from offramp.engine.environment import cpu_features, package_version
+
+if TYPE_CHECKING:  # it imports torch, which writing a bundle without exits does not take
+    from offramp.compiler.exits import BuiltExit
 
 PROFILE = "profiles/cpu.json"
 """Of the machine that compiled."""
@@ -77,7 +80,7 @@ def make_manifest(
         schema_version=SCHEMA_VERSION,
         name=bundle_name(options.output),
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        tools=_tools(),
+        tools=tool_versions(),
         source=Source(
             file=SOURCE,
             original_name=options.model.name,
@@ -98,6 +101,7 @@ def make_manifest(
             sample_shapes={name: array.shape[1:] for name, array in row.items()},
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
+            random_inputs=options.is_dry_run,
             answer_ranges=both_ranges(model, certify.ranges),
             distinct=distinct_samples(
                 parts.groups, key=options.group, within=options.copies_within
@@ -236,7 +240,8 @@ def judged(exit_: Exit, certify: ExitRecords) -> Exit:
     return replace(exit_, agreement=float(agrees.mean()), accuracy=accuracy)
 
 
-def _tools() -> dict[str, str]:
+def tool_versions() -> dict[str, str]:
+    """Return the versions of what writes bundles."""
     versions = {name: package_version(name) or "not installed as a package" for name in _TOOLS}
     return {"python": platform.python_version(), **versions}
 
@@ -265,8 +270,3 @@ def rewrite(
         overwrite=overwrite,
         engines_of=bundle.path,
     )
-
-
-def bundle_name(target: Path) -> str:
-    """Name that a bundle has at a path."""
-    return target.name.removesuffix(".ee")

@@ -1,10 +1,14 @@
-"""Progress of long steps: a protocol, a terminal version, and a silent one."""
+"""Progress of long steps: a protocol, versions for terminals and for programs, a silent one."""
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, Self, TypeAlias
+from pathlib import Path
+from typing import Final, Protocol, Self, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -67,3 +71,75 @@ class TerminalProgress:
         task = self._bars.add_task(title, total=total)
         yield lambda amount: self._bars.advance(task, amount)
         self._bars.update(task, completed=total)
+
+
+STAGES: Final = (
+    ("Read and simplify the model",),
+    ("Read the data",),
+    ("Slice and verify", "Compare batches"),
+    ("Profile the segments",),
+    ("Find components of tokens", "Record features"),
+    ("Try ", "Train ", "Profile the heads"),
+    ("Profile the stages", "Tune the exits"),
+    ("Certify the policy", "Measure the policy"),
+    ("Look at the range of the data", "Try padding", "Write the bundle"),
+)
+"""Stages of a compilation of heads on the model as it is: how the titles of their steps begin.
+
+Steps of other kinds of compilations are counted to the stage that they follow.
+"""
+
+
+class FileProgress:
+    """Progress that a program reads: a JSON object a line, appended to a file.
+
+    ``step`` and ``steps`` count the stages of a compilation, ``title`` and ``share`` are of the
+    step that runs.
+    """
+
+    def __init__(self, path: Path, progress: Progress, *, pause_s: float = 0.5) -> None:
+        """Report to a file, and to ``progress`` too; ``pause_s`` is between two lines of a step."""
+        self._file = path.open("w", encoding="utf-8")
+        self._progress, self._pause_s = progress, pause_s
+        self._stage = 1
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @contextmanager
+    def step(self, title: str, total: int) -> Iterator[Advance]:
+        """Begin a step."""
+        self._stage = max(self._stage, stage_of(title) or 1)
+        done, written_s = 0, time.monotonic()
+        self._write(title, 0.0)
+
+        def advance(amount: int) -> None:
+            nonlocal done, written_s
+            inner(amount)
+            with self._lock:  # steps advance from several threads
+                done += amount
+                if (now_s := time.monotonic()) - written_s >= self._pause_s:
+                    written_s = now_s
+                    self._write(title, min(done / max(total, 1), 1.0))
+
+        with self._progress.step(title, total) as inner:
+            yield advance
+        self._write(title, 1.0)
+
+    def _write(self, title: str, share: float) -> None:
+        told = {"step": self._stage, "steps": len(STAGES), "title": title, "share": share}
+        self._file.write(json.dumps(told) + "\n")
+        self._file.flush()
+
+
+def stage_of(title: str) -> int | None:
+    """Return the stage that a step belongs to, from 1; ``None`` of a step that has no stage."""
+    found = [
+        (len(beginning), number)
+        for number, beginnings in enumerate(STAGES, 1)
+        for beginning in beginnings
+        if title.startswith(beginning)
+    ]
+    return max(found)[1] if found else None

@@ -15,16 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
-from offramp.bundle.bundle import RECORDS, REPORT
+from offramp.bundle.bundle import RECORDS, REPORT, bundle_name
 from offramp.bundle.distinct import COPIES_WITHIN, DistinctSamples
-from offramp.calibration.dataset import (
-    CERTIFY_SHARE,
-    TUNE_SHARE,
-    DataError,
-    Dataset,
-    part,
-    read_samples,
-)
+from offramp.calibration.dataset import DataError, Dataset, part, read_samples
 from offramp.calibration.groups.groups import Groups
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import (
@@ -40,10 +33,11 @@ from offramp.calibration.rehearsal import (
 from offramp.calibration.selection import certifiable_errors
 from offramp.certify import samples_needed
 from offramp.certify.learn_then_test import level_of_each
+from offramp.certify.splits import CERTIFY_SHARE, TUNE_SHARE
 from offramp.compiler.errors import CompileError
 from offramp.compiler.grouping import distinct_samples, grouped
 from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL, RehearseOptions
-from offramp.compiler.packing import bundle_name, judged, rewrite
+from offramp.compiler.packing import judged, rewrite
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
@@ -78,6 +72,16 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         DataError: The data does not fit the model, or is too little.
     """
     bundle = open_runnable(options.bundle)
+    if bundle.manifest.is_plain:
+        raise CompileError(
+            f"{bundle.path} has no exits to rehearse: it is the model as it is; make one with "
+            f"exits: eecompile {bundle.manifest.source.original_name} --data DATA"
+        )
+    if bundle.manifest.calibration.random_inputs:
+        raise CompileError(
+            f"{bundle.path} was compiled on random inputs, which its exits learned from; compile "
+            f"the model on samples: eecompile {bundle.manifest.source.original_name} --data DATA"
+        )
     if not bundle.manifest.exits:
         raise CompileError(
             f"{bundle.path} has no exits to rehearse: none was worth building when it was "

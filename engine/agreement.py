@@ -231,8 +231,8 @@ class ValueAgreement(Agreement):
     """Values, all of which have to be near."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Keep the values."""
-        return values.astype(np.float32, copy=False)
+        """Keep the values, [b, values]."""
+        return values.astype(np.float32, copy=False).reshape(len(values), -1)
 
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
@@ -266,6 +266,7 @@ _BY_KIND: Final[Mapping[TaskKind, type[Agreement]]] = {
     "segmentation": PlaceAgreement,
     "pose": PoseAgreement,
     "regression": ValueAgreement,
+    "other": ValueAgreement,
 }
 
 

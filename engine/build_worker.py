@@ -18,12 +18,17 @@ from typing import Final
 
 from offramp.engine.job_worker import step_back
 
-_COMPILER: Final = "offramp.compiler.cli"
+_COMPILER: Final = "offramp.compiler.commands.cli"
 
 
 def main() -> None:
     """Run the compiler; its exit status is this process's."""
     step_back()
+    run_compiler()
+
+
+def run_compiler() -> None:
+    """Run the compiler with the arguments of this process, until its standard input ends."""
     threading.Thread(target=_end_with_input, daemon=True).start()
     sys.argv[0] = "eecompile"
     runpy.run_module(_COMPILER, run_name="__main__", alter_sys=False)

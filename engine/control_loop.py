@@ -13,7 +13,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -41,9 +41,16 @@ _STOP_S: Final = 10.0
 class _State:
     """The state of one model in the loop."""
 
+    key: str
+    """Of the executor."""
     name: str
+    """For messages."""
     options: ModelOptions
     control: ModelControl
+    keeps_file: bool = True
+    """Whether the state file is this model's, if it has one."""
+    retired: bool = False
+    """Whether another model answers the requests to its name from now on."""
     job: tuple[Job, Future[Any]] | None = None
     building: tuple[tuple[int, ...], ServedSplits | None, Future[None]] | None = None
     """Exits whose stages are prepared, for these splits."""
@@ -64,8 +71,9 @@ class _State:
 class ControlLoop:
     """Shows controllers what was observed and puts their policies in force, until stopped.
 
-    Models without control are left alone. ``jobs`` runs tunings, ``upgrades`` has engines built;
-    both are closed with the loop.
+    Models without control are left alone. They are known by the executor's key; that of the first
+    ones is their name. ``jobs`` runs tunings, ``upgrades`` has engines built; both are closed with
+    the loop.
     """
 
     def __init__(
@@ -83,16 +91,13 @@ class ControlLoop:
         self._upgrades_failing = False
         self._period_s = period_s
         self._states = {
-            name: _State(
-                name=name,
-                options=model.options,
-                control=model.control,
-                status=model.control.status(),
-                saved_version=model.control.controller.policy.version,
-            )
+            name: _state_of(name, name, model.options, model.control)
             for name, model in models.items()
             if model.control is not None
         }
+        """By key; changed by whoever has :attr:`_turn`."""
+        self._turn = threading.Lock()
+        """Held while the loop looks at all models, and while one is added or removed."""
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="assembling")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="control", daemon=True)
@@ -111,11 +116,63 @@ class ControlLoop:
         self._upgrades.close()
         for state in self._states.values():
             self._save(state)
-            if state.control.state_file is not None:
-                state.control.state_file.release()
-            state.control.deployments.cancel()
+            self._end(state)
         self._jobs.close()
         self._builder.shutdown(wait=True, cancel_futures=True)
+
+    def add(self, key: str, name: str, model: ServedModel) -> None:
+        """Control one more model, which the executor has; blocks for moments.
+
+        It goes on from what was kept of it. Where the model that it replaces keeps its state in the
+        same file, that state is saved now, and the file is the new model's from here on.
+        """
+        if model.control is None:
+            return
+        with self._turn:
+            state = _state_of(key, name, model.options, model.control)
+            for other in self._sharing(state):
+                self._guarded(other, self._observe)
+                self._save(other)
+                other.keeps_file = False
+                _release(other)
+            self._restore(state)
+            self._states[key] = state
+
+    def retire(self, key: str) -> None:
+        """Build no more engines for a model whose name is another's now; returns at once."""
+        if (state := self._states.get(key)) is not None:
+            state.retired = True
+
+    def remove(self, key: str, *, save: bool = True) -> None:
+        """Stop to control a model, and keep what was learned; blocks for seconds at most.
+
+        It must have nothing in flight, and the executor must still have it. Without ``save``, a
+        model that used the same file before has it again.
+        """
+        with self._turn:
+            if (state := self._states.pop(key, None)) is None:
+                return
+            if save:
+                self._guarded(state, self._observe)
+                self._save(state)
+            self._end(state)
+            for other in () if save else self._sharing(state):
+                other.keeps_file = True
+        if state.building is not None:
+            wait([state.building[2]], _STOP_S)
+
+    def _sharing(self, state: _State) -> list[_State]:
+        """Return the states of other models that are kept in the same file."""
+        file = state.control.state_file
+        found = ((other, other.control.state_file) for other in self._states.values())
+        return [
+            s for s, kept in found if s is not state and file and kept and kept.path == file.path
+        ]
+
+    def _end(self, state: _State) -> None:
+        """Release the file, and end what was begun for a model."""
+        _release(state)
+        state.control.deployments.cancel()
 
     def status(self, model: str) -> ControlStatus:
         """Give what a controller knows, as of the last look."""
@@ -134,15 +191,20 @@ class ControlLoop:
     def look(self) -> None:
         """Look at every model once; what the thread does all the time."""
         self._step_upgrades()
-        for name, state in self._states.items():
-            try:
-                self._look_at(state)
-            except Exception:  # serving goes on as it is, and whoever operates it must know
-                if not state.failing:
-                    _log.exception("%s: control failed; its policy stays as it is", name)
-                state.failing = True
-            else:
-                state.failing = False
+        with self._turn:
+            for state in self._states.values():
+                self._guarded(state, self._look_at)
+
+    def _guarded(self, state: _State, step: Callable[[_State], None]) -> None:
+        """Do something that may raise: serving goes on as it is, and the log says so once."""
+        try:
+            step(state)
+        except Exception:
+            if not state.failing:
+                _log.exception("%s: control failed; its policy stays as it is", state.name)
+            state.failing = True
+        else:
+            state.failing = False
 
     def _look_at(self, state: _State) -> None:
         controller = state.control.controller
@@ -150,7 +212,8 @@ class ControlLoop:
         self._compute(state)
         state.status = state.control.status()
         self._put_in_force(state)
-        self._upgrade(state)
+        if not state.retired:
+            self._upgrade(state)
         state.looks += 1
         version = controller.policy.version
         if version != state.saved_version or state.looks % _SAVE_EVERY == 0:
@@ -193,7 +256,7 @@ class ControlLoop:
         wanted = state.control.controller.policy
         exits = tuple(active.exit for active in wanted.active)
         with deployments.swapping:  # splits change meanwhile, and with them what is prepared
-            current = self._executor.deployment(state.name)
+            current = self._executor.deployment(state.key)
             if wanted == current.policy:
                 return
             if deployments.prepared(exits):
@@ -223,7 +286,7 @@ class ControlLoop:
     def _hot_swap(self, state: _State, policy: ExitPolicy) -> None:
         deployments, scheduling = state.control.deployments, state.options.scheduling
         try:
-            put_in_force(self._executor, state.name, deployments, policy, scheduling)
+            put_in_force(self._executor, state.key, deployments, policy, scheduling)
         except ValueError as error:
             exits = tuple(active.exit for active in policy.active)
             if exits not in state.refused:
@@ -242,8 +305,8 @@ class ControlLoop:
                 _log.error("%s: new engines cannot be put in use: %s", state.name, error)
                 return
             _log.info("%s: new engines run %s", state.name, ", ".join(sorted(units)))
-            self._hot_swap(state, self._executor.deployment(state.name).policy)
-        current = self._executor.deployment(state.name)
+            self._hot_swap(state, self._executor.deployment(state.key).policy)
+        current = self._executor.deployment(state.key)
         missing = [m for m in current.pipeline.missing if m.unit not in state.not_renewed]
         if self._upgrades.look(state.name, missing):
             units = frozenset(engine.unit for engine in missing if engine.is_built())
@@ -270,11 +333,29 @@ class ControlLoop:
     def _save(self, state: _State) -> None:
         """Keep what the controller knows, if it knows anything that is worth it."""
         control = state.control
-        if control.state_file is None:
+        if control.state_file is None or not state.keeps_file:
             return
         learned = control.controller.state()
         if learned is not None:
             control.state_file.save(learned, control.fingerprint)
+
+
+def _release(state: _State) -> None:
+    """Leave the state file to the next server, or to the next model at the same path."""
+    if state.control.state_file is not None:
+        state.control.state_file.release()
+
+
+def _state_of(key: str, name: str, options: ModelOptions, control: ModelControl) -> _State:
+    """Return the state of a model that has not been looked at."""
+    return _State(
+        key=key,
+        name=name,
+        options=options,
+        control=control,
+        status=control.status(),
+        saved_version=control.controller.policy.version,
+    )
 
 
 def rehearse(controller: Controller, kept: Mapping[str, Any]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import itertools
-import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,25 +17,26 @@ from offramp.engine.backends import Backend, Slot
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.control_loop import ControlLoop
 from offramp.engine.engine_upgrades import EngineUpgrades
-from offramp.engine.errors import BadInputError, DrainingError, ModelNotServedError
+from offramp.engine.errors import BadInputError, DrainingError
 from offramp.engine.executor import Executor
-from offramp.engine.opening import open_models
+from offramp.engine.learning.learners import Learning
+from offramp.engine.onnx_files import WrappedFiles
+from offramp.engine.opening import load_model, open_models
 from offramp.engine.options import EngineOptions
-from offramp.engine.plan_loop import PlanLoop
+from offramp.engine.plan import Mode
+from offramp.engine.plan_loop import plan_loop_for
 from offramp.engine.planning.batch_profile import WINDOW_S
-from offramp.engine.planning.replanning import PAUSE_WINDOWS, ReplanRules
 from offramp.engine.profile_loop import ProfileLoop
 from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.request_table import Request
 from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel
-from offramp.engine.split_change import SplitServing
+from offramp.engine.serving.observers import InputObserver, InputObservers
+from offramp.engine.serving.versions import ModelLoading, ModelVersion, ModelVersions
 from offramp.engine.statistics import ModelStatistics
 from offramp.engine.validation import check_request
 from offramp.engine.whole_promise import whole_policy
-
-_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -56,12 +56,20 @@ class Engine:
         owned: bool = False,
         build_budget: BuildBudget | None = None,
         profile_window_s: float = WINDOW_S,
+        load: ModelLoading | None = None,
+        wrapped: WrappedFiles | None = None,
+        learning: Learning | None = None,
     ) -> None:
-        """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine."""
+        """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine.
+
+        ``load`` loads models that replace others.
+        """
         self._backend = backend
         self._owned = owned
+        self._wrapped = wrapped
+        self._learning = learning or Learning({})
         self._parallel = parallel
-        self._models = dict(models)
+        self._observers = InputObservers()
         self._numbers = itertools.count()
         self._leaving = self._draining = False
         scheduler = DeviceScheduler(
@@ -79,7 +87,10 @@ class Engine:
         )
         self._control = ControlLoop(self._executor, models, upgrades=EngineUpgrades(build_budget))
         self._profiles = ProfileLoop(self._executor, models, window_s=profile_window_s)
-        self._plans = self._plan_loop(profile_window_s)
+        self._versions = ModelVersions(models, self._executor, self._control, self._profiles, load)
+        self._plans = plan_loop_for(
+            models, self._executor, self._profiles, backend, window_s=profile_window_s
+        )
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
         self._profiles.start()
@@ -94,18 +105,29 @@ class Engine:
         *,
         backend: Backend | None = None,
     ) -> Engine:
-        """Load, check and warm up bundles, by the name to serve; takes seconds, in threads.
+        """Load, check and warm up models, by the name to serve; takes seconds, in threads.
 
+        A model is a bundle, or an ONNX file, which is served as it is in mode off; for that a
+        process reads it with the packages of the extra ``onnx``.
         ``backend`` takes the place of the one named in ``options``; the caller closes it.
 
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
+            OnnxFileError: An ONNX file cannot be served as it is.
             BackendError: The backend cannot run here, or cannot load a stage.
             OptionsError: A scheduling policy does not fit its model.
         """
         options = options or EngineOptions()
-        opened = await open_models(models, options, backend)
-        return cls(
+        learning = await asyncio.to_thread(Learning.prepare, models, options)
+        try:
+            opened = await open_models(learning.paths(models), options, backend)
+        except BaseException:
+            await learning.close()
+            raise
+        load = partial(
+            load_model, backend=opened.backend, options=options, parallel=opened.parallel
+        )
+        engine = cls(
             opened.models,
             opened.backend,
             streams=options.streams,
@@ -114,7 +136,16 @@ class Engine:
             owned=backend is None,
             build_budget=options.build_budget,
             profile_window_s=options.profile_window_s,
+            load=load,
+            wrapped=opened.wrapped,
+            learning=learning,
         )
+        try:
+            await learning.start(engine)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
 
     async def __aenter__(self) -> Self:
         return self
@@ -148,12 +179,12 @@ class Engine:
             DrainingError: The engine is shutting down.
             BackendError: The batch's execution failed.
         """
-        served = self._served(model)
+        version = self._versions[model]
         request = self._submit(
-            served, model, inputs, deadline_s=deadline_s, priority=priority, source=source
+            version, inputs, deadline_s=deadline_s, priority=priority, source=source
         )
-        await self._finished(model, request)
-        return StreamResult.first(served.answer, request)
+        await self._finished(version, request)
+        return StreamResult.first(version.model.answer, request)
 
     async def infer_stream(
         self,
@@ -172,11 +203,10 @@ class Engine:
         lost. Closing the iterator withdraws the request. Arguments and errors are those of
         :meth:`infer`; the deadline is the first result's.
         """
-        served = self._served(model)
+        version = self._versions[model]
         followup: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
         request = self._submit(
-            served,
-            model,
+            version,
             inputs,
             deadline_s=deadline_s,
             priority=priority,
@@ -184,22 +214,21 @@ class Engine:
             followup=followup,
         )
         try:
-            await self._finished(model, request)
-            early = StreamResult.first(served.answer, request)
+            await self._finished(version, request)
+            early = StreamResult.first(version.model.answer, request)
             yield early
             if early.kind is ResultKind.EARLY:
                 await followup
                 if request.final is not None and request.final.filled.any():
-                    yield StreamResult.second(served.answer, request)
+                    yield StreamResult.second(version.model.answer, request)
         finally:
             if not followup.done():
                 followup.cancel()
-                self._executor.cancel(model, request.number)
+                self._executor.cancel(version.key, request.number)
 
     def _submit(
         self,
-        served: ServedModel,
-        model: str,
+        version: ModelVersion,
         inputs: Mapping[str, NDArray[Any]],
         *,
         deadline_s: float | None,
@@ -209,6 +238,7 @@ class Engine:
     ) -> Request:
         if self._draining:
             raise DrainingError("the server is shutting down; send the request to another one")
+        served, model = version.model, version.name
         options, now_s = served.options, time.monotonic()
         if deadline_s is None:
             deadline_s = float("inf") if options.slo_ms is None else now_s + options.slo_ms / 1e3
@@ -226,7 +256,7 @@ class Engine:
         if wrong := served.lengths.wrong(inputs) or served.limits.wrong(inputs):
             raise BadInputError(f"{model}: {wrong}")
         count = len(next(iter(inputs.values())))
-        self._executor.admit(model, count, deadline_s - now_s, priority)
+        self._executor.admit(version.key, count, deadline_s - now_s, priority)
         request = Request(
             number=next(self._numbers),
             inputs=inputs,
@@ -240,27 +270,61 @@ class Engine:
             future=asyncio.get_running_loop().create_future(),
             followup=followup,
         )
-        self._executor.submit(model, request)
+        self._executor.submit(version.key, request)
         return request
 
-    async def _finished(self, model: str, request: Request) -> None:
+    async def _finished(self, version: ModelVersion, request: Request) -> None:
         """Wait for a request's first answer; raises its error."""
         try:
             await request.future
         except asyncio.CancelledError:
-            self._executor.cancel(model, request.number)
+            self._executor.cancel(version.key, request.number)
             raise
         if request.error is not None:
             raise request.error
+        assert request.first.values is not None
+        self._observers.show(version.name, request.inputs, request.first.values)
+
+    def observe_inputs(self, name: str, observer: InputObserver | None) -> None:
+        """Show the inputs of all requests to a model that are answered from now on.
+
+        Requests that fail are not shown, so that nobody can have an observer look at inputs which
+        the model cannot answer.
+
+        ``observer`` is called on the event loop, and must return quickly; one that raises is called
+        no more, and the log says so. It stays when the model is replaced. ``None`` ends it.
+
+        Raises:
+            ModelNotServedError: No such model.
+        """
+        self._observers.set(self._versions[name].name, observer)
+
+    async def replace(self, name: str, path: Path, *, mode: Mode | None = None) -> None:
+        """Serve another bundle under a name, without losing a request.
+
+        It is loaded beside serving, with the options of the name, in another ``mode`` if one is
+        given; then it answers all new requests. Those submitted before, and their audits, end with
+        the version that took them, which is removed after that. If anything fails, the old version
+        serves on. Inputs and outputs may differ from those before, as when Triton reloads a model.
+        ``path`` may be the same, with another bundle there. Models are replaced one at a time.
+
+        Raises:
+            ModelNotServedError: No such model.
+            DrainingError: The engine is shutting down.
+            OptionsError: The model is split among workers, or the new one does not fit its options.
+            BundleError: The bundle is absent, damaged or of another version.
+            BackendError: The backend cannot load a stage of it.
+        """
+        await self._versions.replace(name, path, mode)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Describe the served models."""
-        return tuple(map(self.model, self._models))
+        return tuple(map(self.model, self._versions.current))
 
     def model(self, name: str) -> ModelInfo:
         """Describe one served model; ModelNotServedError if there is none of that name."""
-        served = self._served(name)
-        deployment = self._executor.deployment(name)
+        version = self._versions[name]
+        served, deployment = version.model, self._executor.deployment(version.key)
         return ModelInfo(
             name=name,
             inputs=served.inputs,
@@ -273,6 +337,7 @@ class Engine:
             scheduling=str(served.options.scheduling),
             variants=tuple(variant.name for variant in served.variants),
             class_losses=deployment.class_losses,
+            notes=served.notes,
         )
 
     def ready(self, model: str | None = None) -> bool:
@@ -280,9 +345,11 @@ class Engine:
 
         Not once it leaves, and not while no stream of the device can run it.
         """
-        if self._leaving or self._draining or (model is not None and model not in self._models):
+        current = self._versions.current
+        if self._leaving or self._draining or (model is not None and model not in current):
             return False
-        return all(map(self._executor.serves, self._models if model is None else (model,)))
+        versions = current.values() if model is None else (current[model],)
+        return all(self._executor.serves(version.key) for version in versions)
 
     def live(self) -> bool:
         """Whether it serves some model, or may do so again: if not, start the process again."""
@@ -290,7 +357,7 @@ class Engine:
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Take a snapshot of every model's counters, safe to keep."""
-        return {name: self._statistics(name) for name in self._models}
+        return {name: self._statistics(v) for name, v in self._versions.current.items()}
 
     def leave(self) -> None:
         """Be not ready from now on, but answer requests all the same, until :meth:`drain`.
@@ -306,6 +373,7 @@ class Engine:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
         self._draining = True
+        self._versions.end()
         deadline_s = time.monotonic() + timeout_s
         self.flush()
         while self._executor.pending():
@@ -317,6 +385,8 @@ class Engine:
     async def close(self) -> None:
         """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
+        await self._learning.close()
+        await self._versions.close()
         try:
             if self._plans is not None:
                 await asyncio.to_thread(self._plans.stop)
@@ -327,19 +397,26 @@ class Engine:
         if self._owned:
             self._owned = False
             self._backend.close()
+        self._versions.release()
+        if self._wrapped is not None:
+            await asyncio.to_thread(self._wrapped.close)
         await asyncio.sleep(0)  # let the last results be delivered
 
-    def _statistics(self, name: str) -> ModelStatistics:
-        served, snapshot = self._models[name], self._executor.snapshot(name)
+    def _statistics(self, version: ModelVersion) -> ModelStatistics:
+        served, key = version.model, version.key
+        snapshot = self._executor.snapshot(key)
         counts = {item.name: getattr(snapshot, item.name) for item in fields(snapshot)}
         health, parallel = self._executor.health, self._parallel
         remote = self._backend if isinstance(self._backend, RemoteBackend) else None
         return ModelStatistics(
+            version=version.number,
+            earlier=self._versions.earlier(version.name),
             mode=served.mode.value,
             backend=self._backend.name,
-            policy_version=self._executor.deployment(name).policy.version,
-            control=None if served.control is None else self._control.status(name),
-            batch_profile=self._profiles.status(name),
+            policy_version=self._executor.deployment(key).policy.version,
+            control=None if served.control is None else self._control.status(key),
+            batch_profile=self._profiles.status(key),
+            learning=self._learning.status(version.name),
             plan=self._plans.status() if self._plans is not None else None,
             scheduling=str(served.options.scheduling),
             streams=health.streams,
@@ -352,31 +429,3 @@ class Engine:
             uptime_s=time.monotonic() - served.loaded_s,
             **counts,
         )
-
-    def _plan_loop(self, window_s: float) -> PlanLoop | None:
-        """Make what plans anew, if there is a model that is split among workers: the only one."""
-        workers = self._backend
-        for name, model in self._models.items():
-            deployments = model.split_by
-            if deployments is not None and isinstance(workers, RemoteBackend):
-                served = SplitServing(
-                    name=name,
-                    executor=self._executor,
-                    deployments=deployments,
-                    workers=workers,
-                    scheduling=model.options.scheduling,
-                )
-                rules = ReplanRules(window_s=window_s, pause_s=PAUSE_WINDOWS * window_s)
-                return PlanLoop(served, self._profiles, rules=rules)
-        return None
-
-    def _served(self, name: str) -> ServedModel:
-        try:
-            return self._models[name]
-        except KeyError:
-            close = difflib.get_close_matches(name, self._models, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            served = ", ".join(map(repr, sorted(self._models)))
-            raise ModelNotServedError(
-                f"no model {name!r} is served here; {hint}served: {served}"
-            ) from None

@@ -50,11 +50,12 @@ class EngineBuild(Protocol):
 class BuildProcess:
     """``eecompile`` in a process of its own; OSError if the system refuses to start it."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, worker: str | None = None) -> None:
+        """Run a module, by default that of builds, with arguments for ``eecompile``."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", _WORKER, *arguments],
+                [sys.executable, "-P", "-m", worker or _WORKER, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=self._said,
                 stderr=subprocess.STDOUT,
@@ -69,13 +70,17 @@ class BuildProcess:
         """Give the exit status, ``None`` before the end."""
         return self._process.poll()
 
-    def last_words(self) -> str:
-        """Give the last line that it said."""
+    def wait(self) -> int:
+        """Wait for the end, and return the exit status; any thread may kill it meanwhile."""
+        return self._process.wait()
+
+    def last_words(self, most: int = _SHOWN) -> str:
+        """Return the last line of its output, the compiler's error where there is one."""
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
         ours = [line for line in said if line.startswith("eecompile: ")]
-        return (ours or said or ["nothing was said"])[-1][:_SHOWN]
+        return (ours or said or ["nothing was said"])[-1][:most]
 
     def end(self) -> None:
         """Kill it: what it leaves behind is whole at any time."""

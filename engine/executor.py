@@ -21,7 +21,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
@@ -49,8 +49,9 @@ from offramp.engine.scheduling import (
 )
 from offramp.engine.scheduling.base import all_rows
 from offramp.engine.served_model import ServedModel
+from offramp.engine.serving.availability import Availability
+from offramp.engine.serving.model_checks import ModelChecks, NotWellError, StartFailedError
 from offramp.engine.statistics import CountersSnapshot
-from offramp.engine.streams import StreamHealth
 
 _log = logging.getLogger(__name__)
 
@@ -58,31 +59,21 @@ _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
 _LOGGED_EVERY_S = 10.0
 """Time between two lines about batches that fail in one way."""
-NOT_LIVE_AFTER_S = 60.0
-"""Time without any model in service after which the process had better be started again."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
 _Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
 """What a stream shall run, and the buffered tensors that it is merged of, if it is."""
 
 
-class _StartFailedError(Exception):
-    """A stream cannot start; the cause says why."""
-
-
 class _InterruptedError(Exception):
     """A stream lost its worker, and its batch was given back to be resumed."""
-
-
-class _NotWellError(Exception):
-    """A stream failed at what is known to be good, and has to start anew."""
 
 
 class Executor:
     """Runs models on the streams of one device; :meth:`start` starts their threads.
 
     It owns the scheduler from here on, and ``slots``, open and warm ones for the streams' first
-    starts.
+    starts. Models are known by a key; that of the first ones is their name.
     """
 
     def __init__(
@@ -110,20 +101,17 @@ class Executor:
         """What a stream that pauses waits for: work is announced to those in service only."""
         self._completions = CompletionQueue(self._lock, clock)
         self._models = {
-            name: ModelRuntime(name, model, scheduler.model(name), self._completions, clock)
+            name: ModelRuntime(name, name, model, self._completions, clock)
             for name, model in models.items()
         }
-        self.health = StreamHealth(streams)
+        """By key; changed under the lock, by the event loop's thread."""
+        self._available = Availability(streams, self._models, clock)
+        self.health = self._available.health
         """Of the streams; only this executor changes it."""
+        self._checks = ModelChecks(self._changed, self._models, scheduler, self._available, clock)
         self._lines = LineLimit(clock, lines=1, window_s=_LOGGED_EVERY_S)
         """What is logged of batches that fail."""
         self._warm = list(slots)
-        self._refusal: EngineError | None = None
-        """Why no request is taken, for now; or for ever, once ``_stopped``."""
-        self._refusals: dict[str, EngineError] = {}
-        """Why none of some models is taken, for now."""
-        self._out_since_s = math.inf
-        """Since when no model is served; infinity while one is."""
         self._stopped = False
         names = "+".join(models)
         self._threads = [
@@ -139,6 +127,51 @@ class Executor:
         for thread in self._threads:
             thread.start()
 
+    def add(self, key: str, name: str, model: ServedModel) -> None:
+        """Serve one more model, under a key that was not used before; messages show its name.
+
+        Where slots share nothing, streams warm it up first: :meth:`is_warm`. DrainingError if the
+        executor was stopped.
+        """
+        with self._lock:
+            if self._stopped:
+                raise copy_of(self._available.refusal or DrainingError("the engine is closed"))
+            self._scheduler.add(key, model.scheduler, weight=model.options.weight)
+            self._models[key] = ModelRuntime(key, name, model, self._completions, self._clock)
+            if not self._backend.on_cpu:
+                for stream in range(self.health.streams):
+                    self._checks.keep_off(stream, key)
+            self._changed.notify_all()
+
+    def is_warm(self, key: str) -> bool:
+        """Return whether streams run a model that was added; raises why none can."""
+        with self._lock:
+            if (refusal := self._available.refusals.get(key)) is not None:
+                raise copy_of(refusal)
+            return self._available.is_warm(key)
+
+    def is_idle(self, key: str) -> bool:
+        """Return whether no request and no audit of a model is in flight.
+
+        Audits that no stream can run any more do not count.
+        """
+        with self._lock:
+            model = self._models[key]
+            model.settle()
+            if model.table.awaited or self._scheduler.runs(key):
+                return False
+            return not model.scheduler.busy or key in self._available.refusals
+
+    def remove(self, key: str) -> CountersSnapshot:
+        """Forget a model that is idle, and return its last counts."""
+        with self._lock:
+            model = self._models[key]
+            assert not model.table.awaited, f"{model.name} has requests in flight"
+            self._scheduler.remove(key)
+            del self._models[key]
+            self._available.forget(key)
+            return model.snapshot()
+
     def admit(self, model: str, samples: int, slack_s: float, priority: int) -> None:
         """Refuse, by QueueFullError, what an overloaded model had better not be asked."""
         runtime = self._models[model]
@@ -150,7 +183,7 @@ class Executor:
             except SchedulerFullError as error:
                 runtime.table.counters.failed["rejected"] += samples
                 raise QueueFullError(
-                    f"{model}: overloaded: {error}; send it later, with more time, or to "
+                    f"{runtime.name}: overloaded: {error}; send it later, with more time, or to "
                     "another server"
                 ) from error
 
@@ -169,14 +202,15 @@ class Executor:
             submission = Submission(
                 request.number, request.count, due_s, request.priority, request.batch_key
             )
-            if (refusal := self._refusal or self._refusals.get(model)) is not None:
+            refused = self._available
+            if (refusal := refused.refusal or refused.refusals.get(model)) is not None:
                 raise copy_of(refusal)
             try:
                 self._scheduler.submit(model, submission, request.submitted_s)
             except SchedulerFullError as error:
                 runtime.table.counters.failed["rejected"] += request.count
                 raise QueueFullError(
-                    f"{model}: the queue is full: {error}; try again later, or send less"
+                    f"{runtime.name}: the queue is full: {error}; try again later, or send less"
                 ) from error
             finally:
                 runtime.settle()
@@ -185,8 +219,9 @@ class Executor:
 
     def cancel(self, model: str, number: int) -> None:
         """Withdraw a request; nothing is posted for it any more."""
-        runtime = self._models[model]
         with self._lock:
+            if (runtime := self._models.get(model)) is None:  # removed: the request has ended
+                return
             request = runtime.table.get(number)
             if request is not None:
                 request.withdrawn = True
@@ -202,7 +237,7 @@ class Executor:
         """
         with self._lock:
             self._models[model].hot_swap(deployment, chosen)
-            self._take_requests()  # streams that were given up on may not be needed any more
+            self._available.take_requests()  # streams that were given up on may not be needed now
             self._changed.notify_all()
 
     def placed(self, model: str) -> PlacedPlan | None:
@@ -224,53 +259,20 @@ class Executor:
         """Give the deployment in force for what starts now."""
         return self._models[model].current
 
-    def flush(self) -> None:
-        """Dispatch what waits at once, from now on."""
+    def flush(self, model: str | None = None) -> None:
+        """Dispatch what waits for a model, or for any, at once, from now on."""
         with self._lock:
-            self._scheduler.flush()
+            self._scheduler.flush(model)
             self._changed.notify_all()
 
     def serves(self, model: str) -> bool:
         """Whether requests of a model are taken, and streams are there to run every stage of it."""
-        served = (
-            any(self.health.serves(stream, model) for stream in streams)
-            for streams in self._needed(model)
-        )
-        return self._refusal is None and model not in self._refusals and all(served)
+        return self._available.serves(model)
 
     @property
     def live(self) -> bool:
         """Whether a model is served, or may yet be: not once none was for too long."""
-        return self._clock() - self._out_since_s < NOT_LIVE_AFTER_S
-
-    def _note_service(self) -> None:
-        """Note since when no model is served; the lock is held."""
-        if self._stopped:
-            return
-        if any(map(self.serves, self._models)):
-            self._out_since_s = math.inf
-        elif self._out_since_s == math.inf:
-            self._out_since_s = self._clock()
-
-    def _take_requests(self) -> None:
-        """Refuse no requests any more if there are streams to run them; the lock is held."""
-        if not self._stopped and not any(map(self._is_given_up, self._models)):
-            self._refusal = None
-        for model in [m for m in self._refusals if not self._is_given_up(m, m)]:
-            del self._refusals[model]
-        self._note_service()
-
-    def _is_given_up(self, needed_by: str, model: str = "") -> bool:
-        """Whether nobody should wait for the streams of some stage, or for a model on them."""
-        return any(self.health.given_up(s, model) for s in self._needed(needed_by))
-
-    def _needed(self, model: str) -> Iterator[Sequence[int]]:
-        """Give groups of streams, of each of which one must be there to serve every stage."""
-        placed = self._models[model].scheduler.placed
-        if placed is None:
-            yield range(self.health.streams)
-        else:
-            yield from placed.holders()
+        return self._available.live
 
     def pending(self) -> int:
         """Count the requests that somebody waits for."""
@@ -285,7 +287,7 @@ class Executor:
     def stop(self) -> None:
         """Fail what is unfinished, then wait for the threads to end. Blocks, within limits."""
         with self._lock:
-            self._stopped = True
+            self._stopped = self._available.stopped = True
             self._refuse(DrainingError("stopped before the answer"), "stopped")
         for thread in self._threads:
             if thread.ident is not None:
@@ -304,37 +306,25 @@ class Executor:
             while not self._stopped:
                 try:
                     suspected = self._live(stream, suspected=suspected)
-                except _StartFailedError as failure:
+                except StartFailedError as failure:
                     suspected = True
                     self._pause(stream, failure.__cause__ or failure)
         except Exception as error:  # those who wait must be told
             _log.exception("%s: out of service", threading.current_thread().name)
             with self._lock:
                 self._stopped = True
-                self._out_since_s = -math.inf  # for good
+                self._available.end()
                 self._refuse(OutOfServiceError(f"out of service: {error!r}"), "backend_error")
 
     def _live(self, stream: int, *, suspected: bool) -> bool:
         """Run from one start of the stream to the next; says whether it is suspected then.
 
-        _StartFailedError if it cannot start.
+        StartFailedError if it cannot start.
         """
         slot, warm = self._open_slot(stream)
         try:
-            broken: dict[str, Exception] = {}
-            if suspected:
-                broken = self._run_each(ServedModel.probe, slot)
-            if not (warm or self._backend.on_cpu):
-                broken |= self._run_each(ServedModel.warm_up, slot)
-            with self._lock:
-                self.health.started(stream, anew=suspected)
-                self._scheduler.resume(stream)
-                for model in self._models.keys() - broken.keys():
-                    self.health.model_mended(stream, model)
-                    if suspected:
-                        self.health.passed(stream, self._clock(), model)
-                self._leave_out(stream, broken)
-                self._take_requests()
+            cold = not (warm or self._backend.on_cpu)
+            self._checks.start(stream, slot, suspected=suspected, cold=cold)
             return self._serve(stream, slot)
         finally:
             try:
@@ -352,66 +342,7 @@ class Executor:
         try:
             return self._open_slot_of(stream), False
         except Exception as error:
-            raise _StartFailedError from error
-
-    def _check(self, stream: int, slot: Slot, model: ModelRuntime) -> None:
-        """Have a suspected slot run what is known to be good, of the model that failed there.
-
-        If it fails, and another model passes, the slot leaves out the one; _NotWellError if none
-        does. So no slot, which may have to be warmed up, is started anew for bad requests.
-        """
-        failure = _failure_of(ServedModel.probe, model, slot)
-        others = [
-            m for n, m in self._models.items() if m is not model and self.health.serves(stream, n)
-        ]
-        if failure and all(_failure_of(ServedModel.probe, other, slot) for other in others):
-            raise _NotWellError from failure
-        with self._lock:
-            if failure:
-                self._leave_out(stream, {model.name: failure})
-            else:
-                self.health.passed(stream, self._clock(), model.name)
-
-    def _leave_out(self, stream: int, failures: Mapping[str, Exception]) -> None:
-        """Run some models on a stream no more until they pass there; the lock is held."""
-        for name, error in failures.items():
-            pause_s = self.health.model_failed(stream, name, self._clock())
-            told = "stream %d: %s fails at a known-good batch, again in %g s: %s"
-            _log.warning(told, stream, name, pause_s, error)
-            self._scheduler.suspend(stream, name)
-            if name not in self._refusals and self._is_given_up(name, name):
-                reason = f"{name}: out of service, no stream can run it: {error}"
-                self._refusals[name] = OutOfServiceError(reason)
-                self._models[name].fail_all(self._refusals[name], "backend_error")
-        if failures:
-            self._note_service()
-            self._changed.notify_all()
-
-    def _try_again(self, stream: int, slot: Slot) -> None:
-        """Have models that a stream left out run what is known to be good, if it is time."""
-        for name in self.health.due(stream, self._clock()):
-            failure = _failure_of(ServedModel.probe, self._models[name], slot)
-            with self._lock:
-                if failure:
-                    self._leave_out(stream, {name: failure})
-                    continue
-                self.health.model_mended(stream, name)
-                self._scheduler.resume(stream, name)
-                self._take_requests()
-                self._changed.notify_all()
-
-    def _run_each(
-        self, run: Callable[[ServedModel, Slot, Deployment], None], slot: Slot
-    ) -> dict[str, Exception]:
-        """Run batches that are known to be good, of every model; gives the failures of some.
-
-        _StartFailedError if all fail.
-        """
-        failures = {name: _failure_of(run, model, slot) for name, model in self._models.items()}
-        found = {name: failure for name, failure in failures.items() if failure is not None}
-        if len(found) == len(self._models):
-            raise _StartFailedError from next(iter(found.values()))
-        return found
+            raise StartFailedError from error
 
     def _pause(self, stream: int, error: BaseException) -> None:
         """Take a stream that cannot start out of service for a while."""
@@ -419,10 +350,11 @@ class Executor:
             pause_s = self.health.start_failed(stream)
             _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
             self._scheduler.suspend(stream)
-            if self._refusal is None and any(map(self._is_given_up, self._models)):
+            given_up = any(map(self._available.is_given_up, self._models))
+            if self._available.refusal is None and given_up:
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
-            self._note_service()
+            self._available.note()
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
         self._rest(pause_s)
 
@@ -436,9 +368,9 @@ class Executor:
         """Run stages until the stream has to start anew, or is stopped; says which."""
         carry: TensorBatch | None = None
         while not self._stopped:
-            task = self._next_task(stream)
+            task = self._next_task(stream, amid_batch=carry is not None)
             if task is None:
-                self._try_again(stream, slot)
+                self._checks.try_again(stream, slot)
                 continue
             try:
                 carry = self._run_stage(stream, slot, task, carry)
@@ -447,28 +379,32 @@ class Executor:
             except Exception as error:
                 carry = None
                 try:
-                    if self.health.failed(stream, self._clock(), task[0].name):
-                        self._check(stream, slot, task[0])
-                except _NotWellError:
+                    if self.health.failed(stream, self._clock(), task[0].key):
+                        self._checks.check(stream, slot, task[0])
+                except NotWellError:
                     self._give_back(stream, task, error)
                     return True
                 self._give_back(stream, task, error)
+            del task  # a model that was removed is not to be kept by a stream that waits
         return False
 
-    def _next_task(self, stream: int) -> _Task | None:
+    def _next_task(self, stream: int, *, amid_batch: bool) -> _Task | None:
         """Wait for the scheduler to have something for this stream.
 
-        ``None`` if it is stopped, or if a model that it left out is to be tried again.
+        ``None`` if it is stopped, or if a model that it left out is to be tried again, which would
+        overwrite the tensors of a batch.
         """
         with self._lock:
-            while not self._stopped and (due_s := self.health.due_s(stream)) > self._clock():
+            while not self._stopped:
+                due_s = math.inf if amid_batch else self.health.due_s(stream)
+                if due_s <= self._clock():
+                    break
                 task = None
                 decision = self._scheduler.next(stream, self._clock())
                 if isinstance(decision, Assignment):
                     model, run = self._models[decision.model], decision.run
                     task = (model, run, model.take_pieces(run))
-                for model in self._models.values():
-                    model.settle()
+                self._settle()
                 if task is not None:
                     if self._scheduler.waiting:  # another stream may start, or keep time
                         self._announce()
@@ -478,6 +414,10 @@ class Executor:
                     timeout_s = min(max(decision.until_s - self._clock(), 0.0), timeout_s)
                 self._changed.wait(timeout_s)
             return None
+
+    def _settle(self) -> None:
+        for model in self._models.values():
+            model.settle()
 
     def _run_stage(
         self, stream: int, slot: Slot, task: _Task, carry: TensorBatch | None
@@ -502,7 +442,7 @@ class Executor:
                 model.abandon(run, BackendError(repr(error)))
                 raise
             if len(transition.released):
-                self.health.succeeded(stream, model.name)
+                self.health.succeeded(stream, model.key)
             self._announce()
         if not len(transition.survivors):
             return None
@@ -540,7 +480,7 @@ class Executor:
             kept = model.interrupt(self._scheduler.interrupted(stream, self._clock()), error)
             self._scheduler.suspend(stream)
             self.health.lost(stream)
-            self._note_service()
+            self._available.note()
             self._changed.notify_all()
         if kept is None:
             return
@@ -559,8 +499,8 @@ class Executor:
             trace = None if failure is error else error
             _log.error("%s: stage %d: %s%s", model.name, run.stage, error, suffix, exc_info=trace)
         with self._lock:
-            runs = self.health.serves(stream, model.name) and self.health.vouches(
-                stream, now_s, model.name
+            runs = self.health.serves(stream, model.key) and self.health.vouches(
+                stream, now_s, model.key
             )
             if run.samples.alone and runs:
                 failure = type(failure)(
@@ -573,19 +513,8 @@ class Executor:
 
     def _refuse(self, refusal: EngineError, cause: str) -> None:
         """Take no more requests, and fail the open ones; the lock is held."""
-        self._refusal = refusal
+        self._available.refusal = refusal
         for model in self._models.values():
             model.fail_all(refusal, cause)
         self._changed.notify_all()
         self._ended.notify_all()
-
-
-def _failure_of(
-    run: Callable[[ServedModel, Slot, Deployment], None], runtime: ModelRuntime, slot: Slot
-) -> Exception | None:
-    """Run what is known to be good of a model on a slot; gives what it raises."""
-    try:
-        run(runtime.model, slot, runtime.current)
-    except Exception as error:
-        return error
-    return None

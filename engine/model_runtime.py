@@ -23,7 +23,6 @@ from offramp.engine.request_table import CompletionQueue, Request, RequestTable
 from offramp.engine.scheduling import (
     DropCause,
     Dropped,
-    ModelScheduler,
     PlacedPlan,
     PlanPolicy,
     Run,
@@ -57,15 +56,14 @@ class ModelRuntime:
 
     def __init__(
         self,
+        key: str,
         name: str,
         model: ServedModel,
-        scheduler: ModelScheduler,
         completions: CompletionQueue,
         clock: Callable[[], float],
     ) -> None:
-        self.name = name
-        self.model = model
-        self.scheduler = scheduler
+        self.key, self.name, self.model = key, name, model
+        self.scheduler = scheduler = model.scheduler
         counters = Counters([variant.name for variant in model.variants])
         self.table = RequestTable(name, counters, completions, clock)
         self._recorder = model.control.recorder if model.control else None

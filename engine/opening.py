@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +16,8 @@ from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.cluster_serving import plan_splits
 from offramp.engine.errors import BackendError, OptionsError
+from offramp.engine.onnx_files import WrappedFiles, is_onnx_file
+from offramp.engine.onnx_files.plain_serving import served_mode
 from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.cluster_plan import PlanError
@@ -29,6 +32,14 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+class LoadedModel(NamedTuple):
+    """A model that is loaded beside others."""
+
+    model: ServedModel
+    release: Callable[[], None]
+    """Removes its temporary files, once nothing runs it any more."""
+
+
 class OpenedModels(NamedTuple):
     """Models that are loaded and warm, and what runs them."""
 
@@ -37,17 +48,58 @@ class OpenedModels(NamedTuple):
     parallel: ParallelLimit
     slots: Sequence[Slot]
     """Open and warm ones, for the streams' first starts."""
+    wrapped: WrappedFiles
+    """Bundles of the models that are ONNX files; the caller closes it after the backend."""
 
 
 async def open_models(
     models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
 ) -> OpenedModels:
-    """Load, check and warm up bundles, in threads; see :meth:`.Engine.open`."""
+    """Load, check and warm up bundles and ONNX files, in threads; see :meth:`.Engine.open`."""
     _check_names(models)
+    wrapped = WrappedFiles()
+    try:
+        bundles = await bundles_of(models, options, wrapped)
+        return await _open_bundles(bundles, options, backend, wrapped)
+    except BaseException:
+        wrapped.close()
+        raise
+
+
+async def bundles_of(
+    models: Mapping[str, Path], options: EngineOptions, wrapped: WrappedFiles
+) -> dict[str, Path]:
+    """Return the paths of models' bundles; those of ONNX files are made, one after another."""
+    return {name: await _bundle_of(name, path, options, wrapped) for name, path in models.items()}
+
+
+async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: WrappedFiles) -> Path:
+    """Return the path of a model's bundle, which is made first where the model is an ONNX file."""
+    if not is_onnx_file(path):
+        return path
+    if options.cluster is not None and options.cluster.local < len(options.cluster.places):
+        raise OptionsError(
+            f"{name}: {path} is an ONNX file, whose bundle is made in a temporary folder that "
+            "workers on other hosts do not have; make one that they have too: "
+            f"eecompile wrap {path} --output {path.stem}.ee"
+        )
+    began_s = time.monotonic()
+    _log.info("%s: reading %s, to serve it as it is", name, path)
+    bundle = await wrapped.bundle(path, answer=options.of(name).answer)
+    _log.info("%s: read after %.1f s", name, time.monotonic() - began_s)
+    return bundle
+
+
+async def _open_bundles(
+    models: Mapping[str, Path],
+    options: EngineOptions,
+    backend: Backend | None,
+    wrapped: WrappedFiles,
+) -> OpenedModels:
     bundles = {n: await asyncio.to_thread(_open_held, path) for n, path in models.items()}
     owned = backend is None
     if backend is None:
-        backend = await _in_thread(backend_for, models, options)
+        backend = await in_thread(backend_for, models, options)
     parallel = ParallelLimit(
         max(options.of(name).max_batch_size for name in models),
         fixed=options.parallel_below,
@@ -60,16 +112,37 @@ async def open_models(
             _log.info("%s: loading %s", name, bundle.path)
             splits = None
             if len(bundles) == 1:  # of several, every worker holds all
-                splits = await _in_thread(_split, name, bundle, backend, options)
+                splits = await in_thread(_split, name, bundle, backend, options)
             load = partial(ServedModel.load, splits=splits)
-            loaded[name] = await _in_thread(load, name, bundle, backend, options, parallel)
+            loaded[name] = await in_thread(load, name, bundle, backend, options, parallel)
             _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
-        slots = await _in_thread(warm_slots, backend, loaded, options.streams)
+        slots = await in_thread(warm_slots, backend, loaded, options.streams)
     except BaseException:
         if owned:
             _close_after_failure(backend)
         raise
-    return OpenedModels(loaded, backend, parallel, slots)
+    return OpenedModels(loaded, backend, parallel, slots, wrapped)
+
+
+async def load_model(
+    name: str,
+    path: Path,
+    mode: Mode | None,
+    *,
+    backend: Backend,
+    options: EngineOptions,
+    parallel: ParallelLimit,
+) -> LoadedModel:
+    """Load, check and warm up a bundle beside serving, in threads.
+
+    It is served with the options that ``name`` has, in another ``mode`` if one is given. Raises
+    what :meth:`.Engine.open` does.
+    """
+    _log.info("%s: loading %s, to replace what is served", name, path)
+    bundle = await in_thread(_open_held, path)
+    options = replace(options, mode=mode or options.mode)
+    served = await in_thread(ServedModel.load, name, bundle, backend, options, parallel)
+    return LoadedModel(served, lambda: None)
 
 
 def _check_names(models: Mapping[str, Path]) -> None:
@@ -125,7 +198,8 @@ def _split(
 ) -> ServedSplits | None:
     """Split a model among the workers of a cluster, if there is one, and say who holds what."""
     served, cluster = options.plan_on, options.cluster
-    if options.mode is Mode.OFF or not isinstance(backend, RemoteBackend):
+    mode = served_mode(bundle.manifest, options.mode, uncertified=options.uncertified_exits)
+    if mode is Mode.OFF or not isinstance(backend, RemoteBackend):
         return None
     if served is None and cluster is not None:
         try:
@@ -146,7 +220,7 @@ def _close_after_failure(backend: Backend) -> None:
         _log.exception("the backend could not be closed")
 
 
-async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
     """Call in a thread; if cancelled, wait for its end, since what it uses is released next."""
     future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:

@@ -17,15 +17,19 @@ from typing import Final
 
 import numpy as np
 
+from offramp.engine.backends import Backend
 from offramp.engine.cluster_serving import describe_plan, served_facts
+from offramp.engine.executor import Executor
 from offramp.engine.plan_status import PlanStatus, SplitStatus
 from offramp.engine.planning.cluster import Cluster, ModelFacts
 from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError
 from offramp.engine.planning.forecasting import forecast_next
-from offramp.engine.planning.replanning import Due, ReplanGuard, ReplanRules
+from offramp.engine.planning.replanning import PAUSE_WINDOWS, Due, ReplanGuard, ReplanRules
 from offramp.engine.planning.transition import splits_of
 from offramp.engine.profile_loop import ProfileLoop
+from offramp.engine.remote.backend import RemoteBackend
 from offramp.engine.scheduling.stragglers import Standing
+from offramp.engine.served_model import ServedModel
 from offramp.engine.split_change import SplitChange, SplitServing
 
 _log = logging.getLogger(__name__)
@@ -288,3 +292,26 @@ def _with_exits(plan: ClusterPlan, model: ModelFacts) -> ClusterPlan:
         replicas = tuple(replace(r, exits=exits) for r in split.replicas)
         splits.append(replace(split, replicas=replicas))
     return replace(plan, splits=tuple(splits))
+
+
+def plan_loop_for(
+    models: Mapping[str, ServedModel],
+    executor: Executor,
+    profiles: ProfileLoop,
+    backend: Backend,
+    *,
+    window_s: float,
+) -> PlanLoop | None:
+    """Return the loop for the model that is split among workers, if there is one: the only one."""
+    for name, model in models.items():
+        if model.split_by is not None and isinstance(backend, RemoteBackend):
+            served = SplitServing(
+                name=name,
+                executor=executor,
+                deployments=model.split_by,
+                workers=backend,
+                scheduling=model.options.scheduling,
+            )
+            rules = ReplanRules(window_s=window_s, pause_s=PAUSE_WINDOWS * window_s)
+            return PlanLoop(served, profiles, rules=rules)
+    return None

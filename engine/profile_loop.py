@@ -36,12 +36,17 @@ _STOP_S: Final = 10.0
 class _Recorded:
     """The batch profile of one model in the loop."""
 
+    key: str
+    """Of the executor."""
     name: str
+    """For messages."""
     bundle: str
     """Hash of the bundle's manifest."""
     exits: int
     """Of the bundle."""
     file: ProfileFile | None
+    keeps_file: bool = True
+    """Whether the file is this model's, if it has one."""
     recorder: BatchProfileRecorder
     seen: dict[tuple[int, ...], Departures] = field(default_factory=dict)
     """Counts at the end of the last window, by the exits in use."""
@@ -55,7 +60,8 @@ class _Recorded:
 class ProfileLoop:
     """Records the batch profile of every model that has exits to run, until stopped.
 
-    ``wall`` tells the time since the epoch, ``clock`` steadily.
+    Models are known by the executor's key; that of the first ones is their name. ``wall`` tells the
+    time since the epoch, ``clock`` steadily.
     """
 
     def __init__(
@@ -74,8 +80,13 @@ class ProfileLoop:
         """Windows begin by this: a wall clock that is set must not tear one."""
         self._begin_s = clock()
         self._recorded = {
-            name: _make(name, model, window_s) for name, model in models.items() if model.exits
+            name: _make(name, name, model, window_s)
+            for name, model in models.items()
+            if model.exits
         }
+        """By key; changed by whoever has :attr:`_turn` and :attr:`_lock`."""
+        self._turn = threading.Lock()
+        """Held while a window ends, files are written, or a model is added or removed."""
         self._lock = threading.Lock()
         """Held while counts become a window, and while one is read; not while files are written."""
         self._stopped = threading.Event()
@@ -95,9 +106,47 @@ class ProfileLoop:
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
         for recorded in self._recorded.values():
-            _keep(recorded)
-            if recorded.file is not None:
-                recorded.file.release()
+            _end(recorded)
+
+    def add(self, key: str, name: str, model: ServedModel) -> None:
+        """Record one more model, which the executor has; may block for a second.
+
+        Where the model that it replaces keeps its profile in the same file, that is saved now, and
+        the file is the new model's from here on.
+        """
+        if not model.exits:
+            return
+        with self._turn:
+            for other in self._sharing(model.profile_file):
+                _end(other)
+                other.keeps_file = False
+            recorded = _make(key, name, model, self._window_s)
+            recorded.forecast = _forecast(recorded)
+            with self._lock:
+                self._recorded[key] = recorded
+            if self._thread.ident is None and not self._stopped.is_set():
+                self._begin_s = self._clock()
+                self._thread.start()
+
+    def remove(self, key: str, *, save: bool = True) -> None:
+        """Forget a model; the window that is not over is lost. Blocks for moments.
+
+        Without ``save``, a model that used the same file before has it again.
+        """
+        with self._turn:
+            with self._lock:
+                recorded = self._recorded.pop(key, None)
+            if recorded is None:
+                return
+            recorded.keeps_file = recorded.keeps_file and save
+            _end(recorded)
+            for other in () if save else self._sharing(recorded.file):
+                other.keeps_file = True
+
+    def _sharing(self, file: ProfileFile | None) -> list[_Recorded]:
+        """Return what is recorded in a file."""
+        recorded = self._recorded.values()
+        return [r for r in recorded if file and r.file and r.file.path == file.path]
 
     def status(self, model: str) -> ProfileStatus | None:
         """Give what is known of the last window; ``None`` of a model without exits to run."""
@@ -125,11 +174,12 @@ class ProfileLoop:
         begun_s, now_s = self._begin_s, self._clock()
         due_s = begun_s + self._window_s
         self._begin_s = due_s if now_s < due_s + self._window_s else now_s
-        for recorded in self._recorded.values():
-            try:
-                self._end(recorded, self._epoch_s + begun_s)
-            except Exception:  # serving goes on, and so do the other models
-                _log.exception("%s: a window of the batch profile is lost", recorded.name)
+        with self._turn:
+            for recorded in self._recorded.values():
+                try:
+                    self._end_window_of(recorded, self._epoch_s + begun_s)
+                except Exception:  # serving goes on, and so do the other models
+                    _log.exception("%s: a window of the batch profile is lost", recorded.name)
 
     def _work(self) -> None:
         while not self._stopped.wait(max(self._begin_s + self._window_s - self._clock(), 0.0)):
@@ -139,11 +189,11 @@ class ProfileLoop:
         self, recorded: _Recorded
     ) -> tuple[list[Departures], dict[tuple[int, ...], Departures]]:
         """Count since the end of the last window, and in all."""
-        before, counted = recorded.seen, self._executor.snapshot(recorded.name).departures
+        before, counted = recorded.seen, self._executor.snapshot(recorded.key).departures
         since = [now - before[now.exits] if now.exits in before else now for now in counted]
         return since, {now.exits: now for now in counted}
 
-    def _end(self, recorded: _Recorded, start_s: float) -> None:
+    def _end_window_of(self, recorded: _Recorded, start_s: float) -> None:
         recorder = recorded.recorder
         with self._lock:
             seen, recorded.seen = self._counted(recorded)
@@ -164,7 +214,7 @@ class ProfileLoop:
         recorded.forecast = _forecast(recorded)
 
 
-def _make(name: str, model: ServedModel, window_s: float) -> _Recorded:
+def _make(key: str, name: str, model: ServedModel, window_s: float) -> _Recorded:
     """Go on from what was kept of a model, if it was kept for the same."""
     file, past = model.profile_file, None
     if file is not None:
@@ -174,6 +224,7 @@ def _make(name: str, model: ServedModel, window_s: float) -> _Recorded:
     recorder = BatchProfileRecorder(model.exits, window_s=window_s, past=past)
     windows = len(recorder.profile().windows)
     return _Recorded(
+        key=key,
         name=name,
         bundle=model.bundle,
         exits=model.exits,
@@ -183,8 +234,15 @@ def _make(name: str, model: ServedModel, window_s: float) -> _Recorded:
     )
 
 
+def _end(recorded: _Recorded) -> None:
+    """Keep the windows that are over, and leave the file to whoever comes next."""
+    _keep(recorded)
+    if recorded.file is not None:
+        recorded.file.release()
+
+
 def _keep(recorded: _Recorded) -> None:
-    if recorded.file is not None and not recorded.kept:
+    if recorded.file is not None and recorded.keeps_file and not recorded.kept:
         recorded.kept = recorded.file.save(recorded.recorder.profile(), recorded.bundle)
 
 

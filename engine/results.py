@@ -119,3 +119,5 @@ class ModelInfo:
     """Names of the variants that may answer in the model's place, from number 1 on."""
     class_losses: tuple[ClassLoss, ...] = ()
     """Disagreement of the policy by class of the model, counted on the calibration data."""
+    notes: tuple[str, ...] = ()
+    """Sentences on how the model is served otherwise than asked for, without full stops."""

@@ -24,6 +24,7 @@ from offramp.engine.environment import cpu_features
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.input_guard import InputGuard
 from offramp.engine.lengths import LengthRules
+from offramp.engine.onnx_files.plain_serving import notes_on, options_for
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.precision import warn_of_other_kernels, warn_of_saturation
@@ -114,6 +115,8 @@ class ServedModel:
     """Where the batch profile is kept over restarts; ``None`` keeps none."""
     split_by: DeploymentMaker | None = None
     """What makes deployments of other plans, where the model is split among devices."""
+    notes: tuple[str, ...] = ()
+    """See :attr:`.ModelInfo.notes`."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -133,6 +136,7 @@ class ServedModel:
         whose devices the streams are. BackendError if a stage cannot be loaded, OptionsError if the
         scheduling policy does not fit the model.
         """
+        options = options_for(name, bundle.manifest, options)
         mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]
         if splits and not may_buffer(of_model.scheduling):
             of_model = merging_options(name, of_model)
@@ -198,6 +202,7 @@ class ServedModel:
             exits=exits,
             profile_file=ProfileFile.of(bundle.path, name) if keeps_profile else None,
             split_by=deployments if splits else None,
+            notes=notes_on(bundle.manifest, uncertified=options.uncertified_exits),
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.control.controller import ControlStatus
+from offramp.engine.learning.status import LearningStatus
 from offramp.engine.plan import exit_label
 from offramp.engine.plan_status import PlanStatus
 from offramp.engine.planning.batch_profile import Departures, ProfileStatus
@@ -150,8 +151,13 @@ class CountersSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics(CountersSnapshot):
-    """The counts of a model, and what they were counted under."""
+    """The counts of the version of a model that is served, and what they were counted under."""
 
+    version: int = 1
+    """1, and one more each time that the model was replaced."""
+    earlier: CountersSnapshot | None = None
+    """The counts of all versions before, also of those that still finish requests; ``None`` for the
+    first version."""
     mode: str
     backend: str
     policy_version: int
@@ -175,6 +181,8 @@ class ModelStatistics(CountersSnapshot):
     """What exits did in the last window; ``None`` where none runs."""
     plan: PlanStatus | None = None
     """The plan by which it is split among workers; ``None`` if it is not."""
+    learning: LearningStatus | None = None
+    """How far learning exits is; ``None`` where none are learned."""
 
 
 Place: TypeAlias = tuple[int, int]

@@ -70,6 +70,22 @@ class StreamHealth:
         fault.tries, fault.due_s = fault.tries + 1, now_s + pause_s
         return pause_s
 
+    def model_added(self, stream: int, model: str, now_s: float) -> None:
+        """Keep a model off a running stream until it was warmed up there, which is due at once."""
+        self._faults[stream, model] = _Fault(due_s=now_s, cold=True)
+
+    def is_cold(self, stream: int, model: str, *, tried: bool = False) -> bool:
+        """Return whether a stream has yet to warm up a model; ``tried``: even if it failed once."""
+        fault = self._fault(stream, model)
+        return fault.cold and (tried or not fault.tries)
+
+    def forget(self, model: str) -> None:
+        """Forget a model that is served no more."""
+        self._failures = {k: count for k, count in self._failures.items() if k[1] != model}
+        self._trusted_until_s = {k: s for k, s in self._trusted_until_s.items() if k[1] != model}
+        self._proven = {k for k in self._proven if k[1] != model}
+        self._faults = {k: fault for k, fault in self._faults.items() if k[1] != model}
+
     def model_mended(self, stream: int, model: str) -> None:
         """Forget that a model failed on a stream: it has run what is known to be good."""
         self._faults.pop((stream, model), None)
@@ -136,11 +152,13 @@ class StreamHealth:
 
 @dataclass(slots=True)
 class _Fault:
-    """A model that fails on a stream."""
+    """A model that fails on a stream, or has yet to be warmed up there."""
 
     tries: int = 0
     due_s: float = 0.0
     """When it is tried again."""
+    cold: bool = False
+    """Whether it was added while the stream ran, and never ran there."""
 
 
 def _pause_s(failures: int) -> float:

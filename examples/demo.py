@@ -42,7 +42,9 @@ def main() -> int:
         console.print(f"{BUNDLE} is there already; remove it to compile again")
     else:
         model, data = EXAMPLE / "fashion_resnet56.onnx", EXAMPLE / "calibration.npz"
-        _run("offramp.compiler.cli", "eecompile", model, "--data", data, "--output", BUNDLE)
+        _run(
+            "offramp.compiler.commands.cli", "eecompile", model, "--data", data, "--output", BUNDLE
+        )
     if not Bundle.open(ROOT / BUNDLE).policy.active:
         console.print(_why_not(), style="bold red")
         return 1

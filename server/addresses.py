@@ -15,17 +15,21 @@ _LONGEST_HOST: Final = 253
 """Characters of the longest name that DNS has."""
 
 _WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - only if the operator asks for it
+_ANY: Final = "*"
+"""A host that other servers take for all interfaces."""
 
 _ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors of an address that is not one of this machine."""
 
 
 def parse_host(text: str) -> str:
-    """Return a host without the brackets that an IPv6 address may have.
+    """Return a host without the brackets that an IPv6 address may have; ``*`` is ``0.0.0.0``.
 
     Raises:
         ValueError: The text is neither a name nor an address.
     """
+    if text == _ANY:
+        return _WILDCARDS[0]
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
         if text.startswith("[") or ":" in host:
@@ -37,7 +41,7 @@ def parse_host(text: str) -> str:
     if not 0 < len(named) <= _LONGEST_HOST or not host.isprintable() or " " in host:
         raise ValueError(
             f"{text!r:.80} is no host; expected a name or an address without a port, for instance "
-            "127.0.0.1, ::1, 0.0.0.0 or ::"
+            "127.0.0.1, ::1, 0.0.0.0, :: or *"
         )
     return host
 

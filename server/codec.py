@@ -183,8 +183,16 @@ def _flag(parameters: Mapping[str, InferParameter], name: str) -> bool:
 def write_response(
     request: ModelInferRequest, result: EngineResult, outputs: Sequence[str]
 ) -> ModelInferResponse:
-    """The response to ``request``: the named outputs, raw, and where each sample's came from."""
+    """The response to ``request``: the named outputs, raw, and where each sample's came from.
+
+    BadInputError if the model that answered does not have all of the outputs.
+    """
     response = _response_to(request)
+    if gone := [name for name in outputs if name not in result.outputs]:
+        raise BadInputError(
+            f"model {request.model_name!r} was replaced while the request was read, and has no "
+            f"output {gone[0]!r} any more; it has {', '.join(result.outputs)}: ask for its metadata"
+        )
     for name in outputs:
         raw = encode_tensor(response.outputs.add(), name, result.outputs[name])
         response.raw_output_contents.append(raw)

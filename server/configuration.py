@@ -6,7 +6,8 @@
     streams = 2
     [defaults]                # fields of ModelOptions, for every model
     policy = "run-through"
-    [models.fashion]          # the same, for this one
+    [learning]                # fields of LearnOptions; the table stands for --learn
+    [models.fashion]          # the same as in [defaults], for this one
     path = "fashion.ee"       # relative to this file
     policy = "slackfit"
     slo_ms = 20
@@ -28,17 +29,17 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
 from offramp.bundle.engines import PRECISIONS
-from offramp.bundle.files import read_limited
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
 from offramp.engine.errors import BackendError
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.planning.cluster_plan import PlanError
 from offramp.engine.scheduling import PolicyName
 from offramp.server.options import DEFAULT_MODE
 
-_Options: TypeAlias = type[EngineOptions | ModelOptions]
+_Options: TypeAlias = type[EngineOptions | ModelOptions | LearnOptions]
 
 
 class ConfigurationError(ValueError):
@@ -65,12 +66,15 @@ class Configuration:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`ModelOptions`, for all models."""
     models: Mapping[str, ConfiguredModel] = field(default_factory=dict)
+    learning: Mapping[str, Any] | None = None
+    """Fields of :class:`LearnOptions`; ``None`` if there is no such table."""
 
     def options(
         self,
         *,
         engine: Mapping[str, Any],
         defaults: Mapping[str, Any],
+        learning: Mapping[str, Any] | None = None,
         ray_address: str | None = None,
     ) -> EngineOptions:
         """The engine's options, with what the command line says of engine and defaults.
@@ -80,6 +84,8 @@ class Configuration:
         Args:
             engine: Fields of :class:`EngineOptions`; ``cluster`` is a path, or ``ray``.
             defaults: Fields of :class:`ModelOptions`.
+            learning: Fields of :class:`LearnOptions`; ``None`` where the command line does not ask
+                for it.
             ray_address: HOST:PORT of the head of Ray's cluster, where that is the cluster.
 
         Raises:
@@ -98,6 +104,8 @@ class Configuration:
             for name, model in self.models.items()
             if model.settings
         }
+        if learning is not None or self.learning is not None:
+            joined["learning"] = LearnOptions(**{**(self.learning or {}), **(learning or {})})
         self._find_workers(joined, engine, ray_address)
         try:
             return EngineOptions(**joined)
@@ -119,10 +127,6 @@ class Configuration:
     ) -> None:
         """Put the workers of a cluster in the place of its name, and of how many there are."""
         cluster = joined.get("cluster")
-        if ray_address is not None and cluster != RAY:
-            raise ValueError(
-                "--ray-address is for --cluster ray; a cluster file says it as ray_address"
-            )
         if cluster is None:
             return
         try:
@@ -141,14 +145,22 @@ class Configuration:
 def read_configuration(path: Path) -> Configuration:
     """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
     document = _load(path)
-    _refuse_unknown(document, ("engine", "defaults", "models"), f"{path}", "table")
+    _refuse_unknown(document, ("engine", "learning", "defaults", "models"), f"{path}", "table")
     models = _table(document, "models", f"{path}: [models]")
     return Configuration(
         source=path,
         engine=_settings(EngineOptions, _table(document, "engine", f"{path}: [engine]")),
         defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
         models={name: _model(path.parent, models, name) for name in models.content},
+        learning=_learning(path, document) if "learning" in document else None,
     )
+
+
+def _learning(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    settings = _checked(LearnOptions, _table(document, "learning", f"{path}: [learning]"))
+    if "folder" in settings:
+        settings["folder"] = path.parent / settings["folder"]
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +196,7 @@ _KINDS: Final[Mapping[type, _Kind]] = {
     int: _Kind("a whole number", (int,), int),
     float: _Kind("a number", (int, float), float),
     str: _Kind("a string", (str,), str),
+    Path: _Kind("a string", (str,), Path),
     Mode: _Kind("a string", (str,), lambda text: Mode(_one_of(*Mode)(text))),
     PolicyName: _Kind("a string", (str,), PolicyName.parse),
 }
@@ -196,13 +209,10 @@ _KINDS_BY_FIELD: Final = {
 }
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that are not called like their field."""
-_NO_KEYS: Final = ("defaults", "models", "plan_on")
+_NO_KEYS: Final = ("defaults", "models", "plan_on", "learning")
 """Fields that are tables of their own, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two ways to say one thing: who says one on the command line overrules both in the file."""
-_MOST_BYTES: Final = 2**20
-_MOST_BITS: Final = 1023
-"""Of an integer; a float holds no larger one."""
 _SHOWN: Final = 80
 """Characters of a value that a message shows."""
 _TOML_TYPES: Final = {
@@ -217,21 +227,13 @@ def _load(path: Path) -> dict[str, Any]:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: is not UTF-8, as TOML has to be: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{path}: is not TOML: {error!s:.300}") from error
-    except RecursionError as error:
-        reason = "is nested too deep; expected tables of single values"
-        raise ConfigurationError(f"{path}: {reason}") from error
-    except ValueError as error:  # a number of more digits than Python reads, a date that is none
-        reason = str(error).partition(";")[0]
-        raise ConfigurationError(
-            f"{path}: has a value that is out of range: {reason}; expected numbers of a few digits"
-        ) from error
+    except ValueError as error:  # a date that is none, besides errors of TOML
+        raise ConfigurationError(f"{path}: is not TOML: {error}") from error
 
 
 def _content(path: Path) -> bytes:
     try:
-        return read_limited(path, _MOST_BYTES)
+        return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -272,7 +274,7 @@ def _checked(options: _Options, table: _Table, besides: Iterable[str] = ()) -> d
 def _settings(options: _Options, table: _Table, besides: Iterable[str] = ()) -> dict[str, Any]:
     """Read a table into fields of ``options``; ``besides`` are keys that it may have as well."""
     hints = get_type_hints(options)
-    names = {_KEYS_BY_FIELD.get(f.name, f.name): f.name for f in fields(options)}
+    names = {key_of(f.name): f.name for f in fields(options)}
     known = {key: name for key, name in names.items() if name not in _NO_KEYS}
     _refuse_unknown(table.content, [*besides, *known], table.where, "key")
     settings = {}
@@ -281,6 +283,11 @@ def _settings(options: _Options, table: _Table, besides: Iterable[str] = ()) -> 
         kind = _KINDS_BY_FIELD.get(name) or _KINDS[_without_none(hints[name])]
         settings[name] = _convert(value, kind, f"{table.where} {key}")
     return settings
+
+
+def key_of(field: str) -> str:
+    """Return the key that a file has for a field of the options."""
+    return _KEYS_BY_FIELD.get(field, field)
 
 
 def _without_none(hint: Any) -> type:
@@ -292,14 +299,9 @@ def _without_none(hint: Any) -> type:
 def _convert(value: object, kind: _Kind, where: str) -> Any:
     if type(value) not in kind.types:
         raise ConfigurationError(f"{where} is {_describe(value)}, expected {kind.expected}")
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise ConfigurationError(
-            f"{where} is an integer of {value.bit_length():,} bits, expected {kind.expected} of "
-            "a few digits"
-        )
     try:
         return kind.convert(value)
-    except ValueError as error:
+    except (OverflowError, ValueError) as error:
         raise ConfigurationError(f"{where}: {error}") from error
 
 
@@ -320,8 +322,5 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _describe(value: object) -> str:
     kind = _TOML_TYPES.get(type(value), "a date or time")
-    try:
-        text = json.dumps(value, default=str, ensure_ascii=False)
-    except (RecursionError, ValueError):  # nested deep, or of more digits than Python writes
-        text = "…"
+    text = json.dumps(value, default=str, ensure_ascii=False)
     return f"{text if len(text) <= _SHOWN else f'{text[:_SHOWN]}…'} ({kind})"

@@ -144,8 +144,13 @@ class GrpcEndpoint:
             reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()), guarded
         )
 
+    @property
+    def requests(self) -> int:
+        """Inference requests that are being answered."""
+        return self._reception.requests
+
     async def start(self, host: str, port: int) -> int:
-        """Listen, or raise StartError; gives the port, which the system chooses for port 0."""
+        """Listen, or raise StartError; return the port, which the system chooses for port 0."""
         address = join_address(host, port)
         try:
             port = self._server.add_insecure_port(address)

@@ -1,4 +1,4 @@
-"""The engine's statistics in Prometheus' terms.
+"""The engine's statistics in Prometheus' terms; counts go on when a model is replaced.
 
 Names follow its conventions: base units in the name (seconds, ratio), ``_total`` on what only
 grows. Labels are the served model's name, and the place that an answer came from as plans name it
@@ -24,8 +24,10 @@ from prometheus_client.registry import Collector
 
 from offramp.engine.control.controller import Evidence
 from offramp.engine.plan import exit_label
-from offramp.engine.statistics import FAILURE_CAUSES, Histogram, ModelStatistics
+from offramp.engine.serving.totals import totals_of
+from offramp.engine.statistics import FAILURE_CAUSES, CountersSnapshot, Histogram, ModelStatistics
 from offramp.server.agreement_view import exits_in_use
+from offramp.server.learning_metrics import learning_families
 from offramp.server.served import ServedEngine
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,13 +43,15 @@ class EngineCollector(Collector):
         """All families, each with every model."""
         statistics = self._engine.statistics()
         models = list(statistics.items())
+        totals = [(name, totals_of(model)) for name, model in models]
         yield _info(models)
-        yield from _families(CounterMetricFamily, _COUNTERS, models)
-        yield _failures(models)
+        yield from _families(CounterMetricFamily, _COUNTERS, totals)
+        yield _failures(totals)
+        yield from _families(GaugeMetricFamily, _SAMPLES, totals)
         yield from _families(GaugeMetricFamily, _GAUGES, models)
         yield from _device(statistics.values())
-        yield from _families(HistogramMetricFamily, _HISTOGRAMS, models)
-        stages = [((name, s.label), s) for name, model in models for s in model.stages]
+        yield from _families(HistogramMetricFamily, _HISTOGRAMS, totals)
+        stages = [((name, s.label), s) for name, model in totals for s in model.stages]
         for kind, readings in _STAGE_METRICS:
             yield from _families(kind, readings, stages, labels=("model", "exit"))
         yield from _going_on(models)
@@ -60,12 +64,11 @@ class EngineCollector(Collector):
                 for name, plan in plans
                 for s in plan.splits
             ]
-            labels = ("model", "segments")
-            yield from _families(GaugeMetricFamily, _SPLIT_GAUGES, splits, labels=labels)
-        variants = [((name, v.name), v) for name, model in models for v in model.variants]
+            yield from _families(GaugeMetricFamily, _SPLIT_GAUGES, splits, ("model", "segments"))
+        yield from learning_families(statistics)
+        variants = [((name, v.name), v) for name, model in totals for v in model.variants]
         if variants:
-            labels = ("model", "variant")
-            yield from _families(CounterMetricFamily, _VARIANTS, variants, labels=labels)
+            yield from _families(CounterMetricFamily, _VARIANTS, variants, ("model", "variant"))
         # without an exit in use there is nothing to promise
         promises = [
             (model.name, model.policy.promise)
@@ -73,9 +76,9 @@ class EngineCollector(Collector):
             if model.policy.promise and exits_in_use(statistics[model.name])
         ]
         yield from _families(GaugeMetricFamily, _PROMISE, promises)
-        observed = [(name, model) for name, model in models if model.control]
-        if observed:
-            control = [(name, model.control) for name, model in observed]
+        control = [(name, model.control) for name, model in models if model.control]
+        if control:
+            observed = [(name, model) for name, model in totals if statistics[name].control]
             yield from _families(GaugeMetricFamily, _CONTROL_GAUGES, control)
             yield _evidence(control)
             yield from _families(CounterMetricFamily, _CONTROL_COUNTERS, control)
@@ -151,21 +154,21 @@ _VARIANTS: Final[_Readings] = {
         "disagreed",
     ),
 }
-_GAUGES: Final[_Readings] = {
+_SAMPLES: Final[_Readings] = {
     "offramp_queued_samples": ("Samples waiting now.", "queued"),
     "offramp_in_flight_samples": (
         "Samples accepted that neither wait for stage 0 nor have left.",
         "in_flight",
     ),
+}
+_GAUGES: Final[_Readings] = {
+    "offramp_model_version": ("Version of the model, 1 until it is replaced.", "version"),
     "offramp_policy_version": ("Version of the exit policy in force.", "policy_version"),
     "offramp_uptime_seconds": ("Time since the model was loaded.", "uptime_s"),
 }
 _PLAN_COUNTERS: Final[_Readings] = {
     "offramp_plan_changes": ("Changes of the plan that a model is split by.", "changes"),
-    "offramp_plan_changes_given_up": (
-        "Changes of plans that were begun, or were to be, and given up.",
-        "given_up",
-    ),
+    "offramp_plan_changes_given_up": ("Changes of plans that were given up.", "given_up"),
 }
 _PLAN_GAUGES: Final[_Readings] = {
     "offramp_plan_predicted_rows_per_second": (
@@ -244,10 +247,7 @@ _LOST: Final[_Readings] = {
     "offramp_discounted_samples": ("Samples that are no evidence: copies.", "discounted"),
 }
 _HISTOGRAMS: Final[_Readings] = {
-    "offramp_queue_duration_seconds": (
-        "Time from submission to first dispatch, per request part.",
-        "queue_s",
-    ),
+    "offramp_queue_duration_seconds": ("Time until first dispatch, per request part.", "queue_s"),
     "offramp_request_duration_seconds": (
         "Time from submission to the response, per request.",
         "latency_s",
@@ -281,7 +281,6 @@ def _families(
     kind: type[Any],
     readings: _Readings,
     known: Iterable[tuple[str | tuple[str, ...], Any]],
-    *,
     labels: tuple[str, ...] = ("model",),
 ) -> Iterator[Metric]:
     """One family a reading, with the value of each model or stage; ``None`` is left out."""
@@ -310,13 +309,13 @@ def _info(models: _Models) -> Metric:
     return family
 
 
-def _failures(models: _Models) -> Metric:
+def _failures(totals: Iterable[tuple[str, CountersSnapshot]]) -> Metric:
     family = CounterMetricFamily(
         "offramp_failures", "Samples without an answer, by cause.", labels=["model", "cause"]
     )
-    for name, model in models:
+    for name, total in totals:
         for cause in FAILURE_CAUSES:  # from 0 on, or the first event would go unseen by rate()
-            family.add_metric([name, cause], model.failed.get(cause, 0))
+            family.add_metric([name, cause], total.failed.get(cause, 0))
     return family
 
 

@@ -60,8 +60,8 @@ class ServerOptions:
     """The addresses that a server listens on, and its limits."""
 
     host: str = "127.0.0.1"
-    """Name or address of the interface, of both ports; ``0.0.0.0`` and ``::`` are all of them, by
-    IPv4 and IPv6. An IPv6 address may be in brackets."""
+    """Name or address of the interface, of both ports; ``0.0.0.0``, ``::`` and ``*`` are all of
+    them, by IPv4 and IPv6. An IPv6 address may be in brackets."""
     grpc_port: int = 8001
     """0 takes any free one."""
     http_port: int = 8000

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 
+from offramp.engine.onnx_files import WrappedFiles
+from offramp.engine.opening import bundles_of
 from offramp.engine.self_check import run_self_check
 from offramp.server.arguments import Arguments
 
@@ -22,7 +28,8 @@ def self_check(arguments: Arguments) -> int:
     Raises:
         BundleError, EngineError: Nothing could be checked.
     """
-    report = run_self_check(arguments.models, arguments.engine, say=_say)
+    with _bundles(arguments) as bundles:
+        report = run_self_check(bundles, arguments.engine, say=_say)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report.document(), indent=1) + "\n")
         _say(f"the report is in {arguments.json}")
@@ -33,6 +40,13 @@ def self_check(arguments: Arguments) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+@contextmanager
+def _bundles(arguments: Arguments) -> Iterator[dict[str, Path]]:
+    """Yield the paths of the bundles to check; ONNX files are wrapped as for serving."""
+    with closing(WrappedFiles()) as wrapped:
+        yield asyncio.run(bundles_of(arguments.models, arguments.engine, wrapped))
 
 
 def _say(line: str) -> None:

@@ -20,6 +20,7 @@ from offramp.server.agreement_view import (
     percent,
     view_agreement,
 )
+from offramp.server.learning_view import LearningView, view_learning
 from offramp.server.plan_view import PlanView, view_plan
 from offramp.server.profile_view import ProfileView, view_profile
 from offramp.server.served import ServedEngine
@@ -64,6 +65,8 @@ class ModelView:
     """A model's part of the page."""
 
     name: str
+    version: int
+    """1 until the model is replaced; the counts are those of this version."""
     ready: bool
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -77,6 +80,8 @@ class ModelView:
     uptime: str
     exits: tuple[ExitView, ...]
     variants: tuple[VariantView, ...]
+    learning: LearningView | None
+    """``None`` where no exits are learned."""
     profile: ProfileView | None
     """``None`` before the first window is over, and where no exit runs."""
     plan: PlanView | None
@@ -116,6 +121,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
     task = model.answer.task
     return ModelView(
         name=model.name,
+        version=statistics.version,
         ready=ready,
         inputs=tuple(tensor.describe() for tensor in model.inputs),
         outputs=tuple(tensor.describe() for tensor in model.outputs),
@@ -128,6 +134,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         uptime=describe_duration(statistics.uptime_s),
         exits=tuple(_view_exits(statistics)),
         variants=tuple(_view_variants(statistics)),
+        learning=view_learning(statistics.learning),
         profile=view_profile(statistics.batch_profile),
         plan=view_plan(statistics.plan, describe_duration),
         promise=_promise_in_force(model, statistics),
@@ -272,9 +279,11 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
         for loss in harmed(model.class_losses, promise.max_disagreement):
             harm = describe_harm(loss, promise.max_disagreement)
             yield f"On the calibration data, {harm}."
-    if statistics.mode == "off":
+    if statistics.learning is None:
+        yield from (f"{note[0].upper()}{note[1:]}." for note in model.notes)
+    if statistics.mode == "off" and not model.notes:
         yield "Exits are switched off (--mode off): every answer is the unmodified model's."
-    elif statistics.control is not None:
+    elif statistics.mode == "off" or statistics.control is not None:
         return  # the view of agreement says what there is to say
     elif not exits_in_use(statistics):
         yield (

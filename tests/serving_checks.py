@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from offramp.engine.errors import BackendError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
-from offramp.engine.results import EngineResult
+from offramp.engine.results import EngineResult, ResultKind
+from offramp.engine.serving.totals import totals_of
+from offramp.engine.statistics import ModelStatistics
 
 MODEL = "m"
 Tensors = dict[str, NDArray[Any]]
@@ -175,7 +179,7 @@ async def swapped(
     assert how.mode.observed
     policies = [Bundle.open(path).policy]
     async with await Engine.open({MODEL: path}, how, backend=backend) as engine:
-        control = engine._models[MODEL].control
+        control = engine._versions[MODEL].model.control
         assert control is not None
         stop = asyncio.Event()
 
@@ -234,3 +238,92 @@ def opened_and_closed(
             backend.close()
         free.append(free_bytes())
     return free
+
+
+async def replaced(
+    backend: Backend,
+    bundles: Sequence[Bundle],
+    truths: Sequence[Truth],
+    how: EngineOptions,
+    *,
+    times: int,
+    at: Path | None = None,
+    settled: Callable[[Engine], Awaitable[None]] | None = None,
+) -> ModelStatistics:
+    """Replace bundles by each other in turn while requests come; gives the last statistics.
+
+    Each request is answered once, whole, by the version that was current when it was sent; some of
+    them want second answers, and some are withdrawn. With ``at``, the bundles are written over each
+    other at that path. ``settled`` is awaited after each removal.
+    """
+    assert all(
+        not np.array_equal(first, second)
+        for exit_, first in truths[0].answer.items()
+        for second in [truths[1].answer.get(exit_)]
+    ), "the versions cannot be told apart"
+    # Controllers that are not static may switch exits off.
+    allowed = [
+        [policy, replace(policy, active=tuple(replace(a, threshold=NEVER) for a in policy.active))]
+        if how.defaults.controller != "static"
+        else [policy]
+        for policy in (bundle.policy for bundle in bundles)
+    ]
+    sent = withdrawn = 0
+    async with await Engine.open({MODEL: bundles[0].path}, how, backend=backend) as engine:
+        ended = asyncio.Event()
+
+        async def ask(rng: np.random.Generator, *, twice: bool) -> None:
+            nonlocal sent
+            sent += 1
+            which = (engine._versions[MODEL].number - 1) % len(bundles)
+            truth, policies = truths[which], allowed[which]
+            rows = rng.integers(0, len(truth), int(rng.integers(1, 9)))
+            if not twice:
+                truth.check(await engine.infer(MODEL, truth.take(rows)), rows, policies)
+                return
+            first, *others = [r async for r in engine.infer_stream(MODEL, truth.take(rows))]
+            truth.check(first, rows, policies)
+            assert len(others) == (first.kind is ResultKind.EARLY)
+            for result in others:
+                ends = np.flatnonzero(result.exits == MODEL_END)
+                (found,) = result.outputs.values()
+                wanted = truth.answer[MODEL_END][rows[ends]]
+                np.testing.assert_allclose(found[ends], wanted, atol=truth.tolerance)
+
+        async def client(seed: int) -> None:
+            nonlocal withdrawn
+            rng = np.random.default_rng(seed)
+            while not ended.is_set():
+                task = asyncio.create_task(ask(rng, twice=seed % 4 == 1))
+                if seed % 4 == 2:
+                    await asyncio.sleep(0.001 * rng.random())
+                    withdrawn += task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+        clients = [asyncio.create_task(client(seed)) for seed in range(8)]
+        try:
+            for number in range(1, times + 1):
+                source = bundles[number % len(bundles)].path
+                if at is not None:
+                    shutil.rmtree(at, ignore_errors=True)
+                    shutil.copytree(source, at)
+                await engine.replace(MODEL, at or source)
+                while engine._versions._removals:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert not any(task.done() for task in clients)
+                if settled is not None:
+                    await settled(engine)
+        finally:
+            ended.set()
+            await asyncio.gather(*clients)
+        statistics = engine.statistics()[MODEL]
+        assert await engine.drain(30.0)
+    total = totals_of(statistics)
+    failed = total.failed.pop("cancelled", 0)
+    assert (total.failed, total.retried) == ({}, 0), "no batch fails for being replaced"
+    assert (statistics.version, statistics.restarts) == (times + 1, 0)
+    assert total.requests == sent, "each is counted once"
+    assert failed <= 8 * withdrawn
+    assert sent > 8 * times
+    return statistics

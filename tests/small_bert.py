@@ -18,9 +18,9 @@ SIZE = BertSize(layers=3, width=16, heads=2, inner=32, vocabulary=50, tokens=8, 
 MODEL = bert_model("bert-small", SIZE, ("layer0.out", "layer1.out"))
 
 
-def small_bert(folder: Path) -> Bundle:
+def small_bert(folder: Path, *, seed: int = 0) -> Bundle:
     """Its bundle; its exits' thresholds are one half."""
-    return MODEL.bundle(folder, seed=0)
+    return MODEL.bundle(folder, seed=seed)
 
 
 def inputs(samples: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:

@@ -71,7 +71,7 @@ class Serving:
     def __init__(self, engine: Engine, backend: HeldBackend, load: Load) -> None:
         self.engine, self.backend, self.load = engine, backend, load
         self.now_s = 0.0
-        (model,) = engine._models.values()
+        (model,) = (version.model for version in engine._versions.current.values())
         assert model.split_by is not None
         self.served = SplitServing(
             name="small",

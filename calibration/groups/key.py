@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,28 @@ class GroupKey:
             )
         values = arrays[self.key] if self.key in inputs else arrays.pop(self.key)
         rows = {len(array) for name, array in arrays.items() if name in inputs and array.ndim}
-        if values.ndim != 1 or values.dtype.kind not in "biuSU" or rows - {len(values)}:
+        if values.ndim != 1 or not _names(values) or rows - {len(values)}:
             raise ValueError(
                 f"--group {self.key} is {values.dtype} {list(values.shape)}, expected an integer "
                 "or a text for each sample, [n]"
             )
         return np.unique(values, return_inverse=True)[1].astype(np.int64)
+
+
+def group_hint(arrays: Mapping[str, NDArray[Any]], inputs: Collection[str]) -> str:
+    """Return the end of an error about arrays that are no inputs: one of them may group rows.
+
+    Empty where none of them has an integer or a text for each sample.
+    """
+    rows = {len(array) for name, array in arrays.items() if name in inputs and array.ndim}
+    for name, array in arrays.items():
+        if name not in inputs and array.ndim == 1 and {len(array)} == rows and _names(array):
+            return (
+                f"; if {name!r} says which rows belong together, name it: --group {name} "
+                "(eecompile, eecompile rehearse, eebench load)"
+            )
+    return ""
+
+
+def _names(array: NDArray[Any]) -> bool:
+    return array.dtype.kind in "biuSU"

@@ -381,6 +381,7 @@ class CudaSlot:
         if self._open.has_dropped():
             self._work.wait()
             self._open.close_dropped()
+            self._shared.stages.sweep()
 
     def _forget_addresses(self) -> None:
         """Wait, and forget all runs: a buffer is about to move."""

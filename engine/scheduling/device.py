@@ -50,16 +50,34 @@ class DeviceScheduler:
     def __init__(
         self, models: Mapping[str, ModelScheduler], *, weights: Mapping[str, float] | None = None
     ) -> None:
-        weights = weights or {}
-        for name, weight in weights.items():
-            if not weight > 0.0:
-                raise ValueError(f"the weight of {name} is {weight}, expected above 0")
-        self._shares = {
-            name: _Share(name, model, weights.get(name, 1.0)) for name, model in models.items()
-        }
+        self._shares: dict[str, _Share] = {}
+        self._suspended: set[int] = set()
+        """Streams that are out of service for all models."""
+        self._flushes = False
+        for name, model in models.items():
+            self.add(name, model, weight=(weights or {}).get(name, 1.0))
         self._running: dict[int, _Share] = {}
         """The share of the model whose batch is on a stream."""
         self._started_s: dict[int, float] = {}
+
+    def add(self, name: str, model: ModelScheduler, *, weight: float = 1.0) -> None:
+        """Let another model share the device from now on; its name is used by no other."""
+        if not weight > 0.0:
+            raise ValueError(f"the weight of {name} is {weight}, expected above 0")
+        self._shares[name] = _Share(name, model, weight)
+        for stream in self._suspended:
+            model.suspend(stream)
+        if self._flushes:
+            model.flush()
+
+    def remove(self, name: str) -> None:
+        """Forget a model of which no batch is on a stream; what waits for it is lost."""
+        assert not self.runs(name), f"a batch of {name} is on a stream"
+        del self._shares[name]
+
+    def runs(self, name: str) -> bool:
+        """Return whether a batch of a model is on a stream."""
+        return any(share.name == name for share in self._running.values())
 
     def model(self, name: str) -> ModelScheduler:
         """The scheduler of a model."""
@@ -131,20 +149,26 @@ class DeviceScheduler:
 
     def suspend(self, stream: int, model: str | None = None) -> None:
         """Say that a stream is out of service, for a model or for all; it has no batch of these."""
+        if model is None:
+            self._suspended.add(stream)
         for share in self._shares.values():
             if model in (None, share.name):
                 share.scheduler.suspend(stream)
 
     def resume(self, stream: int, model: str | None = None) -> None:
         """Say that a stream is in service again, for a model or for all."""
+        if model is None:
+            self._suspended.discard(stream)
         for share in self._shares.values():
             if model in (None, share.name):
                 share.scheduler.resume(stream)
 
-    def flush(self) -> None:
-        """Wait for batch mates no longer, from now on."""
+    def flush(self, model: str | None = None) -> None:
+        """Wait for batch mates of a model, or of any, no longer, from now on."""
+        self._flushes = self._flushes or model is None
         for share in self._shares.values():
-            share.scheduler.flush()
+            if model in (None, share.name):
+                share.scheduler.flush()
 
     def _charge(self, stream: int, now_s: float) -> None:
         share = self._running[stream]

@@ -33,6 +33,7 @@ class ChainedReference:
         manifest = bundle.manifest
         files = [segment.file for segment in manifest.segments]
         files += [manifest.exits[index].file for index in sorted(exits)]
+        self._rows = 1 if manifest.no_batching else _ROWS
         self._sessions = [_session(bundle.read(file), file, threads) for file in files]
         self._integers = {
             before.output: _session(
@@ -50,8 +51,8 @@ class ChainedReference:
         """
         rows = len(next(iter(inputs.values())))
         parts: dict[str, list[NDArray[Any]]] = {name: [] for name in wanted}
-        for start in range(0, rows, _ROWS):
-            known: dict[str, Any] = take(inputs, slice(start, start + _ROWS))
+        for start in range(0, rows, self._rows):
+            known: dict[str, Any] = take(inputs, slice(start, start + self._rows))
             for session in self._sessions:
                 names = [output.name for output in session.get_outputs()]
                 feed = {argument.name: known[argument.name] for argument in session.get_inputs()}

@@ -14,6 +14,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.engines import list_targets
 from offramp.engine.backends import Backend
 from offramp.engine.errors import BackendError
+from offramp.engine.onnx_files.plain_serving import options_for
 from offramp.engine.opening import backend_for
 from offramp.engine.options import EngineOptions
 from offramp.engine.plan import make_plan
@@ -179,6 +180,7 @@ def _load(
     _: TimeLimit,
 ) -> Facts:
     """Prepare the stages that would be served; the subject is added if that can be done."""
+    options = options_for(name, bundle.manifest, options)
     bundle = backend.as_computed(bundle)
     plan = make_plan(bundle, bundle.policy, options.mode)
     subject = CheckSubject(

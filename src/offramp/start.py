@@ -26,7 +26,7 @@ _SPELLINGS = {
 
 def eecompile() -> int:
     """Run ``eecompile``; return the exit status."""
-    return _run("eecompile", "offramp.compiler.cli")
+    return _run("eecompile", "offramp.compiler.commands.cli")
 
 
 def eeserve() -> int:

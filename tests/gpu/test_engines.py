@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, ShapeProfile, list_targets
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.engines.options import PARTS, BuildSettings
 from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.compiler.errors import EngineBuildError

@@ -26,7 +26,7 @@ from tests.small_bert import sentences, small_bert
 from tests.small_bert import truth as truth_of
 
 from offramp.bundle import Bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.onnxruntime_cuda import require_provider
 from offramp.engine.errors import BackendError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.gpu.conftest import lacking
 
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.engine.options import EngineOptions
 from offramp.engine.plan import Mode
 from offramp.engine.self_check import run_self_check

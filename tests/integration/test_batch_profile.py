@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.engine.control_state import identity_of
 from offramp.engine.core import Engine
 from offramp.engine.options import EngineOptions, ModelOptions

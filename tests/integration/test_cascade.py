@@ -29,7 +29,7 @@ from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.blueprint import CompileRun
 from offramp.compiler.build import BuildOptions, build_bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.errors import EngineOptionsError, ExportError
 from offramp.compiler.export.export import ExportOptions, export_bundle
@@ -456,6 +456,3 @@ def test_the_command_line_makes_one(
     assert main([*command, "--overwrite", "--precision", "fp32"]) == 0
     assert "Precision" not in capsys.readouterr().out
     assert Bundle.open("model.ee").manifest.precision == "fp32"
-    assert main([*command, "--overwrite", "--precision", "fp16"]) == 1
-    told = capsys.readouterr().err
-    assert told == "eecompile: --precision is for engines: add --backend tensorrt\n"

@@ -28,7 +28,7 @@ from tests.unit.bundle.examples import FILES, POLICY, agreeing_records, write
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import RECORDS
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.printing import print_bundle
 
 
@@ -252,7 +252,14 @@ def test_a_signal_while_heads_are_trained_leaves_nothing(
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "offramp.compiler.cli", "model.onnx", "--data", "data.npz"]
+    command = [
+        sys.executable,
+        "-m",
+        "offramp.compiler.commands.cli",
+        "model.onnx",
+        "--data",
+        "data.npz",
+    ]
     process = subprocess.Popen(
         [*command, "--epochs", "1000000"],
         env={**os.environ, "TMPDIR": str(temporary)},
@@ -289,7 +296,6 @@ def test_names_that_are_not_there(capfd, arguments: tuple[str, ...], message: st
     "arguments",
     [
         (),
-        ("model.onnx",),
         ("model.onnx", "--data", "data.npz", "--confidence", "1"),
         ("model.onnx", "--data", "data.npz", "--max-disagreement", "1%"),
         ("model.onnx", "--data", "data.npz", "--candidates", "0"),
@@ -301,7 +307,9 @@ def test_wrong_usage(capfd, arguments: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
-    assert "usage: eecompile" in capfd.readouterr().err
+    first, second = capfd.readouterr().err.splitlines()
+    assert re.match("eecompile( inspect)?: error: ", first)
+    assert re.fullmatch("see eecompile( inspect)? --help", second)
 
 
 @pytest.mark.parametrize("name", ["model.ee", "with [brackets].ee"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from tests.bundles import compile_tiny
@@ -14,10 +15,11 @@ from tests.operators import build_library, squash_mlp
 
 from offramp.bundle import Bundle
 from offramp.calibration import profiling
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.engine.backends.custom_ops import using_libraries
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError
+from offramp.engine.onnx_files import OnnxFileError
 from offramp.engine.options import EngineOptions
 from offramp.server.cli import main as serve
 from offramp.tools.bench.cli import main as bench
@@ -137,3 +139,20 @@ def test_a_server_checks_itself_with_the_library(compiled: Bundle, library: Path
     out = capfd.readouterr().out
     assert "passed  load" in out
     assert "failed" not in out
+
+
+def test_an_onnx_file_is_read_and_served_with_the_library(library: Path, tmp_path: Path) -> None:
+    path = tmp_path / "squash.onnx"
+    onnx.save(squash_mlp(batch=1), path)
+
+    async def exits() -> list[int]:
+        async with await Engine.open({"m": path}, EngineOptions(backend="onnxruntime")) as engine:
+            result = await engine.infer("m", {"x": vectors(3, 1)})
+            return [int(exit_) for exit_ in result.exits]
+
+    with pytest.raises(
+        OnnxFileError, match=r"no operator Squash of domain tests\.offramp: give the"
+    ):
+        asyncio.run(exits())
+    with using_libraries([library]):
+        assert asyncio.run(exits()) == [-1, -1, -1]

@@ -19,7 +19,7 @@ from tests.integration.test_compile_tiny import images, vectors
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration import profiling
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.export import export, nesting
 
 
@@ -130,7 +130,7 @@ def test_other_data_verify_too_and_it_is_said(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("two.ee", "--output", "f.onnx"), "add --data NPZ, the file that two.ee was compiled"),
+        (("two.ee", "--output", "f.onnx"), "add --data DATA, that which two.ee was compiled"),
         (("none.ee", "--data", "data.npz", "--output", "f.onnx"), "none.ee has no active exit"),
         (("gone.ee", "--data", "data.npz", "--output", "f.onnx"), "gone.ee is not a bundle"),
         (("two.ee", "--data", "gone.npz", "--output", "f.onnx"), "gone.npz: no such file"),

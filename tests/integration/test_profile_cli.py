@@ -14,7 +14,7 @@ from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import Bundle
 from offramp.calibration import profiling
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.engine.profile_check import predicted_savings
 
 

@@ -20,7 +20,7 @@ from offramp.calibration.dataset import read_dataset, split
 from offramp.calibration.trade_offs import kept_variants
 from offramp.certify import samples_needed
 from offramp.compiler import sharing, weight_parts, weights
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.model import read_model
 from offramp.compiler.report.frontier import frontier_view
 from offramp.compiler.supernet import Supernet, read_spec

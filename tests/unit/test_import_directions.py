@@ -169,6 +169,7 @@ def test_only_training_names_torch() -> None:
     names += ["bridge_training", "joint_training", "joint_state"]
     names += [f"elastic.{name}" for name in ("layers", "space", "supernet", "training", "export")]
     training = {f"offramp.calibration.{name}" for name in names}
+    training |= {"offramp.api.compiling", "offramp.api.torch_export"}  # of the user's own modules
     operators = {m for m in MODULES if is_within(m, "offramp.calibration.torch_operators")}
     tables = {"offramp.calibration.torch_operators", "offramp.calibration.torch_operators.table"}
     assert named == training | (operators - tables)  # the zoo trains example models
@@ -178,8 +179,8 @@ def test_only_training_names_torch() -> None:
 
 def test_building_engines_and_measuring_gpus_needs_no_torch() -> None:
     """An engine is built where it is served, and torch is not needed there."""
-    modules = "compiler.build compiler.cli compiler.printing compiler.tensorrt tools.gpu.benchmark"
-    modules += " calibration.errors"
+    modules = "compiler.build compiler.commands.cli compiler.printing compiler.tensorrt"
+    modules += " tools.gpu.benchmark calibration.errors compiler.plain.wrap"
     code = "import sys; sys.modules['torch'] = None; import " + ", ".join(
         f"offramp.{module}" for module in modules.split()
     )

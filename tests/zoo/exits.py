@@ -18,8 +18,8 @@ from offramp.bundle import ActiveExit, Exit, Head
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.families import family_of, joined_width, masks_of
 from offramp.certify.decision import MODEL_END
-from offramp.compiler.endings import CONFIDENCE
-from offramp.compiler.exits import build_on, exit_prefix
+from offramp.compiler.endings import CONFIDENCE, exit_prefix
+from offramp.compiler.exits import build_on
 from offramp.compiler.graph import copied
 from offramp.compiler.rounding import SINGLE
 from offramp.compiler.runtime import GraphRunner

@@ -12,7 +12,7 @@ import pytest
 
 from offramp.bundle import Answer, AnswerTask, TaskKind, TensorSpec
 from offramp.bundle.mapped import is_mapped
-from offramp.calibration import dataset
+from offramp.calibration import data_sources, dataset
 from offramp.calibration.dataset import DataError, Dataset, TakenInputs, read_dataset
 from offramp.calibration.scratch import ScratchSpace
 
@@ -215,7 +215,7 @@ def test_large_data_stay_on_the_disk(
     save(path, **made, label=np.arange(50))
     held = read_dataset(path, SPECS)
     assert not any(is_mapped(array) for array in held.inputs.values())
-    monkeypatch.setattr(dataset, "HELD_BYTES", 0)
+    monkeypatch.setattr(data_sources, "HELD_BYTES", 0)
     scratch = ScratchSpace(tmp_path)
     data = read_dataset(path, SPECS, scratch=scratch)
     assert all(is_mapped(array) for array in data.inputs.values())
@@ -249,7 +249,7 @@ def test_samples_that_hold_nan_or_infinity_are_found(tmp_path: Path) -> None:
 def test_large_data_are_checked_as_small_ones_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset, "HELD_BYTES", 0)
+    monkeypatch.setattr(data_sources, "HELD_BYTES", 0)
     monkeypatch.setattr(dataset, "_BLOCK_BYTES", 24)  # two samples
     assert read(tmp_path, scores=nan()).not_finite().tolist() == [2, 3]
     path = tmp_path / "data.npz"
@@ -264,7 +264,7 @@ def test_large_data_are_checked_as_small_ones_are(
 def test_compressed_data_without_room_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset, "HELD_BYTES", 0)
+    monkeypatch.setattr(data_sources, "HELD_BYTES", 0)
     path = tmp_path / "data.npz"
     np.savez_compressed(path, **arrays())
     usage = type("Usage", (), {"free": 7})()

@@ -33,7 +33,7 @@ from offramp.bundle.serde import from_plain, to_plain
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.compiler import answer, answer_tokens
 from offramp.compiler.asked_task import AskedTask
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError
 from offramp.compiler.model import SourceModel

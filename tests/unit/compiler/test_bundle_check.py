@@ -21,7 +21,7 @@ from offramp.calibration.dataset import DataError
 from offramp.certify import MODEL_END, upper_bound
 from offramp.compiler import bundle_check
 from offramp.compiler.bundle_check import BundleCheck, VerifyOptions, verify_bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.printing_check import print_check
 from offramp.engine.backends.host import HostSlot

@@ -12,7 +12,7 @@ from tests import models
 from tests.operators import DOMAIN, build_library, squash_mlp, squash_tokens, with_domain
 
 from offramp.bundle.custom_ops import OperatorLibrary
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError
@@ -152,13 +152,6 @@ def test_files_that_are_no_library(capfd, tmp_path) -> None:
     told = fails(capfd, *inspect, text)
     assert f"--custom-ops {text}: ONNX Runtime " in told
     assert "expected a shared library for this machine that exports RegisterCustomOps" in told
-
-
-def test_engines_are_refused(capfd, library, tmp_path) -> None:
-    model, data = tmp_path / "model.onnx", tmp_path / "data.npz"
-    told = fails(capfd, model, "--data", data, "--backend", "tensorrt", "--custom-ops", library)
-    assert "TensorRT's engines cannot hold operators of a library" in told
-    assert "--backend onnxruntime" in told
 
 
 def test_what_is_given_grows_with_the_rows_it_was_run_on(library) -> None:

@@ -26,7 +26,7 @@ from tests.unit.compiler.test_answer import ending, trees
 
 from offramp.calibration import torch_graph
 from offramp.compiler import preparation, simplifier, slice_verification
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.source_file import MAX_BYTES
 from offramp.engine.differences import Difference
 

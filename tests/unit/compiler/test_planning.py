@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle, write_bundle
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.planning import PlanOptions, part_sizes, plan_bundle
 from offramp.compiler.report.cluster import draw_plan, render_plan
 from offramp.engine.control_state import identity_of
@@ -188,7 +188,7 @@ def test_numbers_are_of_more_than_0(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["plan", str(BUNDLE), "--cluster", str(cluster), flag, "0"])
-    assert "0 is not a number of more than 0" in capsys.readouterr().err
+    assert "'0' is not a number above 0" in capsys.readouterr().err
 
 
 class Reader(HTMLParser):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -11,19 +12,23 @@ import pytest
 from tests.cuda_fakes import FakeExecutable, FakeExecutables, fake_cuda
 from tests.engines import engine_bundle
 from tests.serving_checks import (
+    MODEL,
     Truth,
     agree,
     bad_fails_alone,
     drained,
     opened_and_closed,
     options,
+    replaced,
     swapped,
 )
 from tests.small_bert import sentences, small_bert
 from tests.small_bert import truth as truth_of
+from tests.unit.engine.serving import until
 
 from offramp.bundle import Bundle
 from offramp.engine.backends import Backend
+from offramp.engine.core import Engine
 from offramp.engine.cuda.executable import Shape
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Mode
@@ -103,6 +108,24 @@ def test_policies_are_swapped_while_serving(path: Path, truth: Truth) -> None:
     made = fake()
     how = options(Mode.AUDIT, most=MOST)
     asyncio.run(swapped(made.backend, path, truth, how, swaps=8))
+    made.backend.close()
+
+
+def test_bundles_are_replaced_while_serving(path: Path, truth: Truth, tmp_path: Path) -> None:
+    """And memory on the device is that of one version after each removal."""
+    made, other = fake(), small_bert(tmp_path, seed=1)
+    bundles = [Bundle.open(path), other]
+    truths = [truth, Truth.of(other, truth.inputs, truth.tolerance)]
+    stages: list[int] = []
+
+    async def settled(engine: Engine) -> None:
+        stages.append(len(engine.model(MODEL).policy.active) + 1)
+        gc.collect()
+        await until(lambda: made.factory.open["stages"] == stages[-1])
+
+    how = options(Mode.AUDIT, most=MOST)
+    asyncio.run(replaced(made.backend, bundles, truths, how, times=6, settled=settled))
+    assert len(stages) == 6
     made.backend.close()
 
 

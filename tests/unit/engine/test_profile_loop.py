@@ -297,3 +297,51 @@ def test_an_engine_records_and_tells(tmp_path: Path) -> None:
 
     with_engine(body, profile_file=file)
     assert len(parse_recorded(file.path.read_text()).profile.windows) == 1
+
+
+def test_a_model_that_is_added_takes_the_file_of_the_one_that_it_replaces(
+    file: ProfileFile,
+) -> None:
+    serving = begun(file)
+    serving.counting.snapshot = lambda model: Counting.snapshot(serving.counting, "m")  # type: ignore[method-assign]
+    serving.window(50, 30, 20)
+    model = fake_model(FakeBackend(), (0.9, 0.9), profile_file=ProfileFile(file.path))
+    serving.loop.add("m2", "m", model)
+    status = serving.loop.status("m2")
+    assert status is not None and status.windows == 1, "the same bundle goes on"
+    serving.window(10, 0, 30)
+    serving.loop.remove("m")
+    assert serving.loop.status("m") is None
+    windows = parse_recorded(file.path.read_text()).profile.windows
+    assert [window.decided[0] for window in windows] == [100, 140]
+    serving.counting.left += (1, 1, 1)
+    serving.now_s += 120.0
+    serving.loop.end_window()
+    assert len(parse_recorded(file.path.read_text()).profile.windows) == 3
+    serving.loop.stop()
+
+
+def test_a_model_that_was_added_in_vain_returns_the_file(file: ProfileFile) -> None:
+    serving = begun(file)
+    model = fake_model(FakeBackend(), (0.9, 0.9), profile_file=ProfileFile(file.path))
+    serving.loop.add("m2", "m", model)
+    serving.loop.remove("m2", save=False)
+    serving.loop.remove("m2", save=False)  # it is gone already
+    serving.window(50, 30, 20)
+    assert len(parse_recorded(file.path.read_text()).profile.windows) == 1
+
+
+def test_the_loop_starts_with_the_first_model_that_has_exits() -> None:
+    serving = Counting()
+    serving.left += (5, 3, 2)
+    plain = replace(fake_model(FakeBackend()), exits=0)
+    loop = ProfileLoop(cast(Executor, serving), {"plain": plain}, window_s=0.01)
+    loop.start()
+    assert not loop._thread.is_alive()
+    loop.add("plain2", "plain", plain)
+    assert not loop._thread.is_alive()
+    loop.add("m", "plain", fake_model(FakeBackend(), (0.9, 0.9)))
+    while not (status := loop.status("m")) or not status.windows:
+        threading.Event().wait(0.001)
+    loop.stop()
+    assert not loop._thread.is_alive()

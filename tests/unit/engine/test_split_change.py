@@ -260,7 +260,7 @@ def test_control_changes_exits_while_splits_change(
             deployments=served.deployments,
             fingerprint={},
         )
-        (model,) = serving.engine._models.values()
+        (model,) = (v.model for v in serving.engine._versions.current.values())
         loop = ControlLoop(served.executor, {"small": replace(model, control=control)})
         ended = threading.Event()
 

@@ -175,7 +175,7 @@ def test_an_engine_of_which_nothing_runs_for_too_long_is_not_live(
 ) -> None:
     monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr("offramp.engine.executor.NOT_LIVE_AFTER_S", 0.05)
+    monkeypatch.setattr("offramp.engine.serving.availability.NOT_LIVE_AFTER_S", 0.05)
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
         assert isinstance(backend, Device)
@@ -386,6 +386,33 @@ def test_a_model_is_tried_again_on_a_stream_after_pauses_that_double() -> None:
     assert not health.serves(0, "b")
     health.model_mended(0, "b")
     assert health.serves(0, "b") and health.due_s(0) == math.inf
+
+
+def test_a_model_that_is_added_is_due_to_be_warmed_up_on_each_stream_until_it_passes() -> None:
+    health = StreamHealth(2)
+    for stream in range(2):
+        health.model_added(stream, "b", 1.0)
+    assert [health.is_cold(s, "b") for s in range(2)] == [True, True]
+    assert not health.is_cold(0, "a") and not health.serves(0, "b") and health.serves(0, "a")
+    assert (health.due_s(0), health.due(0, 1.0)) == (1.0, ["b"])
+    health.model_failed(0, "b", 1.0)
+    assert not health.is_cold(0, "b") and health.is_cold(0, "b", tried=True)
+    health.model_mended(0, "b")
+    assert health.serves(0, "b") and not health.is_cold(0, "b", tried=True)
+    assert not health.serves(1, "b")
+
+
+def test_nothing_is_known_of_a_model_that_was_forgotten() -> None:
+    health = StreamHealth(1)
+    health.passed(0, 0.0, "b")
+    health.failed(0, 0.1, "b")
+    health.model_failed(0, "b", 0.1)
+    health.failed(0, 0.1, "a")
+    health.forget("b")
+    assert health.serves(0, "b") and not health.vouches(0, 0.2, "b")
+    assert health.due_s(0) == math.inf
+    assert not health.failed(0, 0.2, "b")
+    assert health.failed(0, 0.2, "a"), "the other model's are not forgotten"
 
 
 def test_a_model_is_given_up_once_it_failed_often_enough_on_every_stream() -> None:

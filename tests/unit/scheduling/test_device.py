@@ -185,3 +185,51 @@ def test_a_suspended_stream_is_out_of_service_for_every_model() -> None:
 def test_weights_are_above_zero(weight: float) -> None:
     with pytest.raises(ValueError, match=r"the weight of a is .*, expected above 0"):
         DeviceScheduler({"a": scheduler()}, weights={"a": weight})
+
+
+def test_a_model_that_is_added_shares_the_device_from_where_the_others_are() -> None:
+    device = Device({"a": 1.0})
+    device.serve(100, "a")
+    device.lasts_s["b"] = device.used_s["b"] = 1.0
+    device.scheduler.add("b", scheduler(latencies=table(stages=1, size=1, first_s=1.0, more_s=0.0)))
+    assert Counter(device.serve(20, "a", "b")) == {"a": 10, "b": 10}
+    with pytest.raises(ValueError, match="the weight of c is 0"):
+        device.scheduler.add("c", scheduler(), weight=0.0)
+
+
+def test_a_model_that_is_added_finds_streams_as_they_are() -> None:
+    device = DeviceScheduler({"a": scheduler(streams=3)})
+    device.suspend(1)
+    device.suspend(2)
+    device.resume(2)
+    device.suspend(0, "a")
+    added, later = scheduler(streams=3, max_delay_s=5.0), scheduler(streams=3, max_delay_s=5.0)
+    device.add("b", added)
+    assert [added.suspends(stream) for stream in range(3)] == [False, True, False]
+    device.submit("b", Submission(1), 0.0)
+    assert device.next(0, 0.0) == Wait(5.0)
+    device.flush("b")
+    assert isinstance(device.next(0, 0.0), Assignment)
+    device.add("c", scheduler(streams=3, max_delay_s=5.0))
+    device.submit("c", Submission(1), 0.0)
+    assert device.next(2, 0.0) == Wait(5.0)
+    device.flush()
+    device.add("d", later)
+    device.submit("d", Submission(1), 0.0)
+    assert isinstance(device.next(2, 0.0), Assignment)
+
+
+def test_a_model_is_removed_once_no_batch_of_it_is_on_a_stream() -> None:
+    device = DeviceScheduler({"a": scheduler(), "b": scheduler()})
+    device.submit("a", Submission(1), 0.0)
+    assert isinstance(device.next(0, 0.0), Assignment)
+    assert (device.runs("a"), device.runs("b")) == (True, False)
+    with pytest.raises(AssertionError, match="a batch of a is on a stream"):
+        device.remove("a")
+    device.done(0, np.ones(1, np.bool_), 1.0)
+    device.remove("a")
+    assert not device.waiting
+    device.submit("b", Submission(2), 1.0)
+    task = device.next(0, 1.0)
+    assert isinstance(task, Assignment)
+    assert task.model == "b"

@@ -42,6 +42,10 @@ def test_the_options_of_a_server_have_the_host_without_brackets() -> None:
     assert ServerOptions(host="[::1]").host == "::1"
 
 
+def test_a_star_is_every_interface() -> None:
+    assert ServerOptions(host="*").host == "0.0.0.0"
+
+
 @pytest.mark.parametrize(
     "host", ["", "[", "[]", "[127.0.0.1]", "127.0.0.1:8001", "[::1]:8001", "a b", "a" * 300, ".x"]
 )

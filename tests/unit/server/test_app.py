@@ -165,7 +165,7 @@ def test_new_requests_are_answered_for_a_while_after_readiness_fell(
         with Client(server.address) as another:
             assert another.infer("fake", {"x": X}).exits.tolist() == [0]
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 1
+        assert server.process.wait(30) == 0  # nothing was in flight
     told = server.told()
     assert "new requests are answered for 3600 s more (--drain-delay-s)" in told
     assert told.index("SIGTERM again: leaving at once") < told.index("stopped")
@@ -276,8 +276,12 @@ class Stuck(FakeEngine):
         return False
 
 
-def test_a_second_signal_forces(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("waiting", "status"), [(1, 1), (0, 0)])
+def test_a_second_signal_forces_and_only_lost_requests_are_an_error(
+    waiting: int, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = Stuck()
+    engine.waiting = waiting
 
     async def open_engine() -> Stuck:
         return engine
@@ -292,9 +296,10 @@ def test_a_second_signal_forces(caplog: pytest.LogCaptureFixture) -> None:
         return await serving
 
     with caplog.at_level(logging.INFO):
-        assert asyncio.run(scenario()) == 1
+        assert asyncio.run(scenario()) == status
     assert engine.closed
     assert "SIGTERM again: leaving at once" in caplog.text
+    assert ("leaving with 1 samples unanswered" in caplog.text) == bool(waiting)
 
 
 def test_a_signal_while_models_load_ends_the_loading() -> None:
@@ -330,7 +335,7 @@ def test_a_port_in_use_is_named_with_the_remedy(option: str) -> None:
         port = taken.getsockname()[1]
         options = ServerOptions(**{"grpc_port": 0, "http_port": 0, option: port})
         with pytest.raises(StartError) as caught:
-            asyncio.run(serve_until_stopped(open_engine, options))
+            asyncio.run(serve_until_stopped(open_engine, options, StopSignals()))
     flag = f"--{option.replace('_', '-')}"
     assert str(caught.value).startswith(f"port {port} is in use on 127.0.0.1;")
     assert flag in str(caught.value)

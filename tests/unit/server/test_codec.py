@@ -7,10 +7,12 @@ import dataclasses
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
 from offramp.engine.errors import BadInputError, ModelNotServedError
+from offramp.engine.results import EngineResult
 from offramp.proto.messages import ModelInferRequest
 from offramp.proto.wire import InferMessage
 from offramp.server.codec import (
@@ -18,6 +20,7 @@ from offramp.server.codec import (
     check_version,
     is_decoupled,
     read_request,
+    write_response,
 )
 from offramp.server.decoding import RequestDecoder
 from offramp.server.errors import UndecodableError
@@ -153,3 +156,17 @@ def test_a_request_for_another_version_is_refused() -> None:
     asked.model_version = "2"
     with pytest.raises(ModelNotServedError, match="model 'fake' has no version '2'"):
         read(asked)
+
+
+def test_an_output_that_went_with_the_model_that_had_it_is_named() -> None:
+    result = EngineResult(
+        outputs={"scores": np.zeros((1, 3), np.float32)},
+        exits=np.zeros(1, np.int32),
+        confidences=np.ones(1, np.float32),
+        forced=np.zeros(1, np.bool_),
+        policy_version=1,
+        variants=np.zeros(1, np.int16),
+    )
+    assert write_response(request(), result, ("scores",)).outputs[0].name == "scores"
+    with pytest.raises(BadInputError, match=r"'fake' was replaced.*no output 'logits'.*scores"):
+        write_response(request(), result, ("logits",))

@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.client import Client
 from offramp.server import endpoints
+from offramp.server.reception import Reception
+from offramp.testing.engine import FakeEngine
 
 
 def get(url: str) -> tuple[int, str, Any]:
@@ -113,6 +115,29 @@ def receive(peer: socket.socket, end: bytes, pages: int) -> None:
         more = peer.recv(65536)
         assert more, "the server hung up"
         answer += more
+
+
+PATHS = ("/", "/health/live", "/health/ready", "/metrics")
+
+
+def test_every_route_only_reads() -> None:
+    router = endpoints.make_application(FakeEngine(), Reception()).router
+    found = {
+        (route.resource.canonical, route.method) for route in router.routes() if route.resource
+    }
+    assert found == {(path, method) for path in PATHS for method in ("GET", "HEAD")}
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_changed_over_http(served: Any, path: str, method: str) -> None:
+    request = urllib.request.Request(f"{served.url}{path}", method=method, data=b"stop")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=30)
+    with refused.value as answer:
+        assert answer.code == 405
+        assert answer.headers["Allow"] == "GET,HEAD"
+    assert get(f"{served.url}/health/live")[:2] == (200, "live\n")
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/metrics/x"])

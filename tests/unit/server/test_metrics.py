@@ -313,3 +313,23 @@ def test_names_follow_the_conventions() -> None:
 def test_the_process_is_measured_too() -> None:
     known: Any = families()
     assert "process_resident_memory_bytes" in known
+
+
+def test_counts_go_on_when_a_model_is_replaced() -> None:
+    second = dataclasses.replace(STATISTICS, version=2, earlier=STATISTICS)
+    known = families(now=second)
+
+    def of(family: str, sample: str, **labels: str) -> float:
+        where = {"model": "fake", **labels}
+        (value,) = (
+            s.value for s in known[family].samples if s.name == sample and s.labels == where
+        )
+        return value
+
+    assert of("offramp_requests", "offramp_requests_total") == 24
+    assert of("offramp_failures", "offramp_failures_total", cause="expired") == 4
+    assert of("offramp_answers", "offramp_answers_total", exit="exit 2") == 60
+    assert of("offramp_request_duration_seconds", "offramp_request_duration_seconds_sum") == 40.0
+    assert of("offramp_in_flight_samples", "offramp_in_flight_samples") == 2
+    assert of("offramp_policy_version", "offramp_policy_version") == 3
+    assert of("offramp_model_version", "offramp_model_version") == 2

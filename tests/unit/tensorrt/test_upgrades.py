@@ -20,7 +20,7 @@ from tests.unit.tensorrt.fake_runtime import FakeRuntime
 from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, list_targets
 from offramp.compiler import build as building
-from offramp.compiler.cli import main
+from offramp.compiler.commands.cli import main
 from offramp.compiler.engines.builder import Built
 from offramp.engine import core, served_model
 from offramp.engine.backends.tensorrt import TensorRTFactory

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.engines import engine_bundle
 
 from offramp.bundle import TensorSpec
+from offramp.bundle.distinct import DistinctSamples
 from offramp.calibration.dataset import DataError
+from offramp.calibration.groups.key import GroupKey
 from offramp.client import ModelMetadata, TensorMetadata
-from offramp.tools.bench.load.reference import LoadData, given_reference, input_specs, read_data
+from offramp.tools.bench.load.reference import (
+    LoadData,
+    given_reference,
+    group_key,
+    input_specs,
+    read_data,
+)
 from offramp.tools.bench.load.settings import LoadError
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 2))
@@ -59,6 +70,28 @@ def test_classes_of_the_source_model_may_come_with_the_data(tmp_path: Path) -> N
     assert reference.on_calibration_data is None
 
 
+def test_the_array_that_groups_rows_is_not_sent(tmp_path: Path) -> None:
+    path = data(tmp_path, patient=np.array([7, 7, 9, 9]))
+    for key in (GroupKey(key="patient"), GroupKey(key="patient", needed=False)):
+        assert list(read_data(path, [X], samples=9, group=key).inputs) == ["x"]
+    with pytest.raises(DataError, match="--group person: there is no such array"):
+        read_data(path, [X], samples=9, group=GroupKey(key="person"))
+    named = re.escape("name it: --group patient (eecompile, eecompile rehearse, eebench load)")
+    with pytest.raises(DataError, match=f"there is no input 'patient'.*{named}"):
+        read_data(path, [X], samples=9)
+
+
+def test_the_key_of_groups_is_as_asked_or_the_bundles(tmp_path: Path) -> None:
+    assert group_key(None, None) is None
+    bundle = engine_bundle("residual", tmp_path / "m.ee")
+    assert group_key(None, bundle) is None
+    distinct = DistinctSamples(rows=4, samples=2, found=(), key="patient")
+    calibration = replace(bundle.manifest.calibration, distinct=distinct)
+    grouped = replace(bundle, manifest=replace(bundle.manifest, calibration=calibration))
+    assert group_key(None, grouped) == GroupKey(key="patient", needed=False)
+    assert group_key("person", grouped) == GroupKey(key="person")
+
+
 def test_only_a_bundle_says_which_of_several_outputs_is_the_answer(tmp_path: Path) -> None:
     read = read_data(data(tmp_path, reference=np.arange(4)), [X], samples=9)
     with pytest.raises(LoadError, match=r"outputs logits, features; .* give --reference"):
@@ -70,7 +103,8 @@ def test_only_a_bundle_says_which_of_several_outputs_is_the_answer(tmp_path: Pat
     [
         ({"reference": np.arange(3)}, "differ in length|must be the same"),
         ({"reference": np.ones(4, np.float32)}, "'reference' is float32"),
-        ({"y": np.ones(4)}, "there is no input 'y'"),
+        ({"y": np.ones(4)}, "there is no input 'y'; expected [^;]*$"),
+        ({"y": np.arange(3)}, "there is no input 'y'; expected [^;]*$"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, TensorSpec, UnreadInput
+from offramp.calibration.data_sources import DataSource, NpzSource
 from offramp.calibration.dataset import read_dataset
+from offramp.calibration.groups.key import GroupKey
 from offramp.client import Client, ModelMetadata, OfframpError
 from offramp.engine.backends import make_backend
 from offramp.engine.pipeline import Pipeline
@@ -83,22 +85,43 @@ class LoadData:
 
 
 def read_data(
-    path: Path, specs: Sequence[TensorSpec], *, samples: int, optional: Collection[str] = ()
+    source: Path | DataSource,
+    specs: Sequence[TensorSpec],
+    *,
+    samples: int,
+    optional: Collection[str] = (),
+    group: GroupKey | None = None,
 ) -> LoadData:
-    """Read at most so many first samples of a file; DataError if the model does not take them.
+    """Read at most so many first samples of a source; DataError if the model does not take them.
 
-    The inputs that requests may leave out (``optional``) are not sent.
+    Neither the inputs that requests may leave out (``optional``) nor the array that groups rows
+    (``group``) are sent.
     """
     unread = [UnreadInput(spec=s, place=i) for i, s in enumerate(specs) if s.name in optional]
     specs = [spec for spec in specs if spec.name not in optional]
-    has_reference = f"{REFERENCE_KEY}.npy" in _names(path) and all(
+    path = source.path if isinstance(source, NpzSource) else source
+    names = _names(path) if isinstance(path, Path) else []
+    has_reference = f"{REFERENCE_KEY}.npy" in names and all(
         spec.name != REFERENCE_KEY for spec in specs
     )
     taken = [*specs, _REFERENCE_SPEC] if has_reference else specs
-    dataset = read_dataset(path, taken, unread=unread)
+    dataset = read_dataset(source, taken, unread=unread, group=group)
     inputs = dataset.take(slice(samples))
     reference = inputs.pop(REFERENCE_KEY) if has_reference else None
     return LoadData(inputs=inputs, reference=reference, sha256=dataset.sha256)
+
+
+def group_key(asked: str | None, reference: Bundle | None) -> GroupKey | None:
+    """Return the key of the array that groups rows: as asked, or that of the bundle's compilation.
+
+    Data need not have the latter.
+    """
+    if asked is not None:
+        return GroupKey(key=asked)
+    known = None if reference is None else reference.manifest.calibration.distinct
+    if known is None or known.key is None:
+        return None
+    return GroupKey(key=known.key, needed=False)
 
 
 def _names(path: Path) -> list[str]:

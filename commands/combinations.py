@@ -1,0 +1,85 @@
+"""Options that exclude or need each other: one table for a command, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+
+class IllegalCombinationError(ValueError):
+    """Options were given that exclude each other, or one without another that it needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Illegal:
+    """A combination of two options that a command refuses.
+
+    An option is spelled as on the command line. A bare flag (``--units``) matches where the option
+    is given. A flag with a value (``--train joint``, ``--mode off|leave``) matches where that is
+    its value, given or by default.
+    """
+
+    option: str
+    beside: str | None = None
+    """The option that excludes it."""
+    without: str | None = None
+    """The option that it needs."""
+    why: str
+    """Reason and remedy; the message names the options before it."""
+    when: Callable[[Mapping[str, object]], bool] | None = None
+    """A further condition on the values by flag, which a spelling cannot express."""
+
+    def __post_init__(self) -> None:
+        """Check that one other option is named."""
+        assert (self.beside is None) != (self.without is None), self
+
+    def matches(self, values: Mapping[str, object], given: Collection[str]) -> bool:
+        """Whether a command line has this combination."""
+        if not _is_given(self.option, values, given):
+            return False
+        if self.beside is not None:
+            other = _is_given(self.beside, values, given)
+        else:
+            other = not _is_given(str(self.without), values, given)
+        return other and (self.when is None or self.when(values))
+
+    def message(self, values: Mapping[str, object]) -> str:
+        """Return the error: the options with the values that they have, the reason, the remedy."""
+        if self.beside is not None:
+            other = f"with {_as_found(self.beside, values)}"
+        else:
+            other = f"without {str(self.without).replace('|', ' or ')}"
+        return f"{_as_found(self.option, values)} {other}: {self.why}"
+
+
+def refuse_illegal(
+    table: Sequence[Illegal], values: Mapping[str, object], given: Collection[str]
+) -> None:
+    """Refuse the first combination of a table that a command line has.
+
+    Args:
+        table: Combinations that are illegal.
+        values: Values by flag, defaults included; a flag that is absent matches no value.
+        given: Flags of the options that were given.
+
+    Raises:
+        IllegalCombinationError: With the message of the row.
+    """
+    for row in table:
+        if row.matches(values, given):
+            raise IllegalCombinationError(row.message(values))
+
+
+def _is_given(spelled: str, values: Mapping[str, object], given: Collection[str]) -> bool:
+    flag, _, wanted = spelled.partition(" ")
+    return _text_of(values.get(flag)) in wanted.split("|") if wanted else flag in given
+
+
+def _as_found(spelled: str, values: Mapping[str, object]) -> str:
+    """Return a spelling with the one of its values that an option has."""
+    flag, _, wanted = spelled.partition(" ")
+    return f"{flag} {_text_of(values[flag])}" if wanted else flag
+
+
+def _text_of(value: object) -> str:
+    return str(getattr(value, "value", value))  # an enumeration by its value

@@ -1,0 +1,55 @@
+"""Shell completion, by argcomplete: the shell asks the command itself what may follow."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+SHELLS: Final = ("bash", "zsh", "fish")
+
+
+def shell_code(command: str, shell: str) -> str:
+    """Return what a shell has to evaluate so that it completes a command."""
+    from argcomplete.shell_integration import shellcode  # noqa: PLC0415 - only where it is asked
+
+    return shellcode([command], shell=shell)
+
+
+def complete(
+    parser: Callable[[], argparse.ArgumentParser],
+    commands: Mapping[str, Callable[[], argparse.ArgumentParser]] | None = None,
+) -> None:
+    """Answer a shell that asks what may follow, and end the process; return if none asks.
+
+    Args:
+        parser: Makes the parser of the command.
+        commands: Make the parsers of subcommands that the command finds by its first argument
+            itself, rather than by argparse.
+    """
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    import argcomplete  # noqa: PLC0415 - only where a shell asks
+
+    named = commands or {}
+    words = os.environ.get("COMP_LINE", "").split()
+    if len(words) > 1 and words[1] in named:
+        asked = argparse.ArgumentParser()
+        make: Any = lambda **_: named[words[1]]()  # noqa: E731 - what argparse takes for a class
+        asked.add_subparsers(parser_class=make).add_parser(words[1])
+    else:
+        asked = parser()
+        if named:
+            place: Any = next(a for a in asked._actions if not a.option_strings)  # noqa: SLF001
+            place.completer = _commands_and_files(named)
+    argcomplete.autocomplete(asked)
+
+
+def _commands_and_files(commands: Iterable[str]) -> Callable[..., list[str]]:
+    from argcomplete.completers import FilesCompleter  # noqa: PLC0415 - only where a shell asks
+
+    def complete_place(prefix: str, **_: object) -> list[str]:
+        return [*(c for c in commands if c.startswith(prefix)), *FilesCompleter()(prefix)]
+
+    return complete_place

@@ -1,0 +1,229 @@
+"""A parser with help in two layers: ``--help`` shows what most people need, ``--help-all`` all.
+
+The short layer is a list of flags that the parser is made with. Options are added with argparse as
+always; an option that is not in the list is shown by ``--help-all`` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+from offramp.commands.completion import SHELLS, shell_code
+
+_DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
+_INDENT: Final = "  "
+_LEAST_WORD: Final = 4
+"""Letters of an unknown option from which on it is searched for in longer names."""
+
+
+class LayeredParser(argparse.ArgumentParser):
+    """An argument parser with a short and a full help, and a table of illegal combinations.
+
+    Args:
+        short: Flags that ``--help`` shows, in this order. Empty: there is one layer, ``--help``
+            shows all options.
+        examples: Command lines, and what each is for (may be empty).
+        commands: Other commands by name, each with a line on what it does.
+        illegal: Combinations of options that :meth:`parse_args` refuses.
+        more: What ``ArgumentParser`` takes, such as ``prog`` and ``description``.
+    """
+
+    def __init__(
+        self,
+        *,
+        short: Sequence[str] = (),
+        examples: Mapping[str, str] | None = None,
+        commands: Mapping[str, str] | None = None,
+        illegal: Sequence[Illegal] = (),
+        **more: Any,
+    ) -> None:
+        super().__init__(**{"formatter_class": HelpLines, "add_help": False, **more})
+        self._short, self._illegal = tuple(short), tuple(illegal)
+        self._examples, self._commands = dict(examples or {}), dict(commands or {})
+        self.add_argument("-h", "--help", action="help", help="show this help and end")
+        if short:
+            self.add_argument(
+                "--help-all",
+                action=_ShowAll,
+                nargs=0,
+                default=argparse.SUPPRESS,
+                help="show all options, by groups",
+            )
+        if " " not in self.prog:  # a command, not one of its subcommands
+            self.add_argument("--completion", choices=SHELLS, action=_PrintCompletion,
+                              default=argparse.SUPPRESS,
+                              help="print the code by which a shell completes this command: "
+                              f'eval "$({self.prog} --completion bash)"')  # fmt: skip
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; a wrong option or an illegal combination ends the process with status 2.
+
+        Subparsers are called by this method, so that each checks its own options.
+        """
+        options, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                self.error(self._unknown(word.partition("=")[0]))
+        if self._illegal:
+            try:
+                refuse_illegal(self._illegal, self.values(options), self.given(args))
+            except IllegalCombinationError as error:
+                self.error(str(error))
+        return options, unknown
+
+    def _unknown(self, flag: str) -> str:
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        known = {name.lstrip("-"): name for action in shown for name in action.option_strings}
+        word = flag.lstrip("-")
+        near = difflib.get_close_matches(word, known, n=1)
+        near += [name for name in known if word in name and len(word) >= _LEAST_WORD]
+        hint = f"; did you mean {known[near[0]]}?" if near else ""
+        return f"there is no option {flag}{hint}"
+
+    def options(self) -> Sequence[argparse.Action]:
+        """Return the options, without the places of a command line."""
+        return [action for action in self._actions if action.option_strings]
+
+    def values(self, options: argparse.Namespace) -> dict[str, object]:
+        """Return the values of options by flag."""
+        return {
+            flag: getattr(options, action.dest)
+            for action in self._actions
+            for flag in action.option_strings
+            if hasattr(options, action.dest)
+        }
+
+    def given(self, args: Sequence[str] | None = None) -> frozenset[str]:
+        """Return the flags of the options that a command line names."""
+        defaults = [(action, action.default) for action in self._actions]
+        for action, _ in defaults:
+            action.default = argparse.SUPPRESS  # absent from the namespace unless it is given
+        try:
+            options, _ = super().parse_known_args(args)
+        finally:
+            for action, default in defaults:
+                action.default = default
+        return frozenset(self.values(options))
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2, the message and where to read on, without the usage."""
+        self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
+
+    def format_usage(self) -> str:
+        """Return one line: what has to be given, and that there are options."""
+        needed = [a for a in self._actions if a.required or not a.option_strings]
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, needed, [])
+        usage = formatter.format_help().rstrip("\n")
+        return f"{usage}\n" if self.usage else f"{usage} [options]\n"
+
+    def format_help(self) -> str:
+        """Return the short help; the full one where there is one layer."""
+        if not self._short:
+            return self.format_help_all()
+        by_flag = {flag: action for action in self._actions for flag in action.option_strings}
+        places = [action for action in self._actions if not action.option_strings]
+        shown = [*places, *(by_flag[flag] for flag in self._short)]
+        groups = [("options that most people need", None, shown)]
+        count = sum(bool(action.option_strings) for action in self._actions)
+        return self._page(
+            groups,
+            first_lines=True,
+            end=[f"All {count} options, by groups: {self.prog} --help-all"],
+        )
+
+    def format_help_all(self) -> str:
+        """Return all options by groups."""
+        return self._page([
+            (group.title, group.description, group._group_actions)  # noqa: SLF001 - as argparse
+            for group in self._action_groups
+        ])  # fmt: skip
+
+    def _page(
+        self,
+        groups: Sequence[tuple[str | None, str | None, Sequence[argparse.Action]]],
+        *,
+        first_lines: bool = False,
+        end: Sequence[str] = (),
+    ) -> str:
+        formatter = self._get_formatter()
+        if isinstance(formatter, HelpLines):
+            formatter.first_lines = first_lines
+        formatter.add_text(self.description)
+        for title, description, actions in groups:
+            formatter.start_section(title)
+            formatter.add_text(description)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        parts = [self.format_usage(), formatter.format_help()]
+        parts += [
+            f"{title}:\n" + textwrap.indent("\n".join(_columns(lines)), _INDENT) + "\n"
+            for title, lines in (("examples", self._examples), ("other commands", self._commands))
+            if lines
+        ]
+        parts += [f"{line}\n" for line in end]
+        return "\n".join(part for part in parts if part)
+
+
+class HelpLines(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions, and adds a default that the help of an option lacks.
+
+    The help of an option may have several lines: the short layer shows the first, and the default.
+    """
+
+    def __init__(self, prog: str, **more: Any) -> None:
+        super().__init__(prog, **{"max_help_position": 28, **more})
+        self.first_lines = False
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Keep the lines of a text, and wrap those that are too long."""
+        return "\n".join(
+            textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent)
+            for line in text.splitlines()
+        )
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default, text = action.default, action.help or ""
+        told = _DEFAULT.search(text)
+        if self.first_lines:
+            text = text.partition("\n")[0].rstrip(".,;:")
+            if told is not None and told[0] not in text:
+                text = f"{text} {told[0]}"
+        empty = default in (None, "", argparse.SUPPRESS) or default in ([], ())
+        if told or empty or isinstance(default, bool):
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+class _ShowAll(argparse.Action):
+    """Prints the full help, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print and end."""
+        assert isinstance(parser, LayeredParser)
+        sys.stdout.write(parser.format_help_all())
+        parser.exit()
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints the code for a shell, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *more: Any) -> None:
+        """Print and end."""
+        _, shell, _ = more
+        sys.stdout.write(shell_code(parser.prog, shell))
+        parser.exit()
+
+
+def _columns(lines: Mapping[str, str]) -> list[str]:
+    """Return each key followed by its text, the texts aligned."""
+    width = max((len(key) for key, text in lines.items() if text), default=0)
+    return [f"{key:<{width}}  {text}".rstrip() for key, text in lines.items()]

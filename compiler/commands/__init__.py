@@ -1,0 +1,1 @@
+"""Command line of ``eecompile``: its parsers, its help, and what each command runs."""

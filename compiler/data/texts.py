@@ -1,0 +1,127 @@
+"""Texts as inputs: token ids by a tokenizer of Hugging Face, padded and cut to one length."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import TensorSpec
+from offramp.bundle.optional_imports import optional_import
+from offramp.calibration.errors import DataError
+from offramp.compiler.data.spec import PreprocessingSpec
+
+_log = logging.getLogger(__name__)
+
+INSTALL: Final = "pip install 'offramp[text]'"
+DEFAULT_TOKENS: Final = 128
+"""Length of texts for models that take any."""
+_FIELDS: Final = {"input_ids": "ids", "attention_mask": "attention_mask"} | {
+    "token_type_ids": "type_ids"
+}
+"""Inputs that texts feed, and where a tokenizer has them."""
+_PADDING: Final = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
+"""Tokens that pad, where a tokenizer does not say which one does."""
+
+
+class TextEncoder:
+    """Makes the inputs of a model out of texts."""
+
+    def __init__(self, specs: Sequence[TensorSpec], options: PreprocessingSpec, name: str) -> None:
+        """Read the tokenizer; DataError where it cannot be read, or the inputs are not of texts."""
+        assert options.tokenizer is not None
+        self._specs = {spec: _field(spec, specs, name) for spec in specs}
+        self._length, self._asked = _length(specs, options, name)
+        self._name = name
+        self._tokenizer = _read(options, name)
+        self._set_padding(options)
+        self._truncated = self._texts = 0
+
+    def _set_padding(self, options: PreprocessingSpec) -> None:
+        tokenizer, path = self._tokenizer, options.tokenizer
+        padding = dict(tokenizer.padding or {})
+        if not padding:
+            known = [token for token in _PADDING if tokenizer.token_to_id(token) is not None]
+            if not known:
+                raise DataError(
+                    f"{path} has no token that pads texts (tried {', '.join(_PADDING)}); enable "
+                    "padding in it with Tokenizer.enable_padding(pad_id=…, pad_token=…), and save "
+                    "it again"
+                )
+            padding = {"pad_id": tokenizer.token_to_id(known[0]), "pad_token": known[0]}
+        cut = dict(tokenizer.truncation or {})
+        tokenizer.enable_padding(**{**padding, "length": self._length, "pad_to_multiple_of": None})
+        tokenizer.enable_truncation(**{**cut, "max_length": self._length})
+
+    def encode(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> dict[str, NDArray[Any]]:
+        """Return the inputs [n, tokens] of texts or pairs of texts; DataError where that fails."""
+        encodings = self._tokenizer.encode_batch(list(texts))
+        if any(len(encoding.ids) != self._length for encoding in encodings):
+            raise DataError(
+                f"{self._name}: texts cannot be cut to {self._length} tokens, as the tokenizer "
+                "adds special ones; give more with --max-tokens"
+            )
+        self._texts += len(encodings)
+        self._truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+        return {
+            spec.name: np.array([getattr(each, field) for each in encodings], spec.dtype)
+            for spec, field in self._specs.items()
+        }
+
+    def warn_of_truncation(self) -> None:
+        """Warn where texts were cut to a length that nobody asked for."""
+        if self._truncated and not self._asked:
+            _log.warning(
+                "%s: %d of %d texts are cut to %d tokens; give more with --max-tokens if the model "
+                "is served longer ones.",
+                self._name, self._truncated, self._texts, self._length,
+            )  # fmt: skip
+
+
+def _read(options: PreprocessingSpec, name: str) -> Any:
+    with optional_import("tokenizers", install=INSTALL, raises=DataError):
+        import tokenizers  # noqa: PLC0415 - an optional package
+
+    path = options.tokenizer
+    assert path is not None
+    if not path.is_file():
+        raise DataError(f"--tokenizer {path}: no such file; expected a tokenizer.json for {name}")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare ones
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"--tokenizer {path} is no tokenizer of Hugging Face ({reason:.150}); expected a "
+            "tokenizer.json, as Tokenizer.save writes it"
+        ) from error
+
+
+def _field(spec: TensorSpec, specs: Sequence[TensorSpec], name: str) -> str:
+    """Return which field of a tokenizer's encodings an input takes."""
+    whole = np.dtype(spec.dtype).kind in "iu" and len(spec.shape) == 2
+    field = _FIELDS.get(spec.name) or ("ids" if len(specs) == 1 else None)
+    if not whole or field is None:
+        raise DataError(
+            f"{name}: texts become {', '.join(_FIELDS)}, integers [batch, tokens], and the model "
+            f"has the input {spec.describe()}; give arrays for all inputs, or a module:function "
+            "that yields batches"
+        )
+    return field
+
+
+def _length(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: str) -> tuple[int, bool]:
+    """Return the length of all texts in tokens, and whether model or user asked for it."""
+    fixed = {spec.shape[1] for spec in specs if isinstance(spec.shape[1], int)}
+    asked = options.max_tokens
+    if not fixed:
+        return asked or DEFAULT_TOKENS, asked is not None
+    length = min(fixed)
+    if asked not in (None, length):
+        raise DataError(
+            f"{name}: --max-tokens {asked}: the model takes texts of {length} tokens; leave it "
+            "out, or export the model with a free length"
+        )
+    return length, True

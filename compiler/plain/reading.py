@@ -1,0 +1,170 @@
+"""Reading a model to serve it as it is: what only exits need of it is not asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import onnx
+
+from offramp.bundle import Answer, AnswerTask, TensorSpec
+from offramp.compiler import preparation
+from offramp.compiler.answer import find_answer, keep_answer
+from offramp.compiler.asked_task import AskedTask
+from offramp.compiler.batch import fixed_size, free_batch, rename_batch
+from offramp.compiler.custom_ops import check_operators
+from offramp.compiler.decoder_cache import check_no_cache
+from offramp.compiler.errors import ModelError
+from offramp.compiler.graph import copied, default_opset, refill
+from offramp.compiler.model import SourceModel, modern, specs
+from offramp.compiler.model_checks import check_batch_in_front, check_inputs
+from offramp.compiler.plain.rows import find_mixing, gives_rows
+from offramp.compiler.shapes import BATCH, FLOATING, annotate, dtype_name
+from offramp.compiler.source_file import load_source
+from offramp.compiler.unread_inputs import DeclaredInputs, drop_unread
+
+_LISTED: Final = 8
+"""Names of outputs that an error lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnslicedModel:
+    """A model to serve as it is, and what was found out about its batch."""
+
+    source: SourceModel
+    """Its batch is symbolic wherever that can be."""
+    fixed: int | None
+    """Batch size that the file fixes; ``None`` where the batch is symbolic there."""
+    no_batching: str
+    """Reason why samples must not share a batch; empty where they may."""
+    stated: tuple[onnx.ValueInfoProto, ...]
+    """What the file states of tensors inside, where it is not of a fixed batch."""
+
+    def graph(self) -> onnx.ModelProto:
+        """Return the graph as it is served, with all inputs that the file declares.
+
+        It states no more of tensors inside than the file does: ONNX Runtime fuses by what it knows
+        of shapes, and answers would differ from the file's by rounding.
+        """
+        served = copied(self.source.as_declared())
+        refill(served.graph.value_info, self.stated)
+        return served
+
+
+def read_plain(
+    path: Path, *, answer: str | None = None, task: AskedTask | None = None
+) -> UnslicedModel:
+    """Read a model; ``answer`` names the output to serve, where there are several.
+
+    The graph is not simplified: it computes what the file does, bit for bit, unless its opset had
+    to be converted or its batch was fixed.
+
+    Raises:
+        ModelError: The file is missing, no ONNX model, or cannot be served; the message begins
+            with ``path``.
+    """
+    proto, digest = load_source(path)
+    try:
+        return _read(proto, path, digest, answer, task or AskedTask())
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    except (ValueError, LookupError, TypeError) as error:  # what the ONNX checker lets pass
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise ModelError(
+            f"{path}: contradicts itself ({reason}); export the model again"
+        ) from error
+
+
+def _read(
+    proto: onnx.ModelProto, path: Path, digest: str, answer: str | None, asked: AskedTask
+) -> UnslicedModel:
+    check_operators(proto)
+    preparation.unlist_initializers(proto)
+    check_no_cache(proto)
+    _check_one_output(proto, answer)
+    proto = modern(proto)
+    keep_answer(proto, answer)
+    flat = preparation.give_column(proto)
+    preparation.remove_unused(proto)
+    declared = DeclaredInputs.of(proto.graph)
+    drop_unread(proto.graph)
+    check_inputs(proto)
+    specs(proto, [info.name for info in proto.graph.input])
+    check_batch_in_front(proto.graph)
+    fixed = fixed_size(proto)
+    stated = () if fixed else tuple(map(copied, proto.graph.value_info))
+    proto, no_batching = _freed(proto, fixed)
+    preparation.name_operators(proto)
+    annotate(proto)
+    found = _describe(proto, asked)
+    return UnslicedModel(
+        source=SourceModel(
+            proto=proto,
+            name=path.stem,
+            inputs=_in_batches(specs(proto, [info.name for info in proto.graph.input])),
+            outputs=_in_batches(specs(proto, [found.output])),
+            original_sha256=digest,
+            opset=default_opset(proto),
+            answer=replace(found, flat=flat),
+            unread=declared.unread(proto.graph),
+        ),
+        fixed=fixed,
+        no_batching=no_batching,
+        stated=stated,
+    )
+
+
+def _check_one_output(proto: onnx.ModelProto, answer: str | None) -> None:
+    """Ask for the output to serve where there are several: ModelError."""
+    outputs = list(proto.graph.output)
+    if answer is not None or len(outputs) < 2:
+        return
+    scores = [o for o in outputs if dtype_name(o.type.tensor_type.elem_type) in FLOATING]
+    names = [output.name for output in outputs]
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    raise ModelError(
+        f"{len(names)} outputs ({', '.join(names[:_LISTED])}{more}), of which one can be served; "
+        f"name it, for instance --answer {(scores or outputs)[0].name}"
+    )
+
+
+def _freed(proto: onnx.ModelProto, fixed: int | None) -> tuple[onnx.ModelProto, str]:
+    """Make the batch symbolic, and find out whether samples may share one.
+
+    Returns the model, and the reason why they may not. A model whose batch is fixed at 1 and
+    cannot be made symbolic is returned as it is, with the reason. ModelError where samples cannot
+    run one by one either.
+    """
+    trial = copied(proto)
+    try:
+        free_batch(trial)
+    except ModelError as error:
+        if fixed is None:
+            rename_batch(proto.graph)
+        elif fixed != 1:
+            raise
+        annotate(proto)
+        if not gives_rows(proto):
+            raise
+        return proto, str(error)
+    return trial, find_mixing(trial)
+
+
+def _describe(proto: onnx.ModelProto, asked: AskedTask) -> Answer:
+    """Describe the answer: of a task that exits know, or of another one."""
+    output = proto.graph.output[0]
+    shape = output.type.tensor_type.shape
+    if shape.dim:  # where the file fixes it at 1, it is the batch all the same
+        shape.dim[0].dim_param = BATCH
+    try:
+        return find_answer(proto, asked)
+    except ModelError:
+        if asked.kind != "auto":
+            raise
+    return Answer(output=output.name, classes=1, form="values", task=AnswerTask(kind="other"))
+
+
+def _in_batches(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Name the first size of tensors ``batch``: requests of any number of samples are split."""
+    return tuple(replace(spec, shape=(BATCH, *spec.shape[1:])) for spec in found)

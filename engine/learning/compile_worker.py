@@ -1,0 +1,63 @@
+"""The process that compiles beside a server: ``python -m … CORES idle|nice …``.
+
+It is ``eecompile`` with the arguments that follow, on so many cores, and ends with its standard
+input, as :mod:`offramp.engine.build_worker` does.
+
+``idle``: its threads run only while nothing else wants their core (SCHED_IDLE; where there is none,
+at niceness 19). On a machine that is never idle it would not get on at all: there it has a small
+share of the processor, by niceness 10 (``nice``). Its reads and writes of the disk come last. It
+stays in the session of the server: Linux shares the processor between sessions before it looks at
+niceness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import sys
+from typing import Final
+
+from offramp.engine.build_worker import run_compiler
+from offramp.engine.options import limit_cores
+
+IDLE: Final = "idle"
+NICE: Final = "nice"
+_IDLE_NICENESS: Final = 19
+_NICENESS: Final = 10
+_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
+"""Numbers of the system call by machine; libc has no function for it."""
+_IOPRIO_WHO_PROCESS: Final = 1
+_IOPRIO_IDLE: Final = 3 << 13
+
+
+def main() -> None:
+    """Run the compiler; its exit status is this process's."""
+    cores, priority = int(sys.argv.pop(1)), sys.argv.pop(1)
+    leave_processor(priority)
+    limit_cores(cores)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group
+    run_compiler()
+
+
+def leave_processor(priority: str) -> None:
+    """Lower the priority of this process, as far as the system lets it."""
+    niceness = _NICENESS if priority == NICE else _IDLE_NICENESS
+    try:
+        if priority == IDLE:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.nice(niceness)
+    except (AttributeError, OSError):
+        with contextlib.suppress(AttributeError, OSError):
+            os.nice(niceness)
+    number = _IOPRIO_SET.get(platform.machine()) if sys.platform == "linux" else None
+    if number is not None:
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""Learns exits for one model while it serves: records, compiles, switches, and begins again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from offramp.bundle import BundleError
+from offramp.engine.agreement import agreement_of
+from offramp.engine.errors import DrainingError, EngineError, OptionsError
+from offramp.engine.learning import words
+from offramp.engine.learning.compiling import (
+    Compilation,
+    compile_arguments,
+    describe_end,
+    missing_packages,
+    priority_for,
+    read_progress,
+    start_compilation,
+)
+from offramp.engine.learning.folder import LearnFolder
+from offramp.engine.learning.learning_engine import LearningEngine
+from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, Progressed
+from offramp.engine.learning.options import LearnOptions
+from offramp.engine.learning.processor import IdleShare
+from offramp.engine.learning.recorder import InputRecorder, RecordedCounts
+from offramp.engine.learning.recording import RecordingError, RecordingHeader, sample_bytes
+from offramp.engine.learning.recording_log import LIVE_SHARE, RecordingLog
+from offramp.engine.learning.state import LearnState
+from offramp.engine.learning.status import LearningStatus
+from offramp.engine.options import available_cores
+from offramp.engine.results import ModelInfo
+from offramp.engine.statistics import ModelStatistics
+
+_log = logging.getLogger(__name__)
+
+COMPILE_REMEDY: Final = "pip install 'offramp[compile]'"
+_TENTHS: Final = 10
+"""Lines of the log that tell how far a recording is."""
+
+
+class ModelLearner:
+    """The learning of one model; all methods but :meth:`prepare` are of the event loop's thread."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        folder: LearnFolder,
+        state: LearnState,
+        options: LearnOptions,
+        *,
+        arguments: Sequence[str],
+        least: int,
+        start: Callable[[Sequence[str], int, str], Compilation] = start_compilation,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Go on from a state.
+
+        ``arguments`` are options of ``eecompile``, ``least`` the fewest samples that a promise
+        takes.
+        """
+        self.name, self._model, self._folder, self._options = name, model, folder, options
+        self._arguments, self._least = arguments, least
+        self._start_process, self._clock = start, clock
+        self._state = state
+        self._life = LifeCycle(state.phase, failures=state.failures)
+        self._life.reason = state.reason
+        self._wanted = options.samples
+        self._recorder: InputRecorder | None = None
+        self._compilation: Compilation | None = None
+        self._attempts = self._told = self._told_step = 0
+        self._dropped = self._copies = self._unanswered = 0
+        """Of recordings that are closed."""
+        self._saved: LearnState | None = None
+        served = folder.open_bundle(state.serving)
+        self._certified = "" if served is None else words.describe_promise(served)
+        self._engine: LearningEngine | None = None
+        self._header: RecordingHeader | None = None
+        self._failing = False
+        self._idle = IdleShare()
+
+    @property
+    def path(self) -> Path:
+        """What to serve at the start: the learned bundle, or the model's file."""
+        serving = self._state.serving
+        return self._folder.bundle(serving) if serving else self._model
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a compilation runs."""
+        return self._compilation is not None
+
+    async def start(self, engine: LearningEngine) -> None:
+        """Begin, with an engine that serves :attr:`path`; OptionsError if that cannot be."""
+        self._engine = engine
+        info = engine.model(self.name)
+        self._fit(info)
+        read = [spec for spec in info.inputs if spec.name not in info.unread]
+        self._header = RecordingHeader(
+            model_sha256=self._state.model_sha256,
+            inputs=tuple((spec.name, np.dtype(spec.dtype).name) for spec in read),
+        )
+        if missing := missing_packages():
+            _log.warning(
+                "%s: nothing can be compiled without %s: %s; inputs are recorded until then",
+                self.name, ", ".join(missing), COMPILE_REMEDY,
+            )  # fmt: skip
+        if not self._life.phase.records and not self._options.keep:
+            await asyncio.to_thread(self._folder.remove_recording)
+        if self._life.phase.records:
+            try:
+                await self._record()
+            except (OSError, RecordingError) as error:
+                raise OptionsError(f"{self.name}: inputs cannot be recorded: {error}") from error
+        kept = "are kept" if self._options.keep else "are removed once exits are compiled"
+        _log.info(
+            "%s: learning in %s, where recorded inputs %s: %s",
+            self.name, self._folder.path, kept, self.status().text,
+        )  # fmt: skip
+        await self._save()
+
+    async def look(self, *, may_compile: bool) -> None:
+        """Look once, and do what is due; whatever fails, serving goes on."""
+        try:
+            await self._step(may_compile=may_compile)
+        except Exception as error:
+            if not self._failing:
+                _log.exception("%s: learning failed; serving goes on", self.name)
+            self._failing = True
+            if self._life.phase in (Phase.COMPILING, Phase.SWITCHING) and not self.compiling:
+                self._life.failed(f"{type(error).__name__}: {error}", self._clock())
+        else:
+            self._failing = False
+
+    def status(self) -> LearningStatus:
+        """Return a snapshot."""
+        counts, life = self._counts(), self._life
+        progress = read_progress(self._folder.progress) if self.compiling else None
+        return LearningStatus(
+            phase=life.phase.value,
+            text=self._text("" if progress is None else progress.describe()),
+            recorded=counts.recorded,
+            wanted=counts.wanted,
+            dropped=self._dropped + counts.dropped,
+            copies=self._copies + counts.copies,
+            unanswered=self._unanswered + counts.unanswered,
+            size_bytes=counts.size_bytes,
+            attempts=self._attempts,
+            failures=life.failures,
+            step=progress.step if progress else 0,
+            steps=progress.steps if progress else 0,
+            reason=life.reason,
+        )
+
+    async def close(self) -> None:
+        """End the compilation, write what is recorded, and let go of the folder."""
+        if self._compilation is not None:
+            await asyncio.to_thread(self._compilation.end)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
+        self.release()
+
+    def release(self) -> None:
+        """Let another server use the folder."""
+        self._folder.release()
+
+    async def _step(self, *, may_compile: bool) -> None:
+        assert self._engine is not None
+        life = self._life
+        if life.phase in (Phase.SERVING, Phase.RELEARNING, Phase.NOTHING_PAYS):
+            self._look_at_exits(self._engine.statistics()[self.name])
+        if self._compilation is not None:
+            await self._look_after(self._compilation)
+            return
+        self._idle.look()
+        counts = self._counts()
+        self._tell(counts)
+        if self._recorder is not None and counts.wanted < self._least:
+            await self._do(life.stop(self._too_large(counts)))
+            return
+        sample = Progressed(recorded=counts.recorded, wanted=counts.wanted)
+        before = life.phase
+        action = life.step(self._clock(), sample, may_compile=may_compile)
+        if action is not None:
+            await self._do(action, drops=before is Phase.RELEARNING)
+
+    async def _do(self, action: LearnAction, *, drops: bool = False) -> None:
+        """Do what the life cycle decided; ``drops`` is whether what was recorded is of no use."""
+        match action:
+            case LearnAction.COMPILE:
+                await self._compile()
+            case LearnAction.SWITCH:
+                await self._switch()
+            case LearnAction.RECORD:
+                _log.warning(
+                    "%s: exits answer nothing any more; inputs are recorded to learn anew",
+                    self.name,
+                )
+                await asyncio.to_thread(self._folder.remove_recording)
+                self._told = 0
+                try:
+                    await self._record()
+                except (OSError, RecordingError) as error:
+                    await self._do(self._life.stop(f"inputs cannot be recorded: {error}"))
+            case LearnAction.FORGET:
+                await self._forget(keep=self._options.keep and not drops)
+        await self._save()
+
+    async def _record(self) -> None:
+        """Record from now on; goes on with what the folder has."""
+        assert self._engine is not None
+        assert self._header is not None
+        limit = self._options.limit_bytes
+        log = await asyncio.to_thread(
+            RecordingLog, self._folder.path, self._header, limit_bytes=limit
+        )
+        if log.lost:
+            _log.warning(
+                "%s: %d records of %s were damaged or cut off, and are left out",
+                self.name, log.lost, log.path,
+            )  # fmt: skip
+        agreement = agreement_of(self._engine.model(self.name).answer)
+        self._recorder = InputRecorder(log, samples=self._wanted, decided=agreement.decided)
+        self._engine.observe_inputs(self.name, self._recorder.observe)
+
+    async def _forget(self, *, keep: bool) -> None:
+        assert self._engine is not None
+        self._engine.observe_inputs(self.name, None)
+        if (recorder := self._recorder) is not None:
+            counts, self._recorder = recorder.counts(), None
+            self._dropped += counts.dropped
+            self._copies += counts.copies
+            self._unanswered += counts.unanswered
+            await asyncio.to_thread(recorder.close, remove=not keep)
+
+    async def _compile(self) -> None:
+        self._attempts += 1
+        if missing := missing_packages():
+            why = f"packages are missing: {', '.join(missing)}; {COMPILE_REMEDY}"
+            await self._failed(why)
+            return
+        number = self._folder.next_number()
+        self._state = replace(self._state, compiling=number)
+        await self._save()  # if killed from here on, the next server finds what was finished
+        self._folder.progress.unlink(missing_ok=True)
+        arguments = compile_arguments(
+            model=self._model,
+            data=self._folder.path,
+            output=self._folder.bundle(number),
+            progress=self._folder.progress,
+            asked=self._arguments,
+        )
+        cores, priority = max(1, available_cores() // 2), priority_for(self._idle.share)
+        try:
+            await self._start_compilation(arguments, cores, priority)
+        except OSError as error:
+            await self._failed(f"no process can be started: {error}")
+            return
+        _log.info(
+            "%s: compiling with %s recorded samples, by %d of %d cores, priority %s",
+            self.name, f"{self._counts().recorded:,}", cores, available_cores(), priority,
+        )  # fmt: skip
+
+    async def _start_compilation(self, arguments: Sequence[str], cores: int, priority: str) -> None:
+        """Start the process; if cancelled meanwhile, it is there for :meth:`close` to end."""
+        starting = asyncio.create_task(
+            asyncio.to_thread(self._start_process, arguments, cores, priority)
+        )
+        try:
+            self._compilation = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._compilation = await starting
+            raise
+
+    async def _look_after(self, compilation: Compilation) -> None:
+        status = compilation.poll()
+        if status is None:
+            self._tell_step()
+            return
+        said = compilation.last_words()
+        await asyncio.to_thread(compilation.end)
+        self._compilation = None
+        self._told_step = 0
+        self._folder.progress.unlink(missing_ok=True)
+        number = self._state.compiling
+        bundle = await asyncio.to_thread(self._folder.open_bundle, number) if not status else None
+        if bundle is None:
+            await self._failed(describe_end(status, said))
+        else:
+            pays = bool(bundle.policy.active)
+            self._certified = words.describe_promise(bundle) if pays else self._certified
+            action = self._life.compiled(pays=pays, reason="" if pays else words.why_idle(bundle))
+            if not pays:
+                _log.warning("%s: %s", self.name, self._text())
+                await asyncio.to_thread(self._folder.remove_others, self._state.serving, number)
+            await self._save()
+            await self._do(action)
+        await self._save()
+
+    async def _switch(self) -> None:
+        assert self._engine is not None
+        number = self._state.compiling
+        try:
+            await self._engine.replace(self.name, self._folder.bundle(number))
+        except DrainingError:
+            return  # the next server finds the bundle, and serves it
+        except (EngineError, BundleError, OSError) as error:
+            await self._failed(f"the compiled bundle cannot be served: {error}")
+            return
+        self._state = self._state.served(number)
+        self._life.switched()
+        await self._save()
+        _log.info("%s: %s", self.name, self._text())
+        await self._forget(keep=self._options.keep)
+        await asyncio.to_thread(self._folder.remove_others, number)
+
+    async def _failed(self, reason: str) -> None:
+        """Note a failed attempt, of which nothing is kept."""
+        self._life.failed(reason, self._clock())
+        await asyncio.to_thread(self._folder.remove_others, self._state.serving)
+        _log.warning("%s: %s", self.name, self._text())
+
+    def _look_at_exits(self, statistics: ModelStatistics) -> None:
+        *exits, end = statistics.stages
+        early = sum(stage.answered for stage in exits)
+        alarms = 0 if statistics.control is None else statistics.control.alarms
+        self._life.exits.look(alarms=alarms, answered=early + end.answered, early=early)
+
+    def _fit(self, info: ModelInfo) -> None:
+        """Want no more samples than the limit has room for; OptionsError if those are too few."""
+        read = [spec for spec in info.inputs if spec.name not in info.unread]
+        size = sample_bytes((spec.shape, spec.dtype) for spec in read)
+        room = int(LIVE_SHARE * self._options.limit_bytes) // size if size else self._wanted
+        if room < self._least:
+            raise OptionsError(
+                f"{self.name}: {self._options.max_gib:g} GiB hold {room:,} samples of "
+                f"{size:,} bytes, and the promise takes at least {self._least:,}; give "
+                f"--learn-gib {self._least * size / LIVE_SHARE / 2**30:.1f} or more"
+            )
+        if room < self._wanted:
+            _log.warning(
+                "%s: %g GiB (--learn-gib) hold %s samples; %s were asked for",
+                self.name, self._options.max_gib, f"{room:,}", f"{self._wanted:,}",
+            )  # fmt: skip
+            self._wanted = room
+
+    def _too_large(self, counts: RecordedCounts) -> str:
+        return (
+            f"{self._options.max_gib:g} GiB hold {counts.recorded:,} of these samples, and the "
+            f"promise takes at least {self._least:,}; start again with a larger --learn-gib"
+        )
+
+    def _counts(self) -> RecordedCounts:
+        if self._recorder is None:
+            return RecordedCounts(wanted=self._wanted)
+        return self._recorder.counts()
+
+    def _tell(self, counts: RecordedCounts) -> None:
+        """Say in the log how far a recording is, now and then."""
+        tenth = _TENTHS * counts.recorded // max(counts.wanted, 1)
+        if self._recorder is not None and tenth > self._told:
+            self._told = tenth
+            _log.info("%s: %s", self.name, self._text())
+
+    def _tell_step(self) -> None:
+        progress = read_progress(self._folder.progress)
+        if progress is not None and progress.step > self._told_step:
+            self._told_step = progress.step
+            of = f" of {progress.steps}" if progress.steps else ""
+            step = f"step {progress.step}{of}: {progress.title}"
+            _log.info("%s: compiling, %s", self.name, step)
+
+    def _text(self, progress: str = "") -> str:
+        life, counts = self._life, self._counts()
+        return words.describe_state(
+            life,
+            recorded=f"recorded {counts.recorded:,} of {counts.wanted:,}",
+            progress=progress,
+            certified=self._certified,
+            since_unix_s=self._state.since_unix_s,
+            retry_unix_s=time.time() + (life.retry_s or 0.0) - self._clock(),
+            has_exits=self._state.serving > 0,
+        )
+
+    async def _save(self) -> None:
+        """Keep the state, if it is another one than before."""
+        life = self._life
+        state = replace(self._state, phase=life.phase, failures=life.failures, reason=life.reason)
+        if state != self._saved:
+            self._state = self._saved = state
+            await asyncio.to_thread(state.save, self._folder.path)

@@ -1,0 +1,174 @@
+"""Records a sample of a model's inputs beside serving.
+
+On the event loop only two things happen: the reservoir decides which samples are wanted, and those
+are copied. A thread writes them. Where it does not keep up, samples are dropped and counted:
+serving neither waits nor takes more memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.learning.recording_log import NoRoomError, RecordingLog, Sample
+from offramp.engine.learning.reservoir import Reservoir
+
+_log = logging.getLogger(__name__)
+
+MOST_PENDING_BYTES: Final = 2**26
+"""Of samples that wait to be written."""
+MOST_PENDING: Final = 4096
+_STOP_S: Final = 10.0
+
+
+class _Pending(NamedTuple):
+    """A sample that waits to be written."""
+
+    slot: int
+    seen: int
+    sample: Sample
+    size_bytes: int
+    answer: NDArray[Any]
+    """[1, …]: what the model answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCounts:
+    """What a recorder has, and what it could not record."""
+
+    wanted: int
+    recorded: int = 0
+    dropped: int = 0
+    copies: int = 0
+    unanswered: int = 0
+    size_bytes: int = 0
+
+
+class InputRecorder:
+    """Keeps a uniform sample of a model's answered inputs in a log.
+
+    ``decided`` says which answers [n, …] decide anything: what the model answers with NaN cannot
+    be compiled with. All methods but the thread's own are called on the event loop.
+    """
+
+    def __init__(
+        self,
+        log: RecordingLog,
+        *,
+        samples: int,
+        decided: Callable[[NDArray[Any]], NDArray[np.bool_]],
+        seed: int | None = None,
+    ) -> None:
+        """Go on with the samples that the log has; starts the thread."""
+        capacity = max(samples, 1 + max(log.live, default=0))  # more were asked for before
+        self._reservoir = Reservoir(capacity, seen=log.seen, filled=log.live.keys(), seed=seed)
+        self._names = [name for name, _ in log.header.inputs]
+        self._log, self._decided = log, decided
+        self._pending: deque[_Pending | None] = deque()
+        self._pending_bytes = 0
+        self._wake = threading.Condition()
+        """Guards the two above."""
+        self._returned: deque[int] = deque()
+        """Slots that the thread could not fill."""
+        self._dropped = self._copies = self._unanswered = 0
+        self._crowded = False
+        """Whether the samples kept take all that they may."""
+        self._failing = False
+        self._thread = threading.Thread(target=self._work, name="recording", daemon=True)
+        self._thread.start()
+
+    def observe(self, inputs: Mapping[str, NDArray[Any]], answers: NDArray[Any]) -> None:
+        """Record of a request that was answered what is wanted; takes microseconds."""
+        while self._returned:
+            self._reservoir.give_back(self._returned.popleft())
+        for row, slot in self._reservoir.offer(len(answers)):
+            sample = []
+            for name in self._names:
+                array = inputs[name]
+                sample.append((array.shape[1:], array[row].tobytes()))
+            size = sum(len(content) for _, content in sample)
+            answer = answers[row : row + 1]
+            self._put(_Pending(slot, self._reservoir.seen, sample, size, answer))
+
+    def counts(self) -> RecordedCounts:
+        """Return how far the recording is."""
+        if self._crowded and not self._pending and self._log.live:
+            self._reservoir.shrink(self._log.live.keys())
+        return RecordedCounts(
+            recorded=min(len(self._log.live), self._reservoir.capacity),
+            wanted=self._reservoir.capacity,
+            dropped=self._dropped,
+            copies=self._copies,
+            unanswered=self._unanswered,
+            size_bytes=self._log.size_bytes,
+        )
+
+    def close(self, *, remove: bool = False) -> None:
+        """Write what waits, and close the log, or remove it; blocks for moments."""
+        with self._wake:
+            if remove:
+                self._pending.clear()
+            self._pending.append(None)
+            self._wake.notify()
+        self._thread.join(_STOP_S)
+        if remove:
+            self._log.remove()
+        else:
+            self._log.close()
+
+    def _put(self, pending: _Pending) -> None:
+        with self._wake:
+            waits = len(self._pending)
+            full = self._pending_bytes + pending.size_bytes > MOST_PENDING_BYTES and waits > 0
+            if not full and waits < MOST_PENDING:
+                self._pending.append(pending)
+                self._pending_bytes += pending.size_bytes
+                self._wake.notify()
+                return
+        self._dropped += 1
+        self._return(pending.slot)
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._pending)
+                pending = self._pending[0]
+            if pending is None:
+                return
+            try:
+                self._write(pending)
+            finally:
+                with self._wake:
+                    if self._pending and self._pending[0] is pending:
+                        self._pending.popleft()
+                    self._pending_bytes -= pending.size_bytes
+
+    def _write(self, pending: _Pending) -> None:
+        try:
+            if not self._decided(pending.answer).all():
+                self._unanswered += 1
+            elif self._log.append(pending.slot, pending.seen, pending.sample):
+                self._failing = False
+                return
+            else:
+                self._copies += 1
+        except NoRoomError:
+            self._dropped += 1
+            self._crowded = True
+        except Exception as error:  # serving goes on, and so does the rest of the recording
+            self._dropped += 1
+            if not self._failing:
+                _log.warning("%s: samples cannot be recorded: %s", self._log.path, error)
+            self._failing = True
+        self._return(pending.slot)
+
+    def _return(self, slot: int) -> None:
+        if slot not in self._log.live:
+            self._returned.append(slot)

@@ -1,0 +1,253 @@
+"""The file of recorded inputs: an append-only log of samples with checksums.
+
+``inputs.log`` begins with a header: which model the inputs were for, and their names and types.
+Records follow, one a sample: its slot, how many samples had passed until then, the shape and the
+bytes of each input, and two CRC-32. The newest record of a slot counts. A file that was cut off in
+the middle of a record, or has a damaged one, loses that record and nothing before it.
+
+The file and its folder can be read by their owner alone. This module imports numpy alone, as the
+compiler reads such files too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+LOG_NAME: Final = "inputs.log"
+_MAGIC: Final = b"eeinput1"
+_HEAD: Final = struct.Struct("<8sII")
+"""Magic, length of the JSON that follows, its CRC-32."""
+RECORD: Final = struct.Struct("<4sIQQI")
+"""Mark, slot, samples until then, length of the body, its CRC-32; the CRC-32 of these follows."""
+CRC: Final = struct.Struct("<I")
+MARK: Final = b"row:"
+RECORD_BYTES: Final = RECORD.size + CRC.size
+_MOST_SLOTS: Final = 2**31
+_MOST_AXES: Final = 64
+
+
+class RecordingError(Exception):
+    """A recording cannot be used; the message names the file, what was expected, and the remedy."""
+
+
+class SamplePlace(NamedTuple):
+    """Where in the log a sample is."""
+
+    offset: int
+    """Of its body."""
+    length: int
+    seen: int
+    """Samples that had passed then."""
+
+    @property
+    def record_bytes(self) -> int:
+        """What its record takes in the file."""
+        return RECORD_BYTES + self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingHeader:
+    """What a recording is of."""
+
+    model_sha256: str
+    """Hash of the model's file."""
+    inputs: tuple[tuple[str, str], ...]
+    """Name and dtype of every input that is recorded."""
+
+    def encode(self) -> bytes:
+        """Return the beginning of the file."""
+        text = json.dumps({"model": self.model_sha256, "inputs": self.inputs}).encode()
+        return _HEAD.pack(_MAGIC, len(text), zlib.crc32(text)) + text
+
+    @classmethod
+    def decode(cls, log: memoryview, path: Path) -> tuple[Self, int]:
+        """Read the beginning of a file; returns it and where it ends, or raises RecordingError."""
+        try:
+            magic, length, crc = _HEAD.unpack_from(log)
+            text = bytes(log[_HEAD.size : _HEAD.size + length])
+            whole = magic == _MAGIC and len(text) == length and zlib.crc32(text) == crc
+            plain = json.loads(text if whole else b"")
+            inputs = tuple((str(name), np.dtype(dtype).name) for name, dtype in plain["inputs"])
+            return cls(model_sha256=str(plain["model"]), inputs=inputs), _HEAD.size + length
+        except (struct.error, ValueError, TypeError, KeyError) as error:
+            raise RecordingError(
+                f"{path} is no recording of inputs, or its beginning is damaged; remove it, and "
+                "let eeserve --learn record again"
+            ) from error
+
+
+def record_bytes(inputs: Iterable[tuple[Sequence[int], int]]) -> int:
+    """Return the bytes of a record, of the shape and the item size of every input."""
+    return RECORD_BYTES + sum(
+        CRC.size + 8 * len(shape) + math.prod(shape) * item for shape, item in inputs
+    )
+
+
+def sample_bytes(specs: Iterable[tuple[Sequence[int | str], str]]) -> int:
+    """Return what a record of a model's sample takes; 0 where samples differ in size.
+
+    ``specs`` are shape, with the batch, and dtype of every input.
+    """
+    shapes = []
+    for shape, dtype in specs:
+        sizes = [size for size in shape[1:] if isinstance(size, int)]
+        if len(sizes) < len(shape) - 1:
+            return 0
+        shapes.append((sizes, np.dtype(dtype).itemsize))
+    return record_bytes(shapes)
+
+
+class FoundSamples(NamedTuple):
+    """What a scan of a log found."""
+
+    header: RecordingHeader
+    live: dict[int, SamplePlace]
+    """By slot."""
+    seen: int
+    """Samples that had passed at the last record."""
+    end: int
+    """Where the last whole record ends."""
+    damaged: int
+    """Records whose body is not what its CRC-32 says."""
+
+
+def scan_log(log: memoryview, path: Path) -> FoundSamples:
+    """Find the newest record of each slot."""
+    header, at = RecordingHeader.decode(log, path)
+    live: dict[int, SamplePlace] = {}
+    seen = damaged = 0
+    while at + RECORD_BYTES <= len(log):
+        mark, slot, passed, length, crc = RECORD.unpack_from(log, at)
+        (head_crc,) = CRC.unpack_from(log, at + RECORD.size)
+        start = at + RECORD_BYTES
+        whole = zlib.crc32(log[at : at + RECORD.size]) == head_crc and mark == MARK
+        if not whole or slot >= _MOST_SLOTS or start + length > len(log):
+            break
+        if zlib.crc32(log[start : start + length]) == crc:
+            live[slot] = SamplePlace(start, length, passed)
+            seen = max(seen, passed)
+        else:
+            damaged += 1
+        at = start + length
+    return FoundSamples(header, live, seen, at, damaged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The samples of a recording, in the order in which they came, as the mapped file has them."""
+
+    path: Path
+    header: RecordingHeader
+    places: tuple[SamplePlace, ...]
+    log: memoryview
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def shapes(self, row: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of each input of a sample."""
+        return tuple(shape for shape, _ in self._parts(row))
+
+    def sample(self, row: int) -> dict[str, NDArray[Any]]:
+        """Return the inputs of a sample, by name, as views of the file."""
+        return {
+            name: np.frombuffer(content, dtype).reshape(shape)
+            for (name, dtype), (shape, content) in zip(
+                self.header.inputs, self._parts(row), strict=True
+            )
+        }
+
+    def sha256(self) -> str:
+        """Return a hash of all samples."""
+        digest = hashlib.sha256(self.header.encode())
+        for place in self.places:
+            digest.update(self.log[place.offset : place.offset + place.length])
+        return digest.hexdigest()
+
+    def _parts(self, row: int) -> Iterator[tuple[tuple[int, ...], memoryview]]:
+        place = self.places[row]
+        at = place.offset
+        for _, dtype in self.header.inputs:
+            (axes,) = CRC.unpack_from(self.log, at)
+            if axes > _MOST_AXES:
+                raise RecordingError(f"{self.path}: sample {row} has an input of {axes} axes")
+            shape = struct.unpack_from(f"<{axes}Q", self.log, at + CRC.size)
+            at += CRC.size + 8 * axes
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            if at + size > place.offset + place.length:
+                raise RecordingError(f"{self.path}: sample {row} is shorter than its shape says")
+            yield shape, self.log[at : at + size]
+            at += size
+
+
+def is_recording(folder: Path) -> bool:
+    """Whether a folder holds recorded inputs."""
+    return (folder / LOG_NAME).is_file()
+
+
+def read_recording(folder: Path) -> Recorded:
+    """Map the recording of a folder, which may be written meanwhile; RecordingError, OSError."""
+    path = folder / LOG_NAME
+    try:
+        with open_log(path, read_only=True) as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise RecordingError(f"{path} is empty; let eeserve --learn record more inputs")
+            log = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except FileNotFoundError as error:
+        raise RecordingError(
+            f"{folder} has no {LOG_NAME}; name a folder that eeserve --learn records in"
+        ) from error
+    found = scan_log(log, path)
+    order = sorted(found.live.items(), key=lambda item: (item[1].seen, item[0]))
+    places = tuple(place for _, place in order)
+    return Recorded(path=path, header=found.header, places=places, log=log)
+
+
+def open_log(path: Path, *, anew: bool = False, read_only: bool = False) -> BinaryIO:
+    """Open a regular file of ours; RecordingError if it is somebody else's, or a link.
+
+    A new file can be read and written by its owner alone.
+    """
+    flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
+    flags |= (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        _check_ours(os.fstat(descriptor), path)
+        if not read_only:
+            os.fchmod(descriptor, 0o600)
+        return os.fdopen(descriptor, "rb" if read_only else "r+b", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_ours(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise RecordingError(f"{path} is no regular file; remove it")
+    if found.st_uid != os.geteuid():
+        raise RecordingError(
+            f"{path} belongs to user {found.st_uid}, and this process runs as user "
+            f"{os.geteuid()}; name a folder of your own (--learn-folder)"
+        )
+
+
+def shapes_by_count(recorded: Recorded) -> Mapping[tuple[tuple[int, ...], ...], list[int]]:
+    """Return the rows of each combination of shapes, the most frequent one first."""
+    rows: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for row in range(len(recorded)):
+        rows.setdefault(recorded.shapes(row), []).append(row)
+    return dict(sorted(rows.items(), key=lambda item: -len(item[1])))

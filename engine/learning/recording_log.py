@@ -1,0 +1,204 @@
+"""Writes recorded inputs: appends to a log, and rewrites it when it has grown too large."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final, TypeAlias
+
+from offramp.engine.learning.recording import (
+    CRC,
+    LOG_NAME,
+    MARK,
+    RECORD,
+    RECORD_BYTES,
+    RecordingError,
+    RecordingHeader,
+    SamplePlace,
+    open_log,
+    scan_log,
+)
+
+_NEW: Final = f"{LOG_NAME}.new"
+"""A log that is being rewritten, until it takes the place of the other."""
+_SLACK_BYTES: Final = 2**26
+"""Replaced records that a log may hold beside as many bytes as it needs."""
+LIVE_SHARE: Final = 0.45
+"""Share of the limit that the samples kept may take: while a log is rewritten there are two."""
+_LOG_SHARE: Final = 1 - LIVE_SHARE
+
+Sample: TypeAlias = Sequence[tuple[tuple[int, ...], bytes]]
+"""Shape and bytes of every input of a sample, in the order of the header."""
+
+
+def encode_sample(sample: Sample) -> bytes:
+    """Return a sample as the body of a record."""
+    pieces = []
+    for shape, content in sample:
+        pieces += [struct.pack(f"<I{len(shape)}Q", len(shape), *shape), content]
+    return b"".join(pieces)
+
+
+class RecordingLog:
+    """The log of a folder, open for appending; used by one thread.
+
+    ``limit_bytes`` is the most that the folder's recording takes, while it is rewritten too.
+    """
+
+    def __init__(self, folder: Path, header: RecordingHeader, *, limit_bytes: int) -> None:
+        """Go on with the log of the folder, or begin one; RecordingError, OSError.
+
+        A log of another model, or of other inputs, is begun again.
+        """
+        self._folder, self.header, self._limit = folder, header, limit_bytes
+        self.path = folder / LOG_NAME
+        self._digests: dict[int, bytes] = {}
+        self._known: set[bytes] = set()
+        self.live: dict[int, SamplePlace] = {}
+        """Where the sample of each slot is."""
+        self.live_bytes = 0
+        self.seen = 0
+        """Samples that had passed when the last one was kept."""
+        self.lost = 0
+        """Records that were damaged or cut off when the log was opened."""
+        (folder / _NEW).unlink(missing_ok=True)
+        self._file = open_log(self.path)
+        try:
+            self._go_on()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return self._end
+
+    def append(self, slot: int, seen: int, sample: Sample) -> bool:
+        """Keep a sample in a slot, in place of the one that it has; OSError, nothing lost.
+
+        Returns ``False`` where the same sample is kept already. Raises NoRoomError where the limit
+        leaves no room for it.
+        """
+        body = encode_sample(sample)
+        digest = hashlib.blake2b(body, digest_size=16).digest()
+        if digest in self._known:
+            return False
+        size, former = RECORD_BYTES + len(body), self.live.get(slot)
+        live = self.live_bytes + size - (former.record_bytes if former else 0)
+        if live + len(self.header.encode()) > LIVE_SHARE * self._limit:
+            raise NoRoomError(live)
+        most = min(_LOG_SHARE * self._limit, 2 * self.live_bytes + _SLACK_BYTES)
+        if self._end + size > most and self._end > self.live_bytes + len(self.header.encode()):
+            self._rewrite()
+        self._write(slot, seen, body)
+        self._note(slot, SamplePlace(self._end - len(body), len(body), seen), digest)
+        self.seen = max(self.seen, seen)
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def remove(self) -> None:
+        """Close the file, and remove it."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def _go_on(self) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        self._end = 0
+        if size:
+            with contextlib.suppress(RecordingError), _mapped(self._file) as log:
+                found = scan_log(log, self.path)
+                if found.header == self.header:
+                    self._end, self.seen = found.end, found.seen
+                    self.lost = found.damaged + (found.end < size)
+                    for slot, place in found.live.items():
+                        body = log[place.offset : place.offset + place.length]
+                        self._note(slot, place, hashlib.blake2b(body, digest_size=16).digest())
+                        body.release()
+        if not self._end:
+            begin = self.header.encode()
+            os.truncate(self._file.fileno(), 0)
+            _write_all(self._file.fileno(), begin, 0)
+            self._end = len(begin)
+        os.truncate(self._file.fileno(), self._end)
+
+    def _note(self, slot: int, place: SamplePlace, digest: bytes) -> None:
+        if (former := self.live.get(slot)) is not None:
+            self.live_bytes -= former.record_bytes
+            self._known.discard(self._digests[slot])
+        self.live[slot], self._digests[slot] = place, digest
+        self.live_bytes += place.record_bytes
+        self._known.add(digest)
+
+    def _write(self, slot: int, seen: int, body: bytes) -> None:
+        record = _record(slot, seen, body)
+        try:
+            _write_all(self._file.fileno(), record, self._end)
+        except OSError:
+            with contextlib.suppress(OSError):  # a torn record is cut off at the next start, too
+                os.truncate(self._file.fileno(), self._end)
+            raise
+        self._end += len(record)
+
+    def _rewrite(self) -> None:
+        """Write the samples kept into a new log, and put it in the place of this one."""
+        new = self._folder / _NEW
+        with open_log(new, anew=True) as file, _mapped(self._file) as log:
+            places, at = {}, 0
+            for piece in (self.header.encode(), *(self._records(log))):
+                _write_all(file.fileno(), piece, at)
+                at += len(piece)
+            start = len(self.header.encode())
+            for slot, place in sorted(self.live.items()):
+                places[slot] = SamplePlace(start + RECORD_BYTES, place.length, place.seen)
+                start += place.record_bytes
+            os.fsync(file.fileno())
+        new.replace(self.path)
+        self._file.close()
+        self._file = open_log(self.path)
+        self.live, self._end = places, at
+
+    def _records(self, log: memoryview) -> Iterator[bytes]:
+        for slot, place in sorted(self.live.items()):
+            body = bytes(log[place.offset : place.offset + place.length])
+            yield _record(slot, place.seen, body)
+
+
+class NoRoomError(Exception):
+    """A sample does not fit within the limit of its recording."""
+
+    def __init__(self, needed_bytes: int) -> None:
+        """Say how many bytes the samples would take together."""
+        self.needed_bytes = needed_bytes
+        super().__init__(f"the samples would take {needed_bytes:,} bytes")
+
+
+def _record(slot: int, seen: int, body: bytes) -> bytes:
+    head = RECORD.pack(MARK, slot, seen, len(body), zlib.crc32(body))
+    return b"".join((head, CRC.pack(zlib.crc32(head)), body))
+
+
+@contextlib.contextmanager
+def _mapped(file: BinaryIO) -> Iterator[memoryview]:
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        view = memoryview(mapped)
+        try:
+            yield view
+        finally:
+            view.release()
+
+
+def _write_all(descriptor: int, content: bytes, offset: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written

@@ -1,0 +1,83 @@
+"""The file that says how far learning came: ``learning.json`` of a learn folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final, Self
+
+from offramp.bundle.errors import BundleError
+from offramp.bundle.files import parse_json, read_limited, write_whole
+from offramp.engine.learning.lifecycle import Phase
+
+_log = logging.getLogger(__name__)
+
+STATE_NAME: Final = "learning.json"
+_MOST_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnState:
+    """What a server has to know that goes on where another one ended."""
+
+    model_sha256: str
+    """Hash of the model's file, and of the files that hold its weights."""
+    phase: Phase = Phase.RECORDING
+    serving: int = 0
+    """Number of the bundle that serves; 0 is the unmodified model."""
+    compiling: int = 0
+    """Number of the bundle that was compiled last, whether it was finished or not; 0: none."""
+    failures: int = 0
+    """Attempts that failed in a row."""
+    reason: str = ""
+    """Why nothing pays."""
+    since_unix_s: float = 0.0
+    """When the bundle began to serve."""
+    asked: tuple[str, ...] = ()
+    """What bundles are compiled with, by which it is seen that other options are given."""
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        """Read the file; ``None`` if there is none, or nothing that can be used."""
+        path = folder / STATE_NAME
+        try:
+            plain = parse_json(read_limited(path, _MOST_BYTES), path.name)
+            asked = tuple(map(str, plain["asked"]))
+            return cls(**{**plain, "phase": Phase(plain["phase"]), "asked": asked})
+        except FileNotFoundError:
+            return None
+        except (OSError, BundleError, ValueError, TypeError, KeyError, AttributeError) as error:
+            _log.warning("%s is of no use (%.200s); learning starts again", path, error)
+            return None
+
+    def served(self, number: int) -> Self:
+        """Return the state in which a bundle begins to serve."""
+        return replace(
+            self, phase=Phase.SERVING, serving=number, reason="", since_unix_s=time.time()
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the file, whole or not at all; OSError."""
+        write_whole(folder / STATE_NAME, json.dumps(asdict(self), indent=1).encode())
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r:.60}")
+        if min(self.serving, self.compiling, self.failures) < 0:
+            raise ValueError("a number is negative")
+
+
+_KINDS: Final = {
+    "model_sha256": str,
+    "serving": int,
+    "compiling": int,
+    "failures": int,
+    "reason": str,
+    "since_unix_s": int | float,
+}
+"""Types of the fields that are read as they are."""

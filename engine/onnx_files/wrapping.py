@@ -1,0 +1,73 @@
+"""Wrapping one ONNX file into a bundle without exits: ``eecompile wrap`` in a process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from offramp.engine.backends.custom_ops import libraries
+from offramp.engine.engine_upgrades import BuildProcess
+from offramp.engine.errors import EngineError
+
+SUFFIX: Final = ".onnx"
+_MOST_WORDS: Final = 2000
+"""Characters of the compiler's error that are passed on."""
+_PREFIX: Final = "eecompile: "
+
+
+class OnnxFileError(EngineError):
+    """An ONNX file that cannot be served as it is; the message names the file and the remedy."""
+
+
+def is_onnx_file(path: Path) -> bool:
+    """Return whether a path to serve is an ONNX file rather than a bundle, which is a folder.
+
+    Every regular file is taken for one, and so is a missing file called ``.onnx``: reading it tells
+    what is wrong with it.
+    """
+    return path.is_file() or (path.suffix == SUFFIX and not path.is_dir())
+
+
+async def wrap(path: Path, output: Path, *, answer: str | None = None) -> None:
+    """Write the bundle of an ONNX file to ``output``, where nothing may be yet.
+
+    ``answer`` names the output to serve, which a file with several outputs needs. The libraries of
+    custom operators that this process uses are used there too. The process ends with this one, or
+    when the caller is cancelled; ``output`` is a whole bundle or absent.
+
+    Raises:
+        OnnxFileError: The file cannot be wrapped, a package is missing, or no process starts.
+    """
+    try:
+        process = BuildProcess(_arguments(path, output, answer))
+    except OSError as error:
+        raise OnnxFileError(
+            f"{path}: no process can be started to read it ({error}); free memory or processes, "
+            f"or write the bundle before: eecompile wrap {path}"
+        ) from error
+    try:
+        if status := await asyncio.to_thread(process.wait):
+            raise OnnxFileError(_reason(path, status, process.last_words(_MOST_WORDS)))
+    finally:
+        process.end()
+
+
+def _arguments(path: Path, output: Path, answer: str | None) -> list[str]:
+    found = ["wrap", str(path.absolute()), "--output", str(output.absolute())]
+    if answer is not None:
+        found.append(f"--answer={answer}")
+    for library in libraries():
+        found += ["--custom-ops", str(library.path.absolute())]
+    return found
+
+
+def _reason(path: Path, status: int, said: str) -> str:
+    """Return the compiler's own error, which names the file, or how its process ended."""
+    if said.startswith(_PREFIX):
+        return said.removeprefix(_PREFIX).replace(str(path.absolute()), str(path))
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    return (
+        f"{path}: the process that reads it {how} and said: {said}; "
+        f"look at what eecompile wrap {path} says"
+    )
