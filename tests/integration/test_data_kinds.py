@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from offramp.compiler.commands.cli import main
 from tests import models
 from tests.bundles import brief_measurements
 from tests.small import equal_times
@@ -19,6 +18,7 @@ from tests.unit.compiler.data.making import save_image, save_tokenizer, write_li
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_samples
+from offramp.compiler.commands.cli import main
 from offramp.compiler.data import PreprocessingSpec, find_source
 from offramp.tools.bench.cli import main as bench
 
