@@ -297,7 +297,7 @@ def test_wrong_calls(
             ValueError,
             r"^learn_samples without learn: nothing is recorded; leave it out, or add learn$",
         ),
-        ({"learn": True, "learn_samples": 0}, ValueError, r"samples 0 is not in 1 to"),
+        ({"learn": True}, ValueError, r"^learn without MODEL.onnx: all models are bundles"),
         ({"backend": "tpu"}, Exception, r"'tpu'"),
     ],
 )
