@@ -345,6 +345,11 @@ def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:
     policy, known = _parse(ExitPolicy, document, name), len(manifest.exits)
     if any(active.exit >= known for active in policy.active):
         raise BundleSchemaError(f"{name}: names an exit beyond the bundle's {known}")
+    if policy.promise is not None and manifest.calibration.random_inputs:
+        raise BundleSchemaError(
+            f"{name}: has a promise, and the bundle was compiled on random inputs, which certify "
+            "nothing; compile the model again, on samples"
+        )
     return policy
 
 

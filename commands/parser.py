@@ -183,6 +183,13 @@ class HelpLines(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, **{"max_help_position": 28, **more})
         self.first_lines = False
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Keep the lines of a text, and wrap those that are too long."""
+        return "\n".join(
+            textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent)
+            for line in text.splitlines()
+        )
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default, text = action.default, action.help or ""
         told = _DEFAULT.search(text)

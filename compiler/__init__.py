@@ -1,6 +1,6 @@
 """The compiler: an ONNX model in, a verified multi-exit bundle out; the command ``eecompile``.
 
-May import: certify, bundle, engine, engine.backends, engine.control, engine.kernels,
+May import: certify, bundle, commands, engine, engine.backends, engine.control, engine.kernels,
 engine.planning, engine.tensorrt, calibration, calibration.rehearsal, compiler.data.
 """
 

@@ -101,6 +101,7 @@ def make_manifest(
             sample_shapes={name: array.shape[1:] for name, array in row.items()},
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
+            random_inputs=options.is_dry_run,
             answer_ranges=both_ranges(model, certify.ranges),
             distinct=distinct_samples(
                 parts.groups, key=options.group, within=options.copies_within

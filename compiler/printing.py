@@ -40,20 +40,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
     policy, manifest = whole_policy(bundle.policy, end_evidence(bundle)), bundle.manifest
     say = partial(console.print, highlight=False, soft_wrap=True)
     path = escape(str(bundle.path))
-    built = f"[bold]{path}[/bold]: {len(manifest.exits)} exits built"
-    if not policy.active or policy.promise is None:
-        say(f"{built}, [bold red]none active[/bold red]: serves the unmodified model")
-    else:
-        say(f"{built}, {len(policy.active)} active")
-        for active in policy.active:
-            exit_ = manifest.exits[active.exit]
-            say(
-                f"  exit {exit_.index} after segment {exit_.after_segment}: "
-                f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
-            )
-        say(_promised(policy.promise, "the calibration set"))
-        for line in chain(_by_class(bundle, policy.promise), _brought(bundle, policy.promise)):
-            say(line)
+    for line in _of_policy(bundle, policy):
+        say(line)
     for line in _covered(manifest, promised=policy.promise is not None):
         say(escape(line))
     for line in (*_ranges(manifest), *_variants(bundle)):
@@ -75,7 +63,33 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
     report = "none, as it was made without data" if manifest.is_plain else f"{path}/{REPORT}"
     say(f"Report: {report}")
     flags = "".join(f" --custom-ops {library.file}" for library in manifest.custom_ops)
+    if manifest.calibration.random_inputs:
+        flags += " --uncertified-exits --mode leave"
     say(f"Serve:  eeserve {path}{escape(flags)}")
+
+
+def _of_policy(bundle: Bundle, policy: ExitPolicy) -> Iterator[str]:
+    """Yield which exits are in use, what is promised of them, and what they bring."""
+    manifest, promise = bundle.manifest, policy.promise
+    if manifest.calibration.random_inputs:
+        yield "[bold red]DRY RUN[/bold red]: compiled on random inputs, nothing is certified."
+    built = f"[bold]{escape(str(bundle.path))}[/bold]: {len(manifest.exits)} exits built"
+    if not policy.active:
+        yield f"{built}, [bold red]none active[/bold red]: serves the unmodified model"
+        return
+    yield f"{built}, {len(policy.active)} active"
+    for active in policy.active:
+        exit_ = manifest.exits[active.exit]
+        yield (
+            f"  exit {exit_.index} after segment {exit_.after_segment}: "
+            f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
+        )
+    measured = bundle.measured()
+    if promise is not None:
+        yield _promised(promise, "the calibration set")
+        yield from chain(_by_class(bundle, promise), _brought(bundle, promise))
+    elif manifest.calibration.random_inputs and measured is not None:
+        yield f"Thresholds let half leave at each exit. {words.measured_ratios(measured)}"
 
 
 def _covered(manifest: Manifest, *, promised: bool) -> Iterator[str]:

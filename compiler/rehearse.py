@@ -77,6 +77,11 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
             f"{bundle.path} has no exits to rehearse: it is the model as it is; make one with "
             f"exits: eecompile {bundle.manifest.source.original_name} --data DATA"
         )
+    if bundle.manifest.calibration.random_inputs:
+        raise CompileError(
+            f"{bundle.path} was compiled on random inputs, which its exits learned from; compile "
+            f"the model on samples: eecompile {bundle.manifest.source.original_name} --data DATA"
+        )
     if not bundle.manifest.exits:
         raise CompileError(
             f"{bundle.path} has no exits to rehearse: none was worth building when it was "

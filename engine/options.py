@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -108,7 +107,7 @@ class ModelOptions:
         refuse_unless(self, lambda v: 0 <= v < _INF, "≥ 0", "max_queue_delay_ms", "ramp_budget")
         refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "slo_ms", "weight")
         shares = ("max_disagreement", "confidence", "audit_budget")
-        least = "above 0, below 1 by 1e-9 or more"
+        least = "above 0 and below 1"
         refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, least, *shares)
         a_share = "above 0 and at most 1"
         refuse_unless(self, lambda v: 0 < v <= 1, a_share, "max_source_share")
@@ -172,6 +171,9 @@ class EngineOptions:
     restarts."""
     profile_window_s: float = WINDOW_S
     """Seconds of a window of the batch profile, which plans of clusters are made on (E3 3.1)."""
+    uncertified_exits: bool = False
+    """Whether exits answer of a bundle that was compiled on random inputs, which certify nothing;
+    else its unmodified model is served."""
     learning: LearnOptions | None = None
     """How models that are ONNX files get exits while they are served; ``None`` learns nothing."""
     defaults: ModelOptions = field(default_factory=ModelOptions)
@@ -218,8 +220,6 @@ class EngineOptions:
             )
         if self.backend not in ("auto", *_ON_CPU):
             raise ValueError(f"backend is {self.backend}, and {WORKERS_ON_CPU}")
-        if not hasattr(socket, "AF_UNIX"):
-            raise ValueError("workers need Unix sockets, which this system lacks; leave them out")
         object.__setattr__(self, "streams", self.worker_count)  # frozen from here on
 
     def check_cores(self) -> None:

@@ -29,7 +29,6 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
 from offramp.bundle.engines import PRECISIONS
-from offramp.bundle.files import read_limited
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
 from offramp.engine.errors import BackendError
@@ -214,7 +213,6 @@ _NO_KEYS: Final = ("defaults", "models", "plan_on", "learning")
 """Fields that are tables of their own, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two ways to say one thing: who says one on the command line overrules both in the file."""
-_MOST_BYTES: Final = 2**20
 _SHOWN: Final = 80
 """Characters of a value that a message shows."""
 _TOML_TYPES: Final = {
@@ -235,7 +233,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _content(path: Path) -> bytes:
     try:
-        return read_limited(path, _MOST_BYTES)
+        return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
 

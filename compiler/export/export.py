@@ -77,6 +77,12 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
             f"{options.bundle}: the criterion {criterion.name} is computed by the host, and an "
             "export has graphs alone; compile with --criterion entropy, margin or learned"
         )
+    if bundle.manifest.calibration.random_inputs:
+        raise ExportError(
+            f"{options.bundle} was compiled on random inputs, so its exits would give wrong "
+            "answers; compile the model on samples: eecompile "
+            f"{bundle.manifest.source.original_name} --data DATA"
+        )
     plan = make_plan(bundle)
     data = _check(bundle, plan, options)
     _check_opsets(options.bundle, plan)

@@ -80,7 +80,7 @@ def wrap_model(options: WrapOptions, progress: Progress = SILENT) -> Bundle:
     files: dict[str, FileContent] = {**packed.graphs, PROFILE: dump(profile)}
     if packed.sizes.file_bytes:
         files[WEIGHTS] = packed.pieces()
-    manifest, policy = _manifest(plain, options, sample), ExitPolicy(version=0, active=())
+    manifest, policy = _manifest(plain, options, sample), ExitPolicy(version=1, active=())
     with progress.step("Write the bundle", 1):
         return write_bundle(options.output, manifest, policy, files, overwrite=options.overwrite)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offramp.bundle import BundleError
 from offramp.engine.agreement import agreement_of
@@ -27,6 +26,7 @@ from offramp.engine.learning.compiling import (
     start_compilation,
 )
 from offramp.engine.learning.folder import LearnFolder
+from offramp.engine.learning.learning_engine import LearningEngine
 from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, Progressed
 from offramp.engine.learning.options import LearnOptions
 from offramp.engine.learning.processor import IdleShare
@@ -44,25 +44,6 @@ _log = logging.getLogger(__name__)
 COMPILE_REMEDY: Final = "pip install 'offramp[compile]'"
 _TENTHS: Final = 10
 """Lines of the log that tell how far a recording is."""
-
-Observer = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
-"""Called with the inputs of an answered request, and its answers [n, …]."""
-
-
-class LearningEngine(Protocol):
-    """What learning needs of an engine."""
-
-    def model(self, name: str) -> ModelInfo:
-        """Describe a served model."""
-
-    def statistics(self) -> Mapping[str, ModelStatistics]:
-        """Return a snapshot of every model's counters."""
-
-    def observe_inputs(self, name: str, observer: Observer | None) -> None:
-        """Show the observer what is answered from now on."""
-
-    async def replace(self, name: str, path: Path) -> None:
-        """Serve another bundle under a name from now on."""
 
 
 class ModelLearner:
@@ -273,9 +254,7 @@ class ModelLearner:
         )
         cores, priority = max(1, available_cores() // 2), priority_for(self._idle.share)
         try:
-            self._compilation = await asyncio.to_thread(
-                self._start_process, arguments, cores, priority
-            )
+            await self._start_compilation(arguments, cores, priority)
         except OSError as error:
             self._failed(f"no process can be started: {error}")
             return
@@ -283,6 +262,17 @@ class ModelLearner:
             "%s: compiling with %s recorded samples, by %d of %d cores, priority %s",
             self.name, f"{self._counts().recorded:,}", cores, available_cores(), priority,
         )  # fmt: skip
+
+    async def _start_compilation(self, arguments: Sequence[str], cores: int, priority: str) -> None:
+        """Start the process; if cancelled meanwhile, it is there for :meth:`close` to end."""
+        starting = asyncio.create_task(
+            asyncio.to_thread(self._start_process, arguments, cores, priority)
+        )
+        try:
+            self._compilation = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._compilation = await starting
+            raise
 
     async def _look_after(self, compilation: Compilation) -> None:
         status = compilation.poll()

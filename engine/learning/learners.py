@@ -13,7 +13,8 @@ from typing import Final, Self
 from offramp.engine.backends.custom_ops import libraries
 from offramp.engine.errors import OptionsError
 from offramp.engine.learning.folder import LearnFolder, folder_of, model_sha256
-from offramp.engine.learning.learner import LearningEngine, ModelLearner
+from offramp.engine.learning.learner import ModelLearner
+from offramp.engine.learning.learning_engine import LearningEngine
 from offramp.engine.learning.lifecycle import Phase
 from offramp.engine.learning.options import DEFAULT_DISAGREEMENT, LearnOptions, least_samples
 from offramp.engine.learning.state import LearnState

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.commands.parser import LayeredParser
+from offramp.engine.onnx_files.wrapping import is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.scheduling import PolicyName
 from offramp.server.configuration import Configuration, ConfigurationError, key_of
@@ -32,6 +34,8 @@ _UNOBSERVED: Final = (
 _NO_EXIT: Final = "no exit runs in that mode; leave it out, or choose another --mode"
 _LEARNING: Final = ("--learn-samples", "--learn-folder", "--learn-gib", "--learn-keep")
 _NOT_LEARNING: Final = "nothing is recorded; leave it out, or add --learn"
+ONNX_FILE: Final = "MODEL.onnx"
+"""Stands for a model that is an ONNX file, where options need one."""
 _ON_CPU: Final = "--backend onnxruntime|openvino"
 _ON_GPU: Final = "--backend tensorrt|cuda"
 _NO_GPU: Final = "that backend runs on the CPU; leave it out, or choose --backend tensorrt or cuda"
@@ -44,6 +48,7 @@ TABLE: Final = (
         beside="--mode release",
         why="every sample runs to the end there; leave it out, or choose --mode audit",
     ),
+    Illegal(option="--uncertified-exits", beside="--mode off", why=_NO_EXIT),
     Illegal(option="--no-state", beside="--mode off", why=_NO_EXIT),
     Illegal(option="--profile-window-s", beside="--mode off", why=_NO_EXIT),
     Illegal(
@@ -88,6 +93,17 @@ TABLE: Final = (
         why="a self-check serves nothing; leave one of them out",
     ),
     Illegal(
+        option="--learn",
+        without=ONNX_FILE,
+        why="all models are bundles, which are served as they are; name the ONNX file that one was "
+        "compiled from, or leave it out",
+    ),
+    Illegal(
+        option="--answer",
+        without=ONNX_FILE,
+        why="all models are bundles, which have one answer; leave it out",
+    ),
+    Illegal(
         option="--ray-address",
         without="--cluster ray",
         why="a cluster file names the address itself, as ray_address; leave it out",
@@ -106,6 +122,7 @@ def refuse_illegal_settings(
     given: argparse.Namespace,
     flags: frozenset[str],
     file: Configuration,
+    models: Collection[Path],
 ) -> None:
     """Refuse the first combination of the table that command line or file have.
 
@@ -114,6 +131,7 @@ def refuse_illegal_settings(
         given: The command line.
         flags: Flags that it gives.
         file: The configuration file.
+        models: All models that are to be served.
 
     Raises:
         IllegalCombinationError: Of the command line, or of it with the file.
@@ -121,29 +139,53 @@ def refuse_illegal_settings(
     """
     usual = {**_values_of(EngineOptions(mode=DEFAULT_MODE)), **_values_of(ModelOptions())}
     defaults = _by_flag(parser, usual, all_of_them=True)
-    for where, settings in _tables(file):
-        asked = _by_flag(parser, settings)
+    for table in _tables(file, models):
+        asked = _by_flag(parser, {**table.engine, **table.settings})
+        own = _by_flag(parser, table.settings)
         try:
-            refuse_illegal(TABLE, {**defaults, **asked}, asked.keys())
+            _refuse(own, {**defaults, **asked}, asked.keys(), table.models)
         except IllegalCombinationError as error:
             text = _with_keys(parser, str(error))
-            raise ConfigurationError(f"{file.source}: {where}: {text}") from error
+            raise ConfigurationError(f"{file.source}: {table.name}: {text}") from error
     common = _by_flag(parser, {**_of_engine(file), **file.defaults})
     values = {**defaults, **common, **_plain(parser.values(given))}
-    rows = [row for row in TABLE if row.option in flags]
-    refuse_illegal(rows, values, flags | common.keys())
+    _refuse(flags, values, flags | common.keys(), models)
+
+
+def _refuse(
+    options: Collection[str],
+    values: Mapping[str, object],
+    flags: Collection[str],
+    models: Collection[Path],
+) -> None:
+    """Refuse combinations in which one of some options has no effect."""
+    rows = [row for row in TABLE if row.option in options]
+    onnx_files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
+    refuse_illegal(rows, values, {*flags, *onnx_files})
 
 
 def _values_of(options: EngineOptions | ModelOptions) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
-def _tables(file: Configuration) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the settings that act together, with the name of the table they are in."""
+class _Settings(NamedTuple):
+    """Settings of a file that act together."""
+
+    name: str
+    """Tables that they are in."""
+    engine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    """Those that are to be checked, with what ``engine`` says."""
+    models: Collection[Path]
+    """Models that they are about."""
+
+
+def _tables(file: Configuration, models: Collection[Path]) -> Iterator[_Settings]:
     engine = _of_engine(file)
-    yield "[engine] and [defaults]", {**engine, **file.defaults}
+    common = {**engine, **file.defaults}
+    yield _Settings("[engine] and [defaults]", engine, common, models)
     for name, model in file.models.items():
-        yield f"[models.{name}] and [engine]", {**engine, **model.settings}
+        yield _Settings(f"[models.{name}] and [engine]", engine, model.settings, (model.path,))
 
 
 def _of_engine(file: Configuration) -> dict[str, Any]:

@@ -253,8 +253,9 @@ def _understand(
     parser: LayeredParser, given: argparse.Namespace, flags: frozenset[str]
 ) -> Arguments:
     file = Configuration() if given.config is None else read_configuration(given.config)
-    refuse_illegal_settings(parser, given, flags, file)
     configured = [(name, model.path) for name, model in file.models.items()]
+    models = name_models(given.bundles, [*given.model, *configured])
+    refuse_illegal_settings(parser, given, flags, file, models.values())
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
     learns = engine.pop("learning", False)
     options = file.options(
@@ -265,7 +266,7 @@ def _understand(
     )
     _check_report(given.json)
     return Arguments(
-        models=name_models(given.bundles, [*given.model, *configured]),
+        models=models,
         engine=options,
         server=_server_options(given),
         log_level=given.log_level,

@@ -97,6 +97,13 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         type=mode,
         completions=[each.value for each in Mode],
     )
+    group.add_argument(
+        "--uncertified-exits",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="let exits answer of a bundle that was compiled on random inputs (a dry run), which "
+        "certify nothing (default: its unmodified model is served)",
+    )
     add = option_adder(group, ModelOptions())
     add(
         "--max-disagreement",

@@ -37,6 +37,8 @@ def completions(line: str, folder: Path) -> set[str]:
         ("eeserve m.ee --policy slack", {"slackfit", "slackfit-bare"}),
         ("eeworker m.ee --tls-c", {"--tls-cert", "--tls-ca"}),
         ("eebench com", {"compare"}),
+        ("eecompile insp", {"inspect"}),
+        ("eecompile m.onnx --max-dis", {"--max-disagreement"}),
         ("eebench compare m.ee --batch", {"--batch-sizes"}),
         ("eebench compare m.ee --backend ten", {"tensorrt"}),
     ],

@@ -12,6 +12,7 @@ import pytest
 
 from offramp.compiler.commands.cli import COMMANDS as SUBCOMMANDS
 from offramp.compiler.commands.cli import COMPILE
+from offramp.compiler.data.spec import OPTIONS
 from offramp.engine.options import ModelOptions
 from offramp.engine.planning.cluster_file import parse_cluster
 from offramp.engine.planning.ray_entry import RayEntry
@@ -66,7 +67,10 @@ def test_the_configuration_that_is_shown_is_one() -> None:
         ("10.0.0.2:7070", 1),
         (None, 2),
     ]
-    (text,) = [text for text in shown if "[devices." not in text]
+    data = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    assert data
+    assert {key for text in data for key in tomllib.loads(text)} <= {o.field for o in OPTIONS}
+    (text,) = [text for text in shown if "[devices." not in text and text not in data]
     document = tomllib.loads(text)
     assert set(document) == {"engine", "defaults", "models"}
     known = {field.name for field in fields(ModelOptions)} | {"path", "policy"}

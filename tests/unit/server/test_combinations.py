@@ -15,6 +15,7 @@ from offramp.server.arguments.combinations import TABLE
 from offramp.server.configuration import key_of
 
 GIVEN = {
+    "--answer": "logits",
     "--audit-budget": "0.1", "--confidence": "0.9", "--controller": "certified",
     "--criterion-module": "mine.py:sure", "--custom-ops": "lib.so", "--device": "cuda:1",
     "--engine-build-minutes": "0", "--json": "found.json", "--max-disagreement": "0.02",
@@ -23,7 +24,7 @@ GIVEN = {
     "--never-beyond-compiled": None,
     "--no-cuda-graphs": None, "--no-state": None, "--precision": "fp16",
     "--profile-window-s": "60", "--ramp-budget": "0.1", "--ray-address": "head:6379",
-    "--threads": "1", "--trust-inputs": None,
+    "--threads": "1", "--trust-inputs": None, "--uncertified-exits": None,
 }  # fmt: skip
 """For each option of the table a value, which may be the default."""
 LEARNING = ("--learn-samples", "--learn-folder", "--learn-gib", "--learn-keep")
@@ -91,7 +92,7 @@ def test_each_option_of_the_table_is_taken_elsewhere(flag: str) -> None:
         "--precision": ["--backend=tensorrt"],
         **{option: ["--learn"] for option in LEARNING},
     }
-    assert parse_arguments(["m.ee", *words(flag), *others.get(flag, [])]).models
+    assert parse_arguments(["m.onnx", *words(flag), *others.get(flag, [])]).models
 
 
 def write(path: Path, *settings: tuple[str, str], model: str = "") -> Path:
@@ -105,13 +106,13 @@ def write(path: Path, *settings: tuple[str, str], model: str = "") -> Path:
 
 ENGINE = {
     "mode", "backend", "device", "precision", "graphs", "threads", "engine_build_minutes",
-    "keep_state", "profile_window_s",
+    "keep_state", "profile_window_s", "uncertified_exits",
 }  # fmt: skip
 IN_FILES = [(row, value) for row, value in cases() if row.beside and row.option in {
     "--audit-budget", "--confidence", "--controller", "--device", "--engine-build-minutes",
     "--max-disagreement", "--max-queue-delay-ms", "--max-source-share", "--never-beyond-compiled",
     "--no-cuda-graphs", "--no-state", "--precision", "--profile-window-s", "--ramp-budget",
-    "--threads", "--trust-inputs",
+    "--threads", "--trust-inputs", "--uncertified-exits",
 }]  # fmt: skip
 
 
@@ -143,7 +144,9 @@ def test_a_row_is_refused_in_a_file(
 
 def test_every_row_that_a_file_can_have_is_tried_there() -> None:
     flags = {flag: a.dest for a in make_parser().options() for flag in a.option_strings}
-    possible = {row.option for row in TABLE if flags[row.option] in KEYS - {"learning"}}
+    possible = {
+        row.option for row in TABLE if flags[row.option] in KEYS - {"learning"} and row.beside
+    }
     assert {row.option for row, _ in IN_FILES} == possible
 
 
@@ -182,7 +185,7 @@ def test_learning_is_asked_for_by_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, model="[learning]\nsamples = 7000")
-    words = [f"--config={file}", "--learn-gib=2", "--learn-keep"]
+    words = ["other.onnx", f"--config={file}", "--learn-gib=2", "--learn-keep"]
     assert parse_arguments(words).engine.learning == LearnOptions(
         samples=7000, max_gib=2.0, keep=True
     )
@@ -191,6 +194,25 @@ def test_learning_is_asked_for_by_a_table(
         parse_arguments([f"--config={file}"])
     told = f"eeserve: {file}: [engine] and [defaults]: learning with mode off: no exit answers in"
     assert capsys.readouterr().err.startswith(told)
+
+
+def test_learning_and_answers_are_for_onnx_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["--learn", "--answer=logits"]
+    assert parse_arguments(["a.ee", "b.onnx", *both]).engine.learning == LearnOptions()
+    for model, told in (
+        ("answer = 'logits'", "[models.m] and [engine]: answer without MODEL.onnx: all models are"),
+        ("[learning]", "[engine] and [defaults]: learning without MODEL.onnx: all models are bu"),
+    ):
+        file = write(tmp_path, model=model)
+        with pytest.raises(SystemExit):
+            parse_arguments([f"--config={file}"])
+        assert capsys.readouterr().err.startswith(f"eeserve: {file}: {told}")
+    text = file.read_text().replace("m.ee", "m.onnx").replace("[learning]", "answer = 'x'")
+    file.write_text(f"{text}\n[models.n]\npath = 'n.ee'\n[learning]\n")
+    engine = parse_arguments([f"--config={file}"]).engine
+    assert (engine.learning, engine.of("m").answer) == (LearnOptions(), "x")
 
 
 def test_the_value_that_a_setting_has_anyway_is_no_setting(tmp_path: Path) -> None:

@@ -207,6 +207,16 @@ def test_mode_off_is_named_as_the_reason() -> None:
     assert "Exits are switched off (--mode off)" in text_of(Engine(now=off))
 
 
+def test_notes_on_how_a_model_is_served_take_the_place_of_the_mode() -> None:
+    off = dataclasses.replace(STATISTICS, mode="off", stages=(stage("final", 0.0, 9),))
+    noted = dataclasses.replace(fake_model(), notes=("the unmodified model is served", "so & so"))
+    text = text_of(Engine(now=off, served=(noted,)))
+    assert "The unmodified model is served." in text
+    assert "So & so." in text
+    assert "switched off" not in text
+    assert "No exit is active" not in text
+
+
 def test_exits_without_a_promise_are_warned_of() -> None:
     model = fake_model()
     bare = dataclasses.replace(model, policy=dataclasses.replace(model.policy, promise=None))

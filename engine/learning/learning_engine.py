@@ -1,0 +1,31 @@
+"""What learning needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+from offramp.engine.results import ModelInfo
+from offramp.engine.statistics import ModelStatistics
+
+Observer: TypeAlias = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
+"""Called with the inputs of an answered request, and its answers [n, …]."""
+
+
+class LearningEngine(Protocol):
+    """What learning needs of an engine."""
+
+    def model(self, name: str) -> ModelInfo:
+        """Describe a served model."""
+
+    def statistics(self) -> Mapping[str, ModelStatistics]:
+        """Return a snapshot of every model's counters."""
+
+    def observe_inputs(self, name: str, observer: Observer | None) -> None:
+        """Show the observer what is answered from now on."""
+
+    async def replace(self, name: str, path: Path) -> None:
+        """Serve another bundle under a name from now on."""

@@ -1,0 +1,152 @@
+"""A server that learns is killed in every phase, and goes on each time without a wrong answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from tests.bundles import EXAMPLE
+from tests.e2e.conftest import Launch, Server, wait_until
+
+from offramp.client import Client
+
+MODEL = "fashion_resnet56"
+SAMPLES = 2000
+LIMIT_S = 280.0
+
+
+class Asker:
+    """Sends images, each once, and holds the answers against the model's own."""
+
+    def __init__(self, model: Path) -> None:
+        with np.load(EXAMPLE / "test.npz") as archive:
+            (name,) = [key for key in archive.files if "label" not in key]
+            self._name, self._images = name, archive[name]
+        self._session = ort.InferenceSession(model.read_bytes())
+        self._next = 0
+        self.agreed: list[bool] = []
+
+    def ask(self, server: Server, images: int, *, rows: int = 20) -> None:
+        with Client(server.address) as client:
+            for _ in range(images // rows):
+                sent = self._images[self._next : self._next + rows]
+                self._next = (self._next + rows) % (len(self._images) - rows)
+                (found,) = client.infer(MODEL, {self._name: sent}).outputs.values()
+                (wanted,) = self._session.run(None, {self._name: sent})
+                self.agreed += self._same(found, wanted)
+
+    @staticmethod
+    def _same(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> list[bool]:
+        same: list[bool] = (found.argmax(1) == wanted.argmax(1)).tolist()
+        return same
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / f"{MODEL}.onnx"
+    shutil.copy(EXAMPLE / path.name, path)
+    return path
+
+
+@pytest.fixture
+def start(launch: Launch, model: Path) -> Iterator[Callable[[], Server]]:
+    def begin() -> Server:
+        return launch(model, "--learn", f"--learn-samples={SAMPLES}", "--threads=1")
+
+    yield begin
+
+
+def kill(server: Server) -> None:
+    server.process.kill()
+    server.process.wait()
+
+
+def recorded(server: Server) -> float:
+    return server.metric("offramp_learning_recorded_samples", model=MODEL)
+
+
+def phase(server: Server) -> str:
+    found = re.findall(
+        r'^offramp_learning_phase\{.*phase="(\w+)"\} 1\.0$', server.get("/metrics"), re.MULTILINE
+    )
+    return str(found[0])
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = place.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(place.parent.name))
+    return found
+
+
+def compiler_of(server: Server) -> int | None:
+    for pid in children_of(server.process.pid):
+        try:
+            if b"compile_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found by Linux")
+def test_a_server_killed_in_any_phase_goes_on(
+    start: Callable[[], Server], model: Path, tmp_path: Path
+) -> None:
+    folder, asker = tmp_path / f"{MODEL}.learn", Asker(model)
+
+    server = start()
+    asker.ask(server, 600)
+    wait_until(lambda: recorded(server) == 600)
+    kill(server)  # while it records
+
+    server = start()
+    assert recorded(server) == 600
+    asker.ask(server, SAMPLES)
+    wait_until(lambda: phase(server) == "compiling")
+    compiler = wait_until(lambda: compiler_of(server))
+    wait_until(lambda: "step 3 of 9" in server.log.read_text(), LIMIT_S)
+    kill(server)  # while it compiles
+    wait_until(lambda: not Path(f"/proc/{compiler}").exists())
+
+    server = start()
+    compiler = wait_until(lambda: compiler_of(server))
+    os.kill(compiler, signal.SIGKILL)
+    wait_until(lambda: phase(server) == "waiting")
+    assert "its process was ended by SIGKILL" in server.get("/")
+    asker.ask(server, 100)
+    bundle = folder / "1.ee"
+    wait_until(bundle.exists, LIMIT_S)
+    kill(server)  # while it switches, or before it saw that there is a bundle
+    assert all(asker.agreed), "until now the unmodified model answered"
+
+    server = start()
+    assert phase(server) == "serving"
+    asker.agreed.clear()
+    asker.ask(server, 2000)
+    assert np.mean(asker.agreed) >= 0.98
+    assert server.metric("offramp_answers_total", model=MODEL) == 2000
+    assert server.metric("offramp_answers_total", model=MODEL, exit="final") < 2000
+    kill(server)
+
+    server = start()
+    assert phase(server) == "serving"
+    assert "serving with exits since" in server.get("/")
+    asker.ask(server, 100)
+    kept = {path.name for path in folder.iterdir() if not path.name.startswith("1.ee")}
+    assert kept == {"learning.json", "lock"}
