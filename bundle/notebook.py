@@ -46,9 +46,7 @@ def bundle_html(bundle: Bundle) -> str:
         place = f"{exit_.after_segment + 1} of {len(manifest.segments)}"
         threshold = f"{active.threshold:.3f}"
         rows.append((f"exit {active.exit}", place, exit_.head.describe(), threshold))
-    return table_html(
-        manifest.name, lines, ("exit", "after segment", "head", "threshold"), rows
-    )
+    return table_html(manifest.name, lines, ("exit", "after segment", "head", "threshold"), rows)
 
 
 def describe_promise(promise: Promise | None) -> str:
