@@ -19,7 +19,7 @@ from offramp.api import ExportCheckError, ModuleExportError, compiling
 from offramp.api.compiling import CompileKeywords
 from offramp.bundle import BundleExistsError, TensorSpec
 from offramp.calibration.scratch import ScratchSpace
-from offramp.compiler.commands.cli import COMPILE
+from offramp.compiler.commands.compile_arguments import compile_parser
 from offramp.compiler.errors import ModelError
 from offramp.compiler.options import CompileOptions
 from offramp.engine.criteria import CriterionError
@@ -244,7 +244,7 @@ Call = Callable[[], object]
         (
             lambda: offramp.compile("m.onnx", X, max_disagreement=2),
             ValueError,
-            r"^max_disagreement is 2, expected a share above 0, and below 1",
+            r"^max_disagreement is 2, expected a share above 0 and below 1",
         ),
         (
             lambda: offramp.compile("m.onnx", X, confidence=1),
@@ -270,6 +270,16 @@ Call = Callable[[], object]
             lambda: offramp.compile("m.onnx", X, criterion="luck"),
             CriterionError,
             r"luck",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, train="joint", precision="int8"),
+            ValueError,
+            r"^train joint with precision int8: a bundle has one copy of the model",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, joint_rate=0.1),
+            ValueError,
+            r"^joint_rate without train joint: it is the learning rate .*; add train joint, or",
         ),
         (
             lambda: offramp.compile("m.onnx", X, image_size=(224,)),
@@ -399,6 +409,8 @@ NOT_KEYWORDS = {
     "--custom-ops": "code: offramp.engine.backends.custom_ops.using_libraries",
     "--criterion-module": "code: offramp.engine.criteria.register",
     "--preprocessing": "its content has keywords",
+    "--backend": "engines are built by eecompile build",
+    "--completion": "of the command line",
     "--progress-file": "of the process that a server starts",
 }
 
@@ -410,6 +422,7 @@ def test_every_flag_is_a_keyword() -> None:
         for flag in action.option_strings
         if flag.startswith("--")
     }
+    assert flags >= NOT_KEYWORDS.keys()
     keywords = {
         "--" + flag.removeprefix("--no-").removeprefix("--") for flag in flags - NOT_KEYWORDS.keys()
     }
