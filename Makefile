@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= dev,examples
 PROCESSES ?= 2
 # The tests of a file stay together, as they share its fixtures; what is slow comes first.
 IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
@@ -20,7 +21,7 @@ test-all: $(INSTALLED)  ## all tests, and which 20 of them took longest
 	THOROUGH=1 $(BIN)/python -m pytest --durations=20 $(IN_PROCESSES)
 
 test-oldest:  ## the tests with the oldest versions that pyproject.toml declares, in .venv-oldest
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev
 
 fuzz: $(INSTALLED)  ## feed everything that reads bytes with broken ones, for MINUTES
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
@@ -50,5 +51,5 @@ clean:
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@

@@ -35,6 +35,7 @@ from offramp.bundle.held import HeldFiles
 from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
 from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMAS_READ, Manifest
 from offramp.bundle.measured import MEASURED, Measured
+from offramp.bundle.notebook import BundleReport, bundle_html
 from offramp.bundle.onnx_wire import without_inputs
 from offramp.bundle.parts import folder_of
 from offramp.bundle.placing import moved_aside
@@ -242,6 +243,13 @@ class Bundle:
                 )
         return ranges
 
+    def report(self) -> BundleReport:
+        """Read the report of the compiler; a notebook shows it, and ``path`` is for a browser."""
+        return BundleReport(self.path / REPORT, self.read(REPORT).decode())
+
+    def _repr_html_(self) -> str:
+        return bundle_html(self)
+
     def records(self) -> dict[str, NDArray[Any]]:
         """Read what the exits said on the calibration data.
 
@@ -273,6 +281,11 @@ class Bundle:
                 f"{len(self.manifest.exits)}; build them again"
             )
         return replace(self, policy=evidence.policy, evidence=evidence, _records=records)
+
+
+def bundle_name(path: Path) -> str:
+    """Return the name that a bundle has at a path: the folder's without ``.ee``."""
+    return path.name.removesuffix(".ee")
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -337,6 +350,11 @@ def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:
     policy, known = _parse(ExitPolicy, document, name), len(manifest.exits)
     if any(active.exit >= known for active in policy.active):
         raise BundleSchemaError(f"{name}: names an exit beyond the bundle's {known}")
+    if policy.promise is not None and manifest.calibration.random_inputs:
+        raise BundleSchemaError(
+            f"{name}: has a promise, and the bundle was compiled on random inputs, which certify "
+            "nothing; compile the model again, on samples"
+        )
     return policy
 
 

@@ -212,6 +212,8 @@ class Calibration:
     answer_ranges: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
     """Smallest and largest value of the model's answers to the certify split, then of its exits',
     where these end with the model's own operators (``Answer.tail``)."""
+    random_inputs: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the samples were made at random, in a dry run: nothing is certified."""
     distinct: DistinctSamples | None = field(default=None, metadata=LEFT_OUT)
     """Distinct samples, of which each counts once; ``None`` where every row is one. The samples of
     the tune and certify splits are distinct ones, those of training all rows of their groups."""

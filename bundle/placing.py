@@ -79,15 +79,18 @@ def moved_aside(target: Path) -> Path | None:
     return None
 
 
-def check_writable(target: Path) -> None:
-    """Check, by trying, that something can be put at ``target``; BundleWriteError if not."""
+def check_writable(target: Path, *, option: str = "--output") -> None:
+    """Check, by trying, that something can be put at ``target``; BundleWriteError if not.
+
+    The message names ``option`` as what chooses another target.
+    """
     folder = _nearest_folder(target)
     try:
         Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder)).rmdir()
     except OSError as error:
         raise BundleWriteError(
             f"{target} cannot be written: {error}; make {folder} writable for you, or choose "
-            "another --output"
+            f"another {option}"
         ) from error
 
 

@@ -103,6 +103,8 @@ def hash_arrays(arrays: Mapping[str, NDArray[Any]], *, keys: Collection[str] = (
     digest = hashlib.sha256()
     for name in sorted(arrays.keys() - set(keys)):
         array, of_array = arrays[name], hashlib.sha256()
+        if name == LABEL and array.dtype.kind in "iu":
+            array = array.astype(np.int64)
         for block in row_blocks(array):
             of_array.update(block.data)
         described = _describe(array.dtype, array.shape, of_array.hexdigest())
@@ -119,7 +121,9 @@ class _HeldColumn:
 
     def takes(self, array: NDArray[Any]) -> bool:
         """Whether an array is of the same kind and shape as those before."""
-        return array.dtype.kind == self.first.dtype.kind and array.shape[1:] == self.first.shape[1:]
+        kinds = {array.dtype.kind, self.first.dtype.kind}
+        same = len(kinds) == 1 or kinds <= {"i", "u"}
+        return same and array.shape[1:] == self.first.shape[1:]
 
     def append(self, array: NDArray[Any]) -> None:
         self._parts.append(np.array(array))

@@ -25,6 +25,10 @@ class TrainingOptions:
     """Exits that are trained at once."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}, expected at least 1")
+
 
 def rate_after(progress: float) -> float:
     """Give the factor on the learning rate after a share of the steps: a rise, then a cosine."""

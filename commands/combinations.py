@@ -35,13 +35,13 @@ class Illegal:
 
     def matches(self, values: Mapping[str, object], given: Collection[str]) -> bool:
         """Whether a command line has this combination."""
-        if self.without is not None:
-            other = not _is_given(self.without, values, given)
-        else:
-            assert self.beside is not None
+        if not _is_given(self.option, values, given):
+            return False
+        if self.beside is not None:
             other = _is_given(self.beside, values, given)
-        condition = self.when is None or self.when(values)
-        return other and condition and _is_given(self.option, values, given)
+        else:
+            other = not _is_given(str(self.without), values, given)
+        return other and (self.when is None or self.when(values))
 
     def message(self, values: Mapping[str, object]) -> str:
         """Return the error: the options with the values that they have, the reason, the remedy."""

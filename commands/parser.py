@@ -17,9 +17,10 @@ from typing import Any, Final, NoReturn
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.commands.completion import SHELLS, shell_code
 
-_NO_DEFAULT: Final = (None, False, True, "", argparse.SUPPRESS)
 _DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
 _INDENT: Final = "  "
+_LEAST_WORD: Final = 4
+"""Letters of an unknown option from which on it is searched for in longer names."""
 
 
 class LayeredParser(argparse.ArgumentParser):
@@ -80,9 +81,15 @@ class LayeredParser(argparse.ArgumentParser):
     def _unknown(self, flag: str) -> str:
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         known = {name.lstrip("-"): name for action in shown for name in action.option_strings}
-        near = difflib.get_close_matches(flag.lstrip("-"), known, n=1)
+        word = flag.lstrip("-")
+        near = difflib.get_close_matches(word, known, n=1)
+        near += [name for name in known if word in name and len(word) >= _LEAST_WORD]
         hint = f"; did you mean {known[near[0]]}?" if near else ""
         return f"there is no option {flag}{hint}"
+
+    def options(self) -> Sequence[argparse.Action]:
+        """Return the options, without the places of a command line."""
+        return [action for action in self._actions if action.option_strings]
 
     def values(self, options: argparse.Namespace) -> dict[str, object]:
         """Return the values of options by flag."""
@@ -176,6 +183,13 @@ class HelpLines(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, **{"max_help_position": 28, **more})
         self.first_lines = False
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Keep the lines of a text, and wrap those that are too long."""
+        return "\n".join(
+            textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent)
+            for line in text.splitlines()
+        )
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default, text = action.default, action.help or ""
         told = _DEFAULT.search(text)
@@ -183,7 +197,8 @@ class HelpLines(argparse.RawDescriptionHelpFormatter):
             text = text.partition("\n")[0].rstrip(".,;:")
             if told is not None and told[0] not in text:
                 text = f"{text} {told[0]}"
-        if told or default in _NO_DEFAULT or default in ([], ()):
+        empty = default in (None, "", argparse.SUPPRESS) or default in ([], ())
+        if told or empty or isinstance(default, bool):
             return text
         return f"{text} (default: %(default)s)"
 
@@ -209,6 +224,6 @@ class _PrintCompletion(argparse.Action):
 
 
 def _columns(lines: Mapping[str, str]) -> list[str]:
-    """Return each key with its text behind it, the texts below each other."""
-    width = max(map(len, lines))
+    """Return each key followed by its text, the texts aligned."""
+    width = max((len(key) for key, text in lines.items() if text), default=0)
     return [f"{key:<{width}}  {text}".rstrip() for key, text in lines.items()]

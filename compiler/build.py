@@ -116,16 +116,11 @@ def build_bundle(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Bu
 
 
 def check_options(options: BuildOptions) -> None:
-    """Check what needs neither bundle nor GPU: that is, device and precision."""
+    """Check the name of the device, which needs neither bundle nor GPU."""
     try:
         parse_device(options.engines.device)
     except BackendError as error:
         raise EngineOptionsError(f"--device: {error}") from error
-    if options.engines.precision == "int8" and options.data is None:
-        raise EngineOptionsError(
-            "--precision int8 needs --data DATA: the ranges of activations are measured on "
-            "calibration data; give that which the bundle was compiled with"
-        )
 
 
 def _check_buildable(bundle: Bundle) -> None:

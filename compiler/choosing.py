@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle import Bundle
-from offramp.bundle.engine_index import PRECISIONS, model_digest
+from offramp.bundle.engine_index import model_digest
 from offramp.bundle.engines import (
     EngineStore,
     Precision,
@@ -36,7 +36,7 @@ from offramp.compiler.engines.building import Building, PlannedEngine
 from offramp.compiler.engines.profiles import ModelShapes, Point, Sizes
 from offramp.compiler.engines.units import Unit, source_unit
 from offramp.compiler.engines.verification import Verifier, part_data
-from offramp.compiler.errors import CompileError, EngineBuildError, EngineOptionsError
+from offramp.compiler.errors import CompileError, EngineBuildError
 from offramp.engine.options import available_cores
 from offramp.engine.plan import Mode, make_plan
 
@@ -71,9 +71,8 @@ def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Buil
 
     All others of this GPU and TensorRT are removed, as serving prefers the coarsest that is there.
     Gives what became of those kept, or of fp32's if some of these failed: then nothing is removed.
-    Raises what :func:`.build_bundle` does; EngineOptionsError for options that leave no choice.
+    Raises what :func:`.build_bundle` does.
     """
-    check_choice(options)
     bundle = Bundle.open(options.bundle)
     dataset = None if options.data is None else read_samples(options.data, bundle.manifest)
     precisions, why = _possible(bundle, dataset, options)
@@ -104,24 +103,6 @@ def choose(timed: Sequence[TimedPrecision]) -> TimedPrecision:
         if each.savings > best.savings + WORTH:
             best = each
     return best
-
-
-def check_choice(options: BuildOptions) -> None:
-    """Refuse, by an EngineOptionsError, options that leave no choice of a precision."""
-    engines = options.engines
-    reasons = {
-        "--dry-run": options.dry_run and "what is built shows once engines have been timed",
-        "--beside-serving": options.beside_serving and "a server keeps the precision it began with",
-        "--accept-disagreement": engines.accept_disagreement and "auto keeps what is certified",
-        "--units": bool(engines.units) and "it needs all stages of the policy",
-        "--parts": not {"source", "stages"} <= {*engines.parts} and "it needs source and stages",
-    }
-    for option, reason in reasons.items():
-        if reason:
-            raise EngineOptionsError(
-                f"--precision auto does not go with {option}: {reason}; leave it out, or give one "
-                f"of {', '.join(PRECISIONS)}"
-            )
 
 
 def _possible(

@@ -35,7 +35,11 @@ from offramp.compiler.answer_ranges import check_ranges
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import check_bridges, find_bridged_exits, needs_bridges
+from offramp.compiler.commands.illegal import check_options
+from offramp.compiler.data.made import RandomSource
 from offramp.compiler.data_checks import check_answers_of, check_values
+from offramp.compiler.dry_run.policy import dry_run_policy
+from offramp.compiler.dry_run.source import DRY_RUN_DISAGREEMENT, made_for
 from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
@@ -84,13 +88,14 @@ def compile_model(
     options name, counts what is taken there.
 
     Raises:
-        CompileError: The model cannot be sliced.
+        CompileError: The model cannot be sliced, or options exclude each other.
         DataError: The calibration data does not fit the model, or is too little.
         ScratchError: There is no room for temporary files.
         BundleExistsError: There is something at ``options.output`` already.
         BundleWriteError: Nothing can be written there, or the disk has too little space; that is
             found out before training, as far as it can be.
     """
+    check_options(options)
     scratch, progress = scratch or ScratchSpace(options.scratch), GivingBack(progress)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
@@ -105,6 +110,9 @@ def compile_model(
             scratch=scratch,
             max_cut_tensors=options.max_cut_tensors,
         )
+    if isinstance(options.data, RandomSource):
+        source = made_for(model, options.data, seed=options.seed)
+        options = replace(options, data=source, max_disagreement=DRY_RUN_DISAGREEMENT)
     warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, weight_bytes(model.proto))
     with progress.step("Read the data", 1):
@@ -138,7 +146,7 @@ def compile_model(
     supernet = None
     if options.elastic is not None:
         with _naming(options.model):
-            supernet = read_elastic(options.elastic, model, options)
+            supernet = read_elastic(options.elastic, model)
         model = supernet.model
     with weight_file(model.proto, scratch) as weights:
         with progress.step("Slice and verify", 2) as advance:
@@ -218,8 +226,11 @@ def _certify_and_write(
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     title = "Certify the policy"
     certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
-    warn_of_answers(draft.answer, certify)
-    policy = choice.certify(path, certify)
+    if options.is_dry_run:
+        policy = dry_run_policy(chosen.tune, whole=draft.answer.criterion.depends_on_earlier)
+    else:
+        warn_of_answers(draft.answer, certify)
+        policy = choice.certify(path, certify)
     assert certify.ranges is not None
     slack = chosen.sliced.tolerance(options)
     check_ranges(chosen.sliced.model, certify.ranges, [e.exit for e in policy.active], slack=slack)

@@ -9,6 +9,10 @@ class ModelError(CompileError):
     """The model cannot be read, or has a property that is not supported."""
 
 
+class OptionsConflictError(CompileError):
+    """Options were given that exclude each other, or one without another that it needs."""
+
+
 class NoCutPointError(CompileError):
     """The model has no place where an exit could be attached."""
 

@@ -13,6 +13,12 @@ from offramp.bundle.writing import check_target
 from offramp.calibration.data_sources import DataSource
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind, AskedTask
+from offramp.compiler.data.made import RandomSource
+from offramp.engine.options import MOST_SHARE, refuse_unless
+
+SEEDS = 2**63
+"""Number of seeds: torch takes no larger one, numpy no negative one."""
+_INF = float("inf")
 
 DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of a promise, where nothing else is asked for or promised."""
@@ -121,6 +127,26 @@ class CompileOptions:
     """The folder that features are recorded in; ``None`` is the system's for temporary files."""
     scratch_limit: float = 4.0
     """GiB that features may take at once: the rest is recorded in later passes over the data."""
+
+    def __post_init__(self) -> None:
+        a_share = "a share above 0, and below 1 by 1e-9 or more"
+        shares = ("max_disagreement", "max_class_disagreement", "confidence_level", "max_overhead")
+        refuse_unless(
+            self, lambda v: 0 < v <= MOST_SHARE, a_share, *shares, "joint_rate", "tolerance"
+        )
+        refuse_unless(self, lambda v: 0 < v <= 1, "above 0, and at most 1", "agree_share")
+        from_0 = "a share from 0, and below 1"
+        refuse_unless(self, lambda v: 0 <= v < 1, from_0, "copies_within", "max_violations")
+        refuse_unless(self, lambda v: 0 <= v < _INF, "0 or more", "agree_within")
+        counts = ("candidates", "max_cut_tensors", "rehearsal_batch", "reference_batch_size")
+        refuse_unless(self, lambda v: v >= 1, "at least 1", *counts, "threads")
+        refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "simplify_limit", "scratch_limit")
+        refuse_unless(self, lambda v: 0 <= v < SEEDS, f"from 0 to {SEEDS - 1}", "seed")
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether the data are made inputs, which certify nothing."""
+        return isinstance(self.data, RandomSource)
 
     @property
     def asked_task(self) -> AskedTask:

@@ -23,7 +23,7 @@ from offramp.bundle import (
     Variant,
     write_bundle,
 )
-from offramp.bundle.bundle import POLICY, RECORDS, REPORT
+from offramp.bundle.bundle import POLICY, RECORDS, REPORT, bundle_name
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.input_ranges import INPUT_RANGES
@@ -101,6 +101,7 @@ def make_manifest(
             sample_shapes={name: array.shape[1:] for name, array in row.items()},
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
+            random_inputs=options.is_dry_run,
             answer_ranges=both_ranges(model, certify.ranges),
             distinct=distinct_samples(
                 parts.groups, key=options.group, within=options.copies_within
@@ -269,8 +270,3 @@ def rewrite(
         overwrite=overwrite,
         engines_of=bundle.path,
     )
-
-
-def bundle_name(target: Path) -> str:
-    """Name that a bundle has at a path."""
-    return target.name.removesuffix(".ee")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Promise
+from offramp.bundle import Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.class_losses import describe_harm, harmed, losses_on_records
 from offramp.calibration.data_sources import DataSource, data_name
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
 from offramp.certify.learn_then_test import level_of_each
-from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.export.export import Exported
+from offramp.compiler.export.model_folder import LOST
+from offramp.compiler.export.repositories import README
 from offramp.compiler.memory import peak_bytes
-from offramp.compiler.model import SourceModel
 from offramp.compiler.report import numbers, words
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import exit_label
@@ -40,20 +40,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
     policy, manifest = whole_policy(bundle.policy, end_evidence(bundle)), bundle.manifest
     say = partial(console.print, highlight=False, soft_wrap=True)
     path = escape(str(bundle.path))
-    built = f"[bold]{path}[/bold]: {len(manifest.exits)} exits built"
-    if not policy.active or policy.promise is None:
-        say(f"{built}, [bold red]none active[/bold red]: serves the unmodified model")
-    else:
-        say(f"{built}, {len(policy.active)} active")
-        for active in policy.active:
-            exit_ = manifest.exits[active.exit]
-            say(
-                f"  exit {exit_.index} after segment {exit_.after_segment}: "
-                f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
-            )
-        say(_promised(policy.promise, "the calibration set"))
-        for line in chain(_by_class(bundle, policy.promise), _brought(bundle, policy.promise)):
-            say(line)
+    for line in _of_policy(bundle, policy):
+        say(line)
     for line in _covered(manifest, promised=policy.promise is not None):
         say(escape(line))
     for line in (*_ranges(manifest), *_variants(bundle)):
@@ -75,7 +63,33 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
     report = "none, as it was made without data" if manifest.is_plain else f"{path}/{REPORT}"
     say(f"Report: {report}")
     flags = "".join(f" --custom-ops {library.file}" for library in manifest.custom_ops)
+    if manifest.calibration.random_inputs:
+        flags += " --uncertified-exits --mode leave"
     say(f"Serve:  eeserve {path}{escape(flags)}")
+
+
+def _of_policy(bundle: Bundle, policy: ExitPolicy) -> Iterator[str]:
+    """Yield which exits are in use, what is promised of them, and what they bring."""
+    manifest, promise = bundle.manifest, policy.promise
+    if manifest.calibration.random_inputs:
+        yield "[bold red]DRY RUN[/bold red]: compiled on random inputs, nothing is certified."
+    built = f"[bold]{escape(str(bundle.path))}[/bold]: {len(manifest.exits)} exits built"
+    if not policy.active:
+        yield f"{built}, [bold red]none active[/bold red]: serves the unmodified model"
+        return
+    yield f"{built}, {len(policy.active)} active"
+    for active in policy.active:
+        exit_ = manifest.exits[active.exit]
+        yield (
+            f"  exit {exit_.index} after segment {exit_.after_segment}: "
+            f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
+        )
+    measured = bundle.measured()
+    if promise is not None:
+        yield _promised(promise, "the calibration set")
+        yield from chain(_by_class(bundle, promise), _brought(bundle, promise))
+    elif manifest.calibration.random_inputs and measured is not None:
+        yield f"Thresholds let half leave at each exit. {words.measured_ratios(measured)}"
 
 
 def _covered(manifest: Manifest, *, promised: bool) -> Iterator[str]:
@@ -178,82 +192,6 @@ def _added(bundle: Bundle) -> str:
     sizes = sorted({profile.batch_sizes[0], bundle.manifest.calibration.reference_batch_size})
     costs = {size: CostModel.of(bundle.manifest, profile, size) for size in sizes}
     return ", ".join(f"{c.overhead(active):.1%} at batch {size}" for size, c in costs.items())
-
-
-def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console) -> None:
-    """Print a model's facts, its cut points, and the places where no exit can be attached."""
-    facts = Table.grid(padding=(0, 2))
-    rows = {
-        "model": f"{model.name} (opset {model.opset}, {_work(analysis)})",
-        "inputs": "\n".join(_input_lines(model)),
-        "main": ", ".join(analysis.main_inputs),
-        "answer": _described(model.answer),
-        "cut points": str(len(analysis.cuts)),
-    }
-    for title, text in rows.items():
-        facts.add_row(f"[bold]{title}[/]", escape(text))
-    console.print(facts)
-    if analysis.cuts:
-        console.print(_cut_table(analysis.cuts, "time" if analysis.total_s else "FLOPs"))
-    if analysis.rejected:
-        console.print(_rejected_table(analysis.rejected))
-
-
-def _input_lines(model: SourceModel) -> Iterator[str]:
-    """Yield a line for each input of the model's file."""
-    unread = {each.spec.name for each in model.unread}
-    for spec in model.declared:
-        yield spec.describe() + (", which nothing reads" if spec.name in unread else "")
-
-
-def _described(answer: Answer) -> str:
-    """``logits: 2 classes, logits``, and of a decoder the tokens that the classes are."""
-    tokens = f", of the tokens {', '.join(map(str, answer.tokens))}" if answer.tokens else ""
-    return f"{answer.output}: {answer.describe()}{tokens}"
-
-
-def _work(analysis: CutAnalysis) -> str:
-    """Tell the model's work, and how it is known."""
-    kinds = ", ".join(analysis.unknown_work)
-    if analysis.total_s is not None:
-        return f"{1e3 * analysis.total_s:.3g} ms measured, as the FLOPs of {kinds} are not known"
-    without = f" without {kinds}" if kinds else ""
-    return f"{analysis.total_flops / 1e9:.3g} GFLOPs{without}"
-
-
-def _cut_table(cuts: Sequence[CutPoint], unit: str) -> Table:
-    table = Table(title="Cut points", title_justify="left", box=box.SIMPLE)
-    table.add_column("#", justify="right")
-    table.add_column("tensor", overflow="fold")
-    table.add_column("shape", no_wrap=True)
-    table.add_column("operator", no_wrap=True)
-    table.add_column(f"{unit} before", justify="right")
-    along = any(cut.side_inputs for cut in cuts)
-    if along:
-        table.add_column("taken along")
-    for cut in cuts:
-        tensors = cut.as_heads_see_it().tensors
-        shapes = (f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors)
-        table.add_row(
-            str(cut.index),
-            escape("\n".join(cut.tensors)),
-            escape("\n".join(shapes)),
-            cut.operator,
-            f"{cut.flops_share_before:.1%}",
-            *([escape(", ".join(cut.side_inputs))] if along else []),
-        )
-    return table
-
-
-def _rejected_table(rejected: Sequence[Rejection]) -> Table:
-    table = Table(title="No exit here", title_justify="left", box=box.SIMPLE)
-    table.add_column("from tensor", overflow="fold")
-    table.add_column("operator")
-    table.add_column("places", justify="right")
-    table.add_column("reason")
-    for place in rejected:
-        table.add_row(escape(place.tensor), place.operator, str(place.places), escape(place.reason))
-    return table
 
 
 def print_profiled(done: Profiled, console: Console) -> None:
@@ -360,10 +298,12 @@ def print_exported(done: Exported, data: Path | DataSource, console: Console) ->
     """Print what ``eecompile export`` wrote, and how it was verified."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     count = len(done.names.thresholds)
-    say(
-        f"[bold]{escape(str(done.path))}[/bold]: {done.size_bytes / 2**20:.1f} MiB, "
-        f"{count} {'exit' if count == 1 else 'exits'}"
-    )
+    folders = [place.folder for place in done.repositories]
+    for path in (*([done.path] if done.path else []), *folders):
+        say(
+            f"[bold]{escape(str(path))}[/bold]: {done.size_bytes / 2**20:.1f} MiB, "
+            f"{count} {'exit' if count == 1 else 'exits'}"
+        )
     for stage, name in zip(done.plan.stages, done.names.thresholds, strict=False):
         say(
             f"  {exit_label(stage.answered_by)}: leaves at confidence ≥ {stage.threshold:.3f}; "
@@ -380,3 +320,8 @@ def print_exported(done: Exported, data: Path | DataSource, console: Console) ->
     )
     if not done.calibration_data:
         say("These are not the data that the bundle was compiled with.")
+    for place in done.repositories:
+        say(
+            f"For {escape(place.describe_servers())}. What they lack, of what eeserve does: "
+            f"{', '.join(LOST)}; {escape(str(place.folder / README))} explains it."
+        )

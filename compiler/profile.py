@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
-from offramp.bundle.bundle import REPORT
+from offramp.bundle.bundle import REPORT, bundle_name
 from offramp.bundle.files import dump
 from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.cut_tensors import CutTensor
@@ -28,7 +28,7 @@ from offramp.compiler.exits import Samples
 from offramp.compiler.graph import default_opset
 from offramp.compiler.heads import build_empty
 from offramp.compiler.options import ProfileOptions
-from offramp.compiler.packing import PROFILE, bundle_name, rewrite
+from offramp.compiler.packing import PROFILE, rewrite
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
 from offramp.compiler.weights import WeightSizes

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
-from offramp.bundle.bundle import RECORDS, REPORT
+from offramp.bundle.bundle import RECORDS, REPORT, bundle_name
 from offramp.bundle.distinct import COPIES_WITHIN, DistinctSamples
 from offramp.calibration.dataset import DataError, Dataset, part, read_samples
 from offramp.calibration.groups.groups import Groups
@@ -37,7 +37,7 @@ from offramp.certify.splits import CERTIFY_SHARE, TUNE_SHARE
 from offramp.compiler.errors import CompileError
 from offramp.compiler.grouping import distinct_samples, grouped
 from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL, RehearseOptions
-from offramp.compiler.packing import bundle_name, judged, rewrite
+from offramp.compiler.packing import judged, rewrite
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
@@ -76,6 +76,11 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         raise CompileError(
             f"{bundle.path} has no exits to rehearse: it is the model as it is; make one with "
             f"exits: eecompile {bundle.manifest.source.original_name} --data DATA"
+        )
+    if bundle.manifest.calibration.random_inputs:
+        raise CompileError(
+            f"{bundle.path} was compiled on random inputs, which its exits learned from; compile "
+            f"the model on samples: eecompile {bundle.manifest.source.original_name} --data DATA"
         )
     if not bundle.manifest.exits:
         raise CompileError(

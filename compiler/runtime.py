@@ -126,12 +126,13 @@ def runs_opset(opset: int) -> bool:
 
 
 def random_inputs(
-    proto: onnx.ModelProto, batch: int, *, seed: int = 0
+    proto: onnx.ModelProto, batch: int, *, seed: int = 0, whole: bool = False
 ) -> dict[str, NDArray[np.generic]]:
     """Make inputs that a model accepts, by name, of a batch size.
 
     Floating-point inputs are normal; integers that index a table stay inside it; other integers
-    are 0 or 1 with a 1 in front, as a mask is that hides no sample wholly. Symbolic sizes are 16,
+    are 0 or 1 with a 1 in front, as a mask is that hides no sample wholly, or all 1, as a mask that
+    hides nothing, if samples are to be ``whole``. Symbolic sizes are 16,
     of images 64, or more where convolutions and poolings have wider windows.
     """
     rng = np.random.default_rng(seed)
@@ -144,7 +145,7 @@ def random_inputs(
         shape = types[name].shape or ()
         sized = tuple(d if isinstance(d, int) else sizes[d] for d in shape)
         dtype = np.dtype(dtype_name(types[name].elem_type))
-        feeds[name] = _random(rng, sized, dtype, ranges.get(name))
+        feeds[name] = _random(rng, sized, dtype, ranges.get(name), whole=whole)
     return feeds
 
 
@@ -167,6 +168,8 @@ def _random(
     shape: tuple[int, ...],
     dtype: np.dtype[np.generic],
     legal: IndexRange | None,
+    *,
+    whole: bool,
 ) -> NDArray[np.generic]:
     if np.issubdtype(dtype, np.floating):
         drawn = rng.standard_normal(shape)
@@ -175,7 +178,7 @@ def _random(
         return legal.draw(rng, shape).astype(dtype)
     if dtype == np.uint8:
         return rng.integers(0, 256, shape).astype(dtype)
-    values = rng.integers(0, 2, shape)
+    values = rng.integers(1 if whole else 0, 2, shape)
     if values.ndim > 1:
         values[:, 0] = 1
     return values.astype(dtype)

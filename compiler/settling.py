@@ -47,7 +47,7 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
     task = model.answer.task
     _check_asked(task, options)
     _check_class_bound(model.answer, options)
-    if options.train == "joint" or options.teach != "model":
+    if options.train == "joint":
         _check_joint(model, options)
     if task.kind == "token-classification":
         (output,) = model.outputs
@@ -87,23 +87,6 @@ def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> C
             f"--criterion {name} is for probabilities of one class of several, and the model makes "
             "its answer of sigmoids; leave it out"
         )
-    if name != "probability" and options.heads in ("bridges", "both"):
-        raise ModelError(
-            f"--criterion {name} is for pooled heads; leave out --heads {options.heads}"
-        )
-    if name == "learned" or criterion.depends_on_earlier:
-        asked = f"--precision {options.precision}" if options.precision != "fp32" else ""
-        asked = asked or ("--train joint" if options.train == "joint" else "")
-        if asked:
-            raise ModelError(
-                f"--criterion {name} is for exits of the float32 model as it is, not for {asked}; "
-                "take probability, entropy or margin there"
-            )
-    if criterion.depends_on_earlier and options.selection != "savings":
-        raise ModelError(
-            f"--criterion {name}: all exits have to run, and --selection {options.selection} takes "
-            "single ones; leave it out"
-        )
     return criterion
 
 
@@ -114,10 +97,7 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
         raise ModelError(
             f"--precision {precision} is for classification; the task is {kind}, so leave it out"
         )
-    bridged = options.heads in ("bridges", "both")
-    if precision != "fp32" and bridged:
-        raise ModelError(f"--heads {options.heads} is for float32, not for --precision {precision}")
-    if kind == "regression" and bridged:
+    if kind == "regression" and options.heads in ("bridges", "both"):
         raise ModelError(
             f"--heads {options.heads}: values say nothing of how sure they are, and a bridge ends "
             "as the model does; leave it out"
@@ -130,15 +110,8 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
 
 
 def _check_joint(model: SourceModel, options: CompileOptions) -> None:
-    """Refuse models that are not trained together with their exits, and options beside it."""
+    """Refuse models that are not trained together with their exits."""
     task, rounding = model.answer.task, rounding_of(model.proto)
-    if options.train != "joint":
-        raise ModelError("--teach labels is for --train joint; add it, or leave this out")
-    if options.precision != "fp32":
-        raise ModelError(
-            f"--train joint is for float32, not for --precision {options.precision}: a bundle has "
-            "one copy of the model; leave one of them out"
-        )
     if rounding is not SINGLE:
         raise ModelError(
             f"--train joint is for models in single precision, and this one is {rounding.name}; "

@@ -23,7 +23,6 @@ from offramp.compiler.blueprint import Blueprint, CompileRun
 from offramp.compiler.errors import CompileError
 from offramp.compiler.graph import serialised
 from offramp.compiler.model import SourceModel
-from offramp.compiler.options import CompileOptions
 from offramp.compiler.supernet import (
     RatedChoice,
     Subnet,
@@ -53,23 +52,14 @@ JUDGED_SAMPLES: Final = 1000
 _EFFORT: Final = Effort(least=6, most=24, seconds=0.5)
 
 
-def read_elastic(path: Path, model: SourceModel, options: CompileOptions) -> Supernet:
+def read_elastic(path: Path, model: SourceModel) -> Supernet:
     """Read what is elastic of a model, and store its weights so that subnets share them.
 
     Raises:
         ElasticSpecError: The file is malformed, or names what the graph does not have.
         NotElasticError: The graph cannot do with less where it was asked to.
-        CompileError: Subnets do not go together with something else that was asked for.
+        CompileError: The model's answers have places.
     """
-    for refused, flag in (
-        (options.precision != "fp32", f"--precision {options.precision}"),
-        (options.train != "frozen", f"--train {options.train}"),
-        (options.heads in ("bridges", "both"), f"--heads {options.heads}"),
-        (options.selection != "savings", f"--selection {options.selection}"),
-        (model.answer.criterion.depends_on_earlier, f"--criterion {model.answer.criterion.name}"),
-    ):
-        if refused:
-            raise CompileError(f"{flag} does not go together with --elastic yet; leave one out")
     if model.answer.task.is_dense:
         raise CompileError(
             f"--elastic is for one answer a sample, not for {model.answer.task.kind}; leave it out"

@@ -198,9 +198,8 @@ def _split(
 ) -> ServedSplits | None:
     """Split a model among the workers of a cluster, if there is one, and say who holds what."""
     served, cluster = options.plan_on, options.cluster
-    if served_mode(bundle.manifest, options.mode) is Mode.OFF or not isinstance(
-        backend, RemoteBackend
-    ):
+    mode = served_mode(bundle.manifest, options.mode, uncertified=options.uncertified_exits)
+    if mode is Mode.OFF or not isinstance(backend, RemoteBackend):
         return None
     if served is None and cluster is not None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -102,16 +101,16 @@ class ModelOptions:
     weights (:mod:`offramp.engine.weight_sharing`)."""
 
     def __post_init__(self) -> None:
-        _refuse_unless(self, lambda v: v >= 1, "at least 1", "max_batch_size", "max_queue_samples")
-        _refuse_unless(self, lambda v: v <= _MOST_ROWS, f"at most {_MOST_ROWS}", "max_batch_size")
-        _refuse_unless(self, lambda v: v <= _MOST, f"at most {_MOST}", "max_queue_samples")
-        _refuse_unless(self, lambda v: 0 <= v < _INF, "≥ 0", "max_queue_delay_ms", "ramp_budget")
-        _refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "slo_ms", "weight")
+        refuse_unless(self, lambda v: v >= 1, "at least 1", "max_batch_size", "max_queue_samples")
+        refuse_unless(self, lambda v: v <= _MOST_ROWS, f"at most {_MOST_ROWS}", "max_batch_size")
+        refuse_unless(self, lambda v: v <= _MOST, f"at most {_MOST}", "max_queue_samples")
+        refuse_unless(self, lambda v: 0 <= v < _INF, "≥ 0", "max_queue_delay_ms", "ramp_budget")
+        refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "slo_ms", "weight")
         shares = ("max_disagreement", "confidence", "audit_budget")
-        least = "above 0, below 1 by 1e-9 or more"
-        _refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, least, *shares)
+        least = "above 0 and below 1"
+        refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, least, *shares)
         a_share = "above 0 and at most 1"
-        _refuse_unless(self, lambda v: 0 < v <= 1, a_share, "max_source_share")
+        refuse_unless(self, lambda v: 0 < v <= 1, a_share, "max_source_share")
         if self.slo_ms is not None and self.max_queue_delay_ms >= self.slo_ms:
             raise ValueError(
                 f"max_queue_delay_ms is {self.max_queue_delay_ms}, but answers are due within "
@@ -172,6 +171,9 @@ class EngineOptions:
     restarts."""
     profile_window_s: float = WINDOW_S
     """Seconds of a window of the batch profile, which plans of clusters are made on (E3 3.1)."""
+    uncertified_exits: bool = False
+    """Whether exits answer of a bundle that was compiled on random inputs, which certify nothing;
+    else its unmodified model is served."""
     learning: LearnOptions | None = None
     """How models that are ONNX files get exits while they are served; ``None`` learns nothing."""
     defaults: ModelOptions = field(default_factory=ModelOptions)
@@ -180,19 +182,19 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         counts = ("streams", "threads", "parallel_below")
-        _refuse_unless(self, lambda v: v >= 1, "at least 1", *counts)
-        _refuse_unless(self, lambda v: v <= _MOST, f"at most {_MOST}", "parallel_below")
+        refuse_unless(self, lambda v: v >= 1, "at least 1", *counts)
+        refuse_unless(self, lambda v: v <= _MOST, f"at most {_MOST}", "parallel_below")
         most = f"at most {_MOST_THREADS}"
-        _refuse_unless(self, lambda v: v <= _MOST_THREADS, most, "streams", "threads", "workers")
-        _refuse_unless(self, lambda v: v >= 0, "at least 0", "workers")
+        refuse_unless(self, lambda v: v <= _MOST_THREADS, most, "streams", "threads", "workers")
+        refuse_unless(self, lambda v: v >= 0, "at least 0", "workers")
         if self.worker_count:
             self._check_workers()
         if self.max_violations is not None and self.parallel_below is not None:
             raise ValueError("give parallel_below, or max_violations that it follows, not both")
-        _refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
-        _refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
+        refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
+        refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
         a_day = "from 1 to 86400"
-        _refuse_unless(self, lambda v: 1 <= v <= 86400, a_day, "profile_window_s")
+        refuse_unless(self, lambda v: 1 <= v <= 86400, a_day, "profile_window_s")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(
                 f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"
@@ -218,8 +220,6 @@ class EngineOptions:
             )
         if self.backend not in ("auto", *_ON_CPU):
             raise ValueError(f"backend is {self.backend}, and {WORKERS_ON_CPU}")
-        if not hasattr(socket, "AF_UNIX"):
-            raise ValueError("workers need Unix sockets, which this system lacks; leave them out")
         object.__setattr__(self, "streams", self.worker_count)  # frozen from here on
 
     def check_cores(self) -> None:
@@ -274,9 +274,10 @@ def limit_cores(cores: int) -> None:
     _core_limit = max(1, cores)
 
 
-def _refuse_unless(
+def refuse_unless(
     options: object, allowed: Callable[[float], bool], expected: str, *names: str
 ) -> None:
+    """Refuse, by a ValueError, fields of options whose value is not allowed; ``None`` always is."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not allowed(value):

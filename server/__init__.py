@@ -1,7 +1,7 @@
 """Serves an engine over gRPC (Open Inference Protocol) and HTTP (health, metrics, status page).
 
-May import: bundle, engine, engine.backends, engine.control, engine.learning, engine.planning,
-engine.scheduling, engine.serving, engine.self_check, proto.
+May import: commands, bundle, engine, engine.backends, engine.control, engine.learning,
+engine.planning, engine.scheduling, engine.serving, engine.self_check, proto.
 """
 
 import os

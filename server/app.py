@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from offramp.server.addresses import check_free, join_address
 from offramp.server.connections import fit_limits, raise_descriptors
@@ -96,6 +96,15 @@ _FLUSH_S: Final = 1.0
 """For the last answers to be written."""
 
 _T = TypeVar("_T")
+
+
+class Listening(NamedTuple):
+    """The addresses that a server listens on, as host and port."""
+
+    grpc: str
+    http: str
+
+
 EngineOpener = Callable[[], Coroutine[Any, Any, ServedEngine]]
 
 
@@ -108,32 +117,43 @@ def serve(open_engine: EngineOpener, options: ServerOptions) -> int:
     """
     keep_large_blocks((options.max_message_mib + 1) * MIB)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve_until_stopped(open_engine, options))
+        return runner.run(_serve_until_signalled(open_engine, options))
+
+
+async def _serve_until_signalled(open_engine: EngineOpener, options: ServerOptions) -> int:
+    stop = StopSignals()
+    with stop.installed():
+        return await serve_until_stopped(open_engine, options, stop)
 
 
 async def serve_until_stopped(
-    open_engine: EngineOpener, options: ServerOptions, stop: StopSignals | None = None
+    open_engine: EngineOpener,
+    options: ServerOptions,
+    stop: StopSignals,
+    on_ready: Callable[[Listening], None] = lambda _: None,
 ) -> int:
-    """Serve as :func:`serve` does, in a running loop; ``stop`` may stand in for the signals."""
-    stop = StopSignals() if stop is None else stop
-    with stop.installed():
-        check_free(options.host, options.grpc_port, option="--grpc-port")
-        check_free(options.host, options.http_port, option="--http-port")
-        raise_descriptors(options.max_connections + _DESCRIPTORS_OF_MODELS)  # bundles hold files
-        engine = await _unless(stop.requested, open_engine())
-        if engine is None:
-            return EXIT_OK
-        stop.serving = True
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(engine.close)
-            endpoint = await _listen(stack, engine, options)
-            await stop.requested.wait()
-            return await _leave(engine, endpoint, options, stop)
+    """Serve as :func:`serve` does, in a running loop of any thread, until ``stop`` is requested.
+
+    Signals are the caller's affair. ``on_ready`` is called once requests are answered.
+    """
+    check_free(options.host, options.grpc_port, option="--grpc-port")
+    check_free(options.host, options.http_port, option="--http-port")
+    raise_descriptors(options.max_connections + _DESCRIPTORS_OF_MODELS)  # bundles hold files
+    engine = await _unless(stop.requested, open_engine())
+    if engine is None:
+        return EXIT_OK
+    stop.serving = True
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
+        endpoint, listening = await _listen(stack, engine, options)
+        on_ready(listening)
+        await stop.requested.wait()
+        return await _leave(engine, endpoint, options, stop)
 
 
 async def _listen(
     stack: AsyncExitStack, engine: ServedEngine, options: ServerOptions
-) -> GrpcEndpoint:
+) -> tuple[GrpcEndpoint, Listening]:
     """Start both endpoints; the stack stops them."""
     limits = fit_limits(options.max_connections)
     reception = Reception(options)
@@ -151,13 +171,13 @@ async def _listen(
     grpc_port = await endpoint.start(options.host, options.grpc_port)
     models = [model.name for model in engine.models()]
     await endpoint.serving()
-    logger.info(
-        "ready: gRPC on %s, status page on http://%s/, serving %s",
-        join_address(options.host, grpc_port),
-        join_address(options.host, http_port),
-        ", ".join(models),
+    listening = Listening(
+        grpc=join_address(options.host, grpc_port), http=join_address(options.host, http_port)
     )
-    return endpoint
+    logger.info(
+        "ready: gRPC on %s, status page on http://%s/, serving %s", *listening, ", ".join(models)
+    )
+    return endpoint, listening
 
 
 async def _leave(

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from offramp.bundle import BundleError
+from offramp.commands.completion import complete
 from offramp.engine.core import Engine
 from offramp.engine.criteria import load_criterion
 from offramp.engine.errors import EngineError
 from offramp.server.app import serve
-from offramp.server.arguments import parse_arguments
+from offramp.server.arguments import make_parser, parse_arguments
 from offramp.server.errors import StartError
 from offramp.server.logging_setup import flush_log, set_up_logging
 from offramp.server.served import ServedEngine
@@ -22,6 +23,7 @@ EXIT_CANNOT_START = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``eeserve``; 1 if it could not start, left requests unanswered, or a check failed."""
+    complete(make_parser)
     arguments = parse_arguments(argv)
     set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
 

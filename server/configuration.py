@@ -6,9 +6,8 @@
     streams = 2
     [defaults]                # fields of ModelOptions, for every model
     policy = "run-through"
-    [learning]                # fields of LearnOptions: learn exits of ONNX files
-    samples = 20000
-    [models.fashion]          # the same, for this one
+    [learning]                # fields of LearnOptions; the table stands for --learn
+    [models.fashion]          # the same as in [defaults], for this one
     path = "fashion.ee"       # relative to this file
     policy = "slackfit"
     slo_ms = 20
@@ -30,7 +29,6 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
 from offramp.bundle.engines import PRECISIONS
-from offramp.bundle.files import read_limited
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.cluster_workers import RAY, ray_workers, read_cluster_workers
 from offramp.engine.errors import BackendError
@@ -67,9 +65,9 @@ class Configuration:
     """Fields of :class:`EngineOptions`; of ``cluster`` the path as the file has it, or ``ray``."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`ModelOptions`, for all models."""
-    learning: Mapping[str, Any] | None = None
-    """Fields of :class:`LearnOptions`; ``None`` where the file does not ask for learning."""
     models: Mapping[str, ConfiguredModel] = field(default_factory=dict)
+    learning: Mapping[str, Any] | None = None
+    """Fields of :class:`LearnOptions`; ``None`` if there is no such table."""
 
     def options(
         self,
@@ -86,7 +84,8 @@ class Configuration:
         Args:
             engine: Fields of :class:`EngineOptions`; ``cluster`` is a path, or ``ray``.
             defaults: Fields of :class:`ModelOptions`.
-            learning: Fields of :class:`LearnOptions`; ``None`` if it does not ask for learning.
+            learning: Fields of :class:`LearnOptions`; ``None`` where the command line does not ask
+                for it.
             ray_address: HOST:PORT of the head of Ray's cluster, where that is the cluster.
 
         Raises:
@@ -100,13 +99,13 @@ class Configuration:
         ours = {name: value for name, value in self.engine.items() if name not in overruled}
         joined: dict[str, Any] = {"mode": DEFAULT_MODE, **ours, **engine}
         joined["defaults"] = ModelOptions(**common)
-        if learning is not None or self.learning is not None:
-            joined["learning"] = LearnOptions(**{**(self.learning or {}), **(learning or {})})
         joined["models"] = {
             name: ModelOptions(**{**common, **model.settings})
             for name, model in self.models.items()
             if model.settings
         }
+        if learning is not None or self.learning is not None:
+            joined["learning"] = LearnOptions(**{**(self.learning or {}), **(learning or {})})
         self._find_workers(joined, engine, ray_address)
         try:
             return EngineOptions(**joined)
@@ -128,10 +127,6 @@ class Configuration:
     ) -> None:
         """Put the workers of a cluster in the place of its name, and of how many there are."""
         cluster = joined.get("cluster")
-        if ray_address is not None and cluster != RAY:
-            raise ValueError(
-                "--ray-address is for --cluster ray; a cluster file says it as ray_address"
-            )
         if cluster is None:
             return
         try:
@@ -150,14 +145,14 @@ class Configuration:
 def read_configuration(path: Path) -> Configuration:
     """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
     document = _load(path)
-    _refuse_unknown(document, ("engine", "defaults", "learning", "models"), f"{path}", "table")
+    _refuse_unknown(document, ("engine", "learning", "defaults", "models"), f"{path}", "table")
     models = _table(document, "models", f"{path}: [models]")
     return Configuration(
         source=path,
         engine=_settings(EngineOptions, _table(document, "engine", f"{path}: [engine]")),
         defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
-        learning=_learning(path, document) if "learning" in document else None,
         models={name: _model(path.parent, models, name) for name in models.content},
+        learning=_learning(path, document) if "learning" in document else None,
     )
 
 
@@ -201,12 +196,12 @@ _KINDS: Final[Mapping[type, _Kind]] = {
     int: _Kind("a whole number", (int,), int),
     float: _Kind("a number", (int, float), float),
     str: _Kind("a string", (str,), str),
+    Path: _Kind("a string", (str,), Path),
     Mode: _Kind("a string", (str,), lambda text: Mode(_one_of(*Mode)(text))),
     PolicyName: _Kind("a string", (str,), PolicyName.parse),
 }
 _KINDS_BY_FIELD: Final = {
     "cluster": _Kind("a string", (str,), Path),
-    "folder": _Kind("a string", (str,), Path),
     "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
     "controller": _Kind("a string", (str,), _one_of(*CONTROLLERS)),
     "precision": _Kind("a string", (str,), _one_of(*PRECISIONS)),
@@ -218,7 +213,6 @@ _NO_KEYS: Final = ("defaults", "models", "plan_on", "learning")
 """Fields that are tables of their own, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two ways to say one thing: who says one on the command line overrules both in the file."""
-_MOST_BYTES: Final = 2**20
 _SHOWN: Final = 80
 """Characters of a value that a message shows."""
 _TOML_TYPES: Final = {
@@ -239,7 +233,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _content(path: Path) -> bytes:
     try:
-        return read_limited(path, _MOST_BYTES)
+        return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -280,7 +274,7 @@ def _checked(options: _Options, table: _Table, besides: Iterable[str] = ()) -> d
 def _settings(options: _Options, table: _Table, besides: Iterable[str] = ()) -> dict[str, Any]:
     """Read a table into fields of ``options``; ``besides`` are keys that it may have as well."""
     hints = get_type_hints(options)
-    names = {_KEYS_BY_FIELD.get(f.name, f.name): f.name for f in fields(options)}
+    names = {key_of(f.name): f.name for f in fields(options)}
     known = {key: name for key, name in names.items() if name not in _NO_KEYS}
     _refuse_unknown(table.content, [*besides, *known], table.where, "key")
     settings = {}
@@ -289,6 +283,11 @@ def _settings(options: _Options, table: _Table, besides: Iterable[str] = ()) -> 
         kind = _KINDS_BY_FIELD.get(name) or _KINDS[_without_none(hints[name])]
         settings[name] = _convert(value, kind, f"{table.where} {key}")
     return settings
+
+
+def key_of(field: str) -> str:
+    """Return the key that a file has for a field of the options."""
+    return _KEYS_BY_FIELD.get(field, field)
 
 
 def _without_none(hint: Any) -> type:

@@ -63,6 +63,7 @@ def exported(
             with_exits=with_exits,
         )
     )
+    assert done.path is not None
     return done.path
 
 

@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 from offramp.bundle import BundleError
+from offramp.bundle.bundle import bundle_name
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
 from offramp.calibration.errors import UntrainableError
 from offramp.calibration.scratch import ScratchError
+from offramp.commands.completion import complete
 from offramp.compiler.commands import arguments, engine_arguments
+from offramp.compiler.commands.compile_arguments import compile_parser, supernet_parser
+from offramp.compiler.commands.compiling import (
+    build_and_print,
+    output_of,
+    read_options,
+    run_compile,
+)
 from offramp.compiler.data.arguments import source_of
-from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
+from offramp.compiler.errors import CompileError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.plain.command import describe_wrapped, wrap_parser
-from offramp.compiler.progress import FileProgress, Progress, TerminalProgress
-from offramp.engine.criteria import CriterionError, known_criterion, load_criterion
+from offramp.compiler.progress import TerminalProgress
+from offramp.engine.criteria import CriterionError, load_criterion
 from offramp.engine.errors import BackendError
-from offramp.engine.options import available_cores
-
-if TYPE_CHECKING:
-    from offramp.compiler.build import BuildOptions
-
-_Options = TypeVar("_Options")
 
 
 class Command(NamedTuple):
@@ -45,7 +46,8 @@ class Command(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``eecompile``; gives the exit status."""
+    """Run ``eecompile``; return the exit status."""
+    complete(COMPILE.parser, {name: command.parser for name, command in COMMANDS.items()})
     given = list(sys.argv[1:] if argv is None else argv)
     named = COMMANDS.get(given[0]) if given else None
     command = named or COMPILE
@@ -101,7 +103,7 @@ def _without(error: ImportError, options: argparse.Namespace) -> str:
 
 
 def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
-    """Give the libraries of ``--custom-ops`` to whatever loads a graph meanwhile."""
+    """Load the libraries of ``--custom-ops`` into all sessions of ONNX Runtime in the context."""
     if not paths:
         return nullcontext()
     from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415
@@ -110,92 +112,14 @@ def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
 
 
 def _target_of(options: argparse.Namespace) -> Path:
-    """What a command writes, if it writes anything."""
+    """Return the place that a command may write to, for messages about interruptions."""
     output: Path | None = getattr(options, "output", None)
+    repository = getattr(options, "triton", None) or getattr(options, "ovms", None)
+    if output is None and repository is not None:
+        name = options.name or bundle_name(options.bundle.resolve())
+        return Path(repository, name)
     bundle: Path | None = getattr(options, "bundle", None)
-    return output or bundle or _beside(options.model)
-
-
-def _beside(model: Path) -> Path:
-    """Where the bundle of a model goes by default."""
-    if not model.name:
-        raise ModelError(f"{str(model)!r} names no file, expected an ONNX file, such as model.onnx")
-    return model.with_suffix(".ee")
-
-
-def _read(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _Options:
-    """Make the options of a run: each field is the argument of its name, unless it is given."""
-    named = {field.name for field in dataclasses.fields(kind)} & vars(options).keys()  # type: ignore[arg-type]
-    return kind(**{**{name: getattr(options, name) for name in named}, **given})
-
-
-def _compile(options: argparse.Namespace, console: Console) -> int:
-    from offramp.calibration.scratch import ScratchSpace  # noqa: PLC0415
-    from offramp.calibration.training_options import TrainingOptions  # noqa: PLC0415
-    from offramp.compiler.compile import compile_model  # noqa: PLC0415
-    from offramp.compiler.options import CompileOptions  # noqa: PLC0415
-    from offramp.compiler.printing import print_bundle, print_use  # noqa: PLC0415
-
-    known_criterion(options.criterion)  # or an error, before anything takes time
-    output = options.output or _beside(options.model)
-    engines = _engines_to_build(options, output)
-    threads = available_cores()
-    asked = _read(
-        CompileOptions,
-        options,
-        output=output,
-        exits=tuple(options.exits.split(",")) if options.exits else (),
-        simplify=not options.no_simplify,
-        precision=engine_arguments.bundle_precision(options),
-        training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
-    )
-    scratch = ScratchSpace(asked.scratch)
-    with TerminalProgress(console) as shown, _reporting(options.progress_file, shown) as progress:
-        bundle = compile_model(asked, progress, scratch=scratch)
-    print_bundle(bundle, Console())
-    print_use(scratch, Console())
-    if engines is None:
-        return 0
-    return _build_and_print(engines, console, chooses=engine_arguments.chooses_precision(options))
-
-
-def _reporting(path: Path | None, progress: Progress) -> AbstractContextManager[Progress]:
-    """Report progress to a file too, if one is named."""
-    return nullcontext(progress) if path is None else closing(FileProgress(path, progress))
-
-
-def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
-    """Read what ``--backend tensorrt`` asks for; CompileError if it cannot be done here."""
-    from offramp.compiler.build import BuildOptions, check_device, check_options  # noqa: PLC0415
-    from offramp.compiler.choosing import check_choice  # noqa: PLC0415
-
-    if options.backend != "tensorrt":
-        given = engine_arguments.given_engine_options(options)
-        if given:
-            raise EngineOptionsError(f"{', '.join(given)} is for engines: add --backend tensorrt")
-        return None
-    if known_criterion(options.criterion).on_host:
-        raise EngineOptionsError(
-            f"--criterion {options.criterion}: criteria that the host computes are for CPUs; leave "
-            "--backend tensorrt out"
-        )
-    if options.train == "joint":
-        raise EngineOptionsError(
-            "--train joint: a bundle with a copy of the model is for ONNX Runtime; leave --backend "
-            "tensorrt out"
-        )
-    if options.custom_ops:
-        raise EngineOptionsError(
-            f"--custom-ops {options.custom_ops[0]}: TensorRT's engines cannot hold operators of a "
-            "library; leave --backend tensorrt out, and serve with --backend onnxruntime"
-        )
-    engines = engine_arguments.engine_options(options)
-    build = BuildOptions(bundle=output, engines=engines, data=options.data, seed=options.seed)
-    check_options(build)
-    if engine_arguments.chooses_precision(options):
-        check_choice(build)
-    check_device(engines.device)
-    return build
+    return output or bundle or output_of(options.model)
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
@@ -210,9 +134,9 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         _write_json(options.json, describe_bundle(bundle))
         return 0
     from offramp.compiler.asked_task import AskedTask  # noqa: PLC0415
+    from offramp.compiler.commands.printing_model import print_inspection  # noqa: PLC0415
     from offramp.compiler.cuts import find_cuts  # noqa: PLC0415
     from offramp.compiler.model import read_model  # noqa: PLC0415
-    from offramp.compiler.printing import print_inspection  # noqa: PLC0415
 
     with console.status("reading and simplifying the model"):
         model = read_model(
@@ -235,7 +159,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.printing_check import print_check  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
-        check = verify_bundle(_read(VerifyOptions, options), progress)
+        check = verify_bundle(read_options(VerifyOptions, options), progress)
     print_check(check, options.bundle, Console())
     _write_json(options.json, to_plain(check))
     return 1 if check.verdict == "contradicted" else 0
@@ -252,7 +176,7 @@ def _rehearse(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.rehearse import rehearse_bundle  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
-        done = rehearse_bundle(_read(RehearseOptions, options), progress)
+        done = rehearse_bundle(read_options(RehearseOptions, options), progress)
     print_rehearsing(done, Console())
     return 0
 
@@ -263,7 +187,7 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.profile import profile_bundle  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
-        done = profile_bundle(_read(ProfileOptions, options), progress)
+        done = profile_bundle(read_options(ProfileOptions, options), progress)
     print_profiled(done, Console())
     return 0
 
@@ -271,19 +195,21 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
 def _wrap(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.plain.wrap import WrapOptions, wrap_model  # noqa: PLC0415
 
-    output = options.output or _beside(options.model)
+    output = options.output or output_of(options.model)
     with TerminalProgress(console) as progress:
-        bundle = wrap_model(_read(WrapOptions, options, output=output), progress)
+        bundle = wrap_model(read_options(WrapOptions, options, output=output), progress)
     print(describe_wrapped(bundle))
     return 0
 
 
 def _export(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.export.export import ExportOptions, export_bundle  # noqa: PLC0415
+    from offramp.compiler.export.repositories import RepositoryOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_exported  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
-        done = export_bundle(_read(ExportOptions, options), progress)
+        places = read_options(RepositoryOptions, options)
+        done = export_bundle(read_options(ExportOptions, options, repositories=places), progress)
     print_exported(done, options.data, Console())
     return 0
 
@@ -295,7 +221,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
 
     try:
         with console.status("planning"):
-            planned = plan_bundle(_read(PlanOptions, options))
+            planned = plan_bundle(read_options(PlanOptions, options))
     except PlanError as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
@@ -309,33 +235,13 @@ def _build(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.build import BuildOptions  # noqa: PLC0415
 
     engines = engine_arguments.engine_options(options)
-    asked = _read(BuildOptions, options, engines=engines)
-    return _build_and_print(asked, console, chooses=engine_arguments.chooses_precision(options))
+    asked = read_options(BuildOptions, options, engines=engines)
+    return build_and_print(asked, console, chooses=engine_arguments.chooses_precision(options))
 
 
-def _build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:
-    from offramp.compiler.build import Reports, build_bundle  # noqa: PLC0415
-    from offramp.compiler.choosing import build_best  # noqa: PLC0415
-    from offramp.compiler.printing_engines import print_building  # noqa: PLC0415
-
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    try:
-        with TerminalProgress(console) as progress:
-            build = build_best if chooses else build_bundle
-            building = build(options, Reports(progress=progress, say=say))
-        print_building(building, Console())
-    except KeyboardInterrupt as error:
-        why = str(error) or "interrupted"
-        say(f"eecompile: {why}; the engines built so far are kept, the same command goes on")
-        return status_of(error)
-    for result in building.failed:
-        say(f"eecompile: {result.problem}")
-    return 1 if building.failed else 0
-
-
-COMPILE = Command(arguments.compile_parser, _compile)
+COMPILE = Command(compile_parser, run_compile)
 COMMANDS = {
-    "supernet": Command(arguments.supernet_parser, _compile),
+    "supernet": Command(supernet_parser, run_compile),
     "inspect": Command(arguments.inspect_parser, _inspect),
     "verify": Command(arguments.verify_parser, _verify),
     "rehearse": Command(arguments.rehearse_parser, _rehearse),
@@ -345,7 +251,7 @@ COMMANDS = {
     "wrap": Command(wrap_parser, _wrap),
     "plan": Command(arguments.plan_parser, _plan),
 }
-"""By name; anything else compiles a model. A model file called like one is given as ./NAME."""
+"""The subcommands by name; any other argument is a model to compile, also ./NAME."""
 
 
 if __name__ == "__main__":

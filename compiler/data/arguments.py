@@ -26,6 +26,12 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
                            default=argparse.SUPPRESS)  # fmt: skip
 
 
+def add_data(parser: argparse.ArgumentParser, help_: str, *, required: bool = True) -> None:
+    """Add ``--data``, whose text :func:`source_of` reads, and the options of reading."""
+    parser.add_argument("--data", required=required, metavar="DATA", help=help_)
+    add_data_arguments(parser)
+
+
 def spec_of(options: argparse.Namespace) -> PreprocessingSpec:
     """Return what the flags say, filled from the file of ``--preprocessing``."""
     given = vars(options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +18,7 @@ from offramp.calibration.data_sources import ArraysAndHash
 from offramp.calibration.errors import DataError
 from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler.data.columns import ROWS, TableColumns, plan_table, read_table
+from offramp.compiler.data.files import files_in
 from offramp.compiler.data.spec import PreprocessingSpec
 
 if TYPE_CHECKING:
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 PARQUET: Final = ".parquet"
 _INSTALL: Final = "pip install 'offramp[parquet]'"
 _INSTALL_DATASETS: Final = "pip install 'offramp[datasets]'"
+_BUFFER_BYTES: Final = 2**20
+"""Bytes of a column that are read at once; by default all of a row group are, in memory."""
+_PARQUET_REMEDY: Final = "expected parquet; write it again"
+_SAVED_REMEDY: Final = "expected a data set of Hugging Face; write it with Dataset.save_to_disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,39 +141,48 @@ class ParquetSource:
     ) -> ArraysAndHash:
         """Read the columns that are needed, some rows at a time."""
         with optional_import("pyarrow", install=_INSTALL, raises=DataError):
-            from pyarrow import ArrowException, parquet  # noqa: PLC0415
+            from pyarrow import parquet  # noqa: PLC0415
 
-        files = [self.path]
-        if self.path.is_dir():
-            files = sorted(self.path.rglob(f"*{PARQUET}"), key=lambda file: file.as_posix())
-        reading = files[0]
-        try:
-            table = columns_of(parquet.read_schema(reading))
-            plan = plan_table(table, specs, self.options, self.name, keys=keys)
-
-            def batches() -> Iterator[ArrowRows]:
-                nonlocal reading
-                for reading in files:
-                    with parquet.ParquetFile(reading) as file:
-                        yield from _parquet_rows(file, reading, plan.columns)
-
-            return read_table(
-                batches(), plan, self.name, scratch, max_samples=self.options.max_samples
-            )
-        except (ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(
-                f"{reading} cannot be read as parquet ({reason:.150}); write it again"
-            ) from error
+        files = files_in(self.path, {PARQUET}) if self.path.is_dir() else [self.path]
+        with _reporting(files[0], _PARQUET_REMEDY):
+            table = columns_of(parquet.read_schema(files[0]))
+        plan = plan_table(table, specs, self.options, self.name, keys=keys)
+        batches = chain.from_iterable(_parquet_rows(file, plan.columns) for file in files)
+        return read_table(batches, plan, self.name, scratch, max_samples=self.options.max_samples)
 
 
-def _parquet_rows(file: Any, path: Path, columns: Sequence[str]) -> Iterator[ArrowRows]:
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[ArrowRows]:
     import pyarrow  # noqa: PLC0415 - an optional package
+    from pyarrow import parquet  # noqa: PLC0415
 
+    with _reporting(path, _PARQUET_REMEDY):
+        file = parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    with file:
+        batches = file.iter_batches(batch_size=ROWS, columns=list(columns))
+        tables = (pyarrow.Table.from_batches([batch]) for batch in batches)
+        yield from _rows_of(tables, path, _PARQUET_REMEDY)
+
+
+def _rows_of(tables: Iterator[Any], where: Path | str, remedy: str) -> Iterator[ArrowRows]:
+    """Yield tables with their places; what fails in reading one is a DataError."""
     first = 0
-    for batch in file.iter_batches(batch_size=ROWS, columns=list(columns)):
-        yield ArrowRows(pyarrow.Table.from_batches([batch]), str(path), first)
-        first += batch.num_rows
+    while True:
+        with _reporting(where, remedy):
+            table = next(tables, None)
+        if table is None:
+            return
+        yield ArrowRows(table, str(where), first)
+        first += table.num_rows
+
+
+@contextmanager
+def _reporting(where: Path | str, remedy: str) -> Iterator[None]:
+    """Turn whatever a reader raises for damaged data, of many kinds, into a DataError."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{where} cannot be read ({reason:.150}); {remedy}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +206,8 @@ class HuggingFaceSource:
         table = columns_of(data.features.arrow_schema)
         plan = plan_table(table, specs, self.options, self.name, keys=keys)
         tables = data.select_columns(list(plan.columns)).with_format("arrow").iter(ROWS)
-        return read_table(
-            _rows_of(tables, self.name),
-            plan,
-            self.name,
-            scratch,
-            max_samples=self.options.max_samples,
-        )
+        batches = _rows_of(iter(tables), self.name, _SAVED_REMEDY)
+        return read_table(batches, plan, self.name, scratch, max_samples=self.options.max_samples)
 
 
 def _saved(path: Path) -> Any:
@@ -204,24 +215,11 @@ def _saved(path: Path) -> Any:
     with optional_import("datasets", install=_INSTALL_DATASETS, raises=DataError):
         import datasets  # noqa: PLC0415 - an optional package
 
-    try:
+    with _reporting(path, _SAVED_REMEDY):
         data = datasets.load_from_disk(str(path))
-    except Exception as error:  # the package raises many kinds for damage
-        reason = " ".join(str(error).split())
-        raise DataError(
-            f"{path} cannot be read as a data set of Hugging Face ({reason:.150}); write it again "
-            "with Dataset.save_to_disk"
-        ) from error
     if isinstance(data, datasets.DatasetDict):
         raise DataError(
             f"{path} has the splits {', '.join(data)}; give one of them, such as "
             f"{path / next(iter(data), 'train')}"
         )
     return data
-
-
-def _rows_of(tables: Iterable[Any], where: str) -> Iterator[ArrowRows]:
-    first = 0
-    for table in tables:
-        yield ArrowRows(table, where, first)
-        first += table.num_rows

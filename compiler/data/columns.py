@@ -51,7 +51,7 @@ class TableRows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableColumns:
-    """What is known of a table before its rows are read."""
+    """Columns of a table, known before its rows are read."""
 
     names: Sequence[str]
     images: Sequence[str] = ()
@@ -60,7 +60,7 @@ class TableColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
-    """How rows become the inputs of a model."""
+    """Plan by which rows become the inputs of a model."""
 
     columns: tuple[str, ...]
     """Columns to read."""
@@ -84,9 +84,9 @@ def read_table(
     with SampleWriter(name, scratch, keys=plan.keys) as writer:
         label = plan.label
         for rows in batches:
-            if label is not None and not writer.samples and not _are_classes(rows, plan):
-                label = None
             arrays = plan.inputs(rows)
+            if label is not None and not writer.samples and not _has_classes(rows, plan):
+                label = None
             if label is not None:
                 arrays[LABEL] = _classes(rows, label)
             for key in plan.keys:
@@ -196,12 +196,21 @@ def _texts(rows: TableRows, columns: Sequence[str]) -> list[Any]:
     found = [rows.objects(column) for column in columns]
     for column, values in zip(columns, found, strict=True):
         for row, value in enumerate(values):
-            if not isinstance(value, str):
+            if not isinstance(value, str) or not _is_unicode(value):
                 raise DataError(
                     f"{rows.place(row)}: {column!r} is {value!r:.50}, expected a text; mend or "
                     "remove the row"
                 )
     return list(found[0]) if len(found) == 1 else list(zip(*found, strict=True))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which JSON allows and tokenizers refuse."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _images(rows: TableRows, column: str, form: ImageForm) -> NDArray[Any]:
@@ -241,27 +250,41 @@ def _features(rows: TableRows, columns: Sequence[str], spec: TensorSpec) -> NDAr
     return np.stack(found, axis=1)
 
 
-def _are_classes(rows: TableRows, plan: TablePlan) -> bool:
-    """Whether the labels are numbers of classes; DataError if not, and they were asked for."""
+def _has_classes(rows: TableRows, plan: TablePlan) -> bool:
+    """Whether labels are used: they were asked for, or the first one is the number of a class."""
     assert plan.label is not None
+    first = rows.objects(plan.label)[0]
+    if plan.label_asked or _is_class(first):
+        return True
+    _log.warning(
+        "%s: %r is %.50r, not the number of a class: labels are left aside, as exits learn "
+        "without.",
+        rows.place(0), plan.label, first,
+    )  # fmt: skip
+    return False
+
+
+def _is_class(value: Any) -> bool:
+    if isinstance(value, list):  # 0 or 1 for each of several labels
+        return all(map(_is_class, value))
     try:
-        classes = _classes(rows, plan.label)
-    except DataError as error:
-        if plan.label_asked:
-            raise
-        _log.warning("%s; labels are left aside, as exits learn without.", error)
+        return float(value).is_integer()
+    except (TypeError, ValueError):
         return False
-    return len(classes) > 0
 
 
 def _classes(rows: TableRows, label: str) -> NDArray[Any]:
     array = rows.numbers(label)
-    if array.dtype.kind not in "biu":
+    with np.errstate(invalid="ignore"):
+        classes = array.astype(np.int64)
+    wrong = (classes != array).reshape(len(array), -1).any(axis=1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
         raise DataError(
-            f"{rows.place(0)}: {label!r} is {array[0]!s:.50}, expected the number of a class; "
-            "write numbers there, or name another column with --label-column"
+            f"{rows.place(row)}: {label!r} is {array[row]}, expected the number of a class; write "
+            "numbers there, or name another column with --label-column"
         )
-    return array.astype(np.int64)
+    return classes
 
 
 def _key(rows: TableRows, key: str) -> NDArray[Any]:

@@ -15,6 +15,7 @@ from offramp.compiler.data.arrow import PARQUET, HuggingFaceSource, ParquetSourc
 from offramp.compiler.data.functions import FunctionSource, names_function, source_of_value
 from offramp.compiler.data.images import SUFFIXES as IMAGE_SUFFIXES
 from offramp.compiler.data.images import ImageFolderSource
+from offramp.compiler.data.made import RANDOM, SAMPLES, RandomSource
 from offramp.compiler.data.recordings import RecordingSource
 from offramp.compiler.data.spec import TOML_NAME, Family, PreprocessingSpec, read_toml
 from offramp.compiler.data.tables import CSV_SUFFIXES, JSONL_SUFFIXES, TextTableSource
@@ -32,12 +33,9 @@ class NamedData:
     def __init__(self, text: str) -> None:
         """Look at the place of a text."""
         self.text, self.path = text, Path(text)
-        self.is_file, self.is_folder = self.path.is_file(), self.path.is_dir()
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is anything at that path."""
-        return self.path.exists()
+        self.exists = bool(text) and self.path.exists()
+        self.is_file = self.exists and self.path.is_file()
+        self.is_folder = self.exists and self.path.is_dir()
 
     @property
     def suffix(self) -> str:
@@ -68,7 +66,7 @@ class DataKind:
     name: str
     """Noun for messages, with its article."""
     form: str
-    """What is given, for lists of kinds."""
+    """Form of the text that names it, for lists of kinds."""
     fits: Callable[[NamedData], bool]
     """Whether a text names data of this kind."""
     make: Callable[[NamedData, PreprocessingSpec], DataSource]
@@ -130,6 +128,13 @@ KINDS: Final[tuple[DataKind, ...]] = (
         make=lambda data, spec: FunctionSource(data.text, spec.max_samples),
         families=frozenset({"samples"}),
     ),
+    DataKind(
+        name="made inputs",
+        form=f"{RANDOM} for a dry run on made inputs",
+        fits=lambda data: not data.exists and data.text == RANDOM,
+        make=lambda _, spec: RandomSource(spec.max_samples or SAMPLES),
+        families=frozenset({"samples"}),
+    ),
 )
 """All kinds; a text must fit one of them alone."""
 
@@ -149,7 +154,9 @@ def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
         )
     if not found:
         what = "is of no kind that can be read" if data.exists else "no such file or folder"
-        raise DataError(f"{text}: {what}; expected {'; '.join(kind.form for kind in KINDS)}")
+        raise DataError(
+            f"{text or repr(text)}: {what}; expected {'; '.join(kind.form for kind in KINDS)}"
+        )
     (kind,) = found
     if data.is_folder and data.has(TOML_NAME):
         spec = spec.filled_from(read_toml(data.path / TOML_NAME))
@@ -158,9 +165,9 @@ def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
 
 
 def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource:
-    """Return the source of whatever a program gives as data.
+    """Return the source of data that a program has.
 
-    That is a path or text as ``--data`` takes it, a source, arrays (a mapping, a tuple or one
+    Data are a path or text as ``--data`` takes it, a source, arrays (a mapping, a tuple or one
     alone), a ``datasets.Dataset``, a function that returns batches, or an iterable of batches.
     DataError for anything else.
     """

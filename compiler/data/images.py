@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +18,7 @@ from offramp.calibration.data_sources import ArraysAndHash
 from offramp.calibration.errors import DataError
 from offramp.calibration.sample_writer import SampleWriter
 from offramp.calibration.scratch import ScratchSpace
+from offramp.compiler.data.files import files_in
 from offramp.compiler.data.spec import Layout, PreprocessingSpec, Resample
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-"""Of files that are images, in lower case."""
+"""Suffixes of image files, in lower case."""
 INSTALL: Final = "pip install 'offramp[images]'"
 _MODES: Final = {1: "L", 3: "RGB"}
 """Pillow's names of what models take, by their number of channels."""
@@ -114,7 +115,7 @@ def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: st
 
     DataError where the model has no single input that takes images, or the options do not fit it.
     """
-    check_pillow()
+    _check_pillow()
     if len(specs) != 1:
         raise DataError(
             f"{name}: images are for models with one input, and this one has {len(specs)}: "
@@ -131,7 +132,7 @@ def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: st
         if isinstance(size, int):
             if asked not in (None, size):
                 raise DataError(
-                    f"{name}: --image-size {asked_text(options)}: the model takes "
+                    f"{name}: --image-size {_size_text(options)}: the model takes "
                     f"{spec.describe()}; leave it out, or give what the model takes"
                 )
             found.append(size)
@@ -154,12 +155,12 @@ def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: st
     )
 
 
-def asked_text(options: PreprocessingSpec) -> str:
+def _size_text(options: PreprocessingSpec) -> str:
     """Return the size that was asked for, as a flag has it."""
     return ",".join(map(str, options.image_size or ()))
 
 
-def check_pillow() -> None:
+def _check_pillow() -> None:
     """Raise a DataError with the remedy where Pillow is missing."""
     with optional_import("PIL", install=INSTALL, raises=DataError):
         import PIL.Image  # noqa: F401, PLC0415
@@ -248,14 +249,9 @@ class ImageFolderSource:
         """Decode all images; a broken one is an error that names its file."""
         form = image_form(specs, self.options, self.name)
         with SampleWriter(self.name, scratch, keys=keys) as writer:
-            files = list(self._files())[: self.options.max_samples]
+            files = files_in(self.path, SUFFIXES)[: self.options.max_samples]
             for start in range(0, len(files), _BATCH):
                 part = files[start : start + _BATCH]
                 batch = np.stack([form.decode(file, str(file)) for file in part])
                 writer.append({form.spec.name: batch}, str(part[0]))
             return writer.finish()
-
-    def _files(self) -> Iterator[Path]:
-        for file in sorted(self.path.rglob("*"), key=lambda file: file.as_posix()):
-            if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
-                yield file

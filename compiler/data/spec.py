@@ -16,7 +16,7 @@ Layout: TypeAlias = Literal["nchw", "nhwc"]
 Resize: TypeAlias = Literal["crop", "stretch"]
 Resample: TypeAlias = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Family: TypeAlias = Literal["images", "texts", "tables", "samples"]
-"""What an option is about; ``samples`` is for everything that is read row by row."""
+"""Data that an option is for; ``samples`` are all that are read row by row."""
 
 TOML_NAME: Final = "preprocessing.toml"
 """Name of the file in a folder of data that has options of reading them."""
@@ -24,7 +24,7 @@ TOML_NAME: Final = "preprocessing.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessingSpec:
-    """How images, texts and tables become inputs; ``None`` is the default of each kind."""
+    """Options of reading images, texts and tables; ``None`` is the default of each kind."""
 
     image_size: tuple[int, int] | None = None
     """Height and width; those of the model's input where not given."""
@@ -37,7 +37,7 @@ class PreprocessingSpec:
     layout: Layout | None = None
     """Order of the input's dimensions; found by its shape where not given."""
     resize: Resize | None = None
-    """How images of another shape become the input's: ``crop`` the middle, or ``stretch``."""
+    """Treatment of images of another shape: ``crop`` the middle (default), or ``stretch``."""
     crop_share: float | None = None
     """Share of the shorter side that ``crop`` keeps; 1 where not given, 0.875 in torchvision."""
     resample: Resample | None = None
@@ -100,9 +100,7 @@ def read_toml(path: Path) -> PreprocessingSpec:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}; check --preprocessing"
-        ) from error
+        raise DataError(f"{path} cannot be read: {error.strerror}; check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no TOML: {error}; mend it there") from error
     known = {option.field: option for option in OPTIONS}
@@ -196,27 +194,27 @@ def _option(field: str, family: Family, metavar: str, parse: Any, help_: str) ->
 
 
 OPTIONS: Final[tuple[ReadingOption, ...]] = (
-    _option("image_size", "images", "H,W", _size, "height and width; default: the model's"),
+    _option("image_size", "images", "H,W", _size, "height and width (default: the model's)"),
     _option("mean", "images", "X,X,X", _numbers,
-            "subtracted from each channel, after --scale; default: 0"),
+            "mean that is subtracted from each channel, after --scale (default: 0)"),
     _option("std", "images", "X,X,X", _deviations,
-            "that each channel is divided by then; default: 1"),
-    _option("scale", "images", "X", _factor, "factor of the pixels, 0 to 255; default: 1/255"),
+            "deviation that each channel is then divided by (default: 1)"),
+    _option("scale", "images", "X", _factor, "factor of the pixels, 0 to 255 (default: 1/255)"),
     _option("layout", "images", "nchw|nhwc", _one_of(Layout),
-            "order of the input's dimensions; default: by its shape"),
+            "order of the input's dimensions (default: by its shape)"),
     _option("resize", "images", "crop|stretch", _one_of(Resize),
-            "images of another shape: crop the middle (default), or stretch"),
+            "how images of another shape fit: crop the middle, or stretch (default: crop)"),
     _option("crop_share", "images", "X", _share,
-            "of the shorter side that crop keeps; torchvision's is 0.875; default: 1"),
+            "share of the shorter side that crop keeps; 0.875 in torchvision (default: 1)"),
     _option("resample", "images", "FILTER", _one_of(Resample),
-            "nearest, bilinear (default), bicubic or lanczos"),
+            "nearest, bilinear, bicubic or lanczos (default: bilinear)"),
     _option("image_column", "images", "NAME", str, "column of a table that holds images"),
     _option("tokenizer", "texts", "FILE", Path, "tokenizer.json of Hugging Face"),
     _option("text_column", "texts", "NAME[,NAME]", _columns,
-            "column of texts, or two of pairs; default: text"),
+            "column of texts, or two of pairs (default: text)"),
     _option("max_tokens", "texts", "N", _count,
-            "that texts are padded and cut to; default: the model's length, else 128"),
-    _option("label_column", "tables", "NAME", str, "column of classes; default: label or labels"),
+            "tokens that texts are padded and cut to (default: the model's length, or 128)"),
+    _option("label_column", "tables", "NAME", str, "column of classes (default: label or labels)"),
     _option("max_samples", "samples", "N", _count, "read the first N samples alone"),
 )  # fmt: skip
 """All options, in the order of the help."""

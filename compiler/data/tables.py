@@ -28,9 +28,9 @@ class Record(NamedTuple):
     """A row of a text file."""
 
     line: int
-    """Where it begins, from 1 on."""
+    """Number of its first line, from 1 on."""
     values: Mapping[str, Any]
-    """Of CSV all are texts."""
+    """Cells by column; all of them are texts in CSV."""
 
 
 @dataclass(frozen=True, slots=True)

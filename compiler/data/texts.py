@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 INSTALL: Final = "pip install 'offramp[text]'"
 DEFAULT_TOKENS: Final = 128
-"""Of models that take any length."""
+"""Length of texts for models that take any."""
 _FIELDS: Final = {"input_ids": "ids", "attention_mask": "attention_mask"} | {
     "token_type_ids": "type_ids"
 }
@@ -57,8 +57,13 @@ class TextEncoder:
         tokenizer.enable_truncation(**{**cut, "max_length": self._length})
 
     def encode(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> dict[str, NDArray[Any]]:
-        """Return the inputs [n, tokens] of some texts, or pairs of them."""
+        """Return the inputs [n, tokens] of texts or pairs of texts; DataError where that fails."""
         encodings = self._tokenizer.encode_batch(list(texts))
+        if any(len(encoding.ids) != self._length for encoding in encodings):
+            raise DataError(
+                f"{self._name}: texts cannot be cut to {self._length} tokens, as the tokenizer "
+                "adds special ones; give more with --max-tokens"
+            )
         self._texts += len(encodings)
         self._truncated += sum(bool(encoding.overflowing) for encoding in encodings)
         return {
@@ -113,8 +118,7 @@ def _length(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: str) 
     asked = options.max_tokens
     if not fixed:
         return asked or DEFAULT_TOKENS, asked is not None
-    (length,) = fixed if len(fixed) == 1 else (min(map(int, fixed)),)
-    assert isinstance(length, int)
+    length = min(fixed)
     if asked not in (None, length):
         raise DataError(
             f"{name}: --max-tokens {asked}: the model takes texts of {length} tokens; leave it "

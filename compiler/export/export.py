@@ -1,13 +1,15 @@
 """Write a bundle as one ONNX file: the same answers at the same exits, with no Offramp at run time.
 
 The steps: read the bundle, nest its stages (:mod:`offramp.compiler.export.nesting`), compare with
-the bundle on every sample (:mod:`offramp.compiler.export.verification`), write.
+the bundle on every sample (:mod:`offramp.compiler.export.verification`), write the file and the
+model repositories with it (:mod:`offramp.compiler.export.repositories`).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
@@ -20,7 +22,14 @@ from offramp.bundle.placing import check_writable
 from offramp.calibration.data_sources import DataSource
 from offramp.calibration.dataset import read_samples
 from offramp.compiler.errors import ExportError
-from offramp.compiler.export.nesting import Names, nest
+from offramp.compiler.export.model_folder import model_files
+from offramp.compiler.export.nesting import METADATA, Names, nest
+from offramp.compiler.export.repositories import (
+    Repository,
+    RepositoryOptions,
+    check_model,
+    repositories,
+)
 from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.graph import serialised
 from offramp.compiler.progress import SILENT, Progress
@@ -31,9 +40,6 @@ from offramp.engine.errors import BackendError
 from offramp.engine.plan import Plan, make_plan
 from offramp.engine.whole_promise import end_evidence, whole_policy
 
-METADATA = "offramp."
-"""What the keys of an exported file's metadata begin with."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
@@ -42,7 +48,9 @@ class ExportOptions:
     bundle: Path
     data: Path | DataSource | None
     """Samples to verify with: the bundle's calibration data."""
-    output: Path
+    output: Path | None = None
+    """The file to write; not needed with a repository."""
+    repositories: RepositoryOptions = field(default_factory=RepositoryOptions)
     overwrite: bool = False
     with_exits: bool = False
     """Whether exit index and confidence are outputs too."""
@@ -52,7 +60,10 @@ class ExportOptions:
 class Exported:
     """An exported file: what was written, and how it was verified."""
 
-    path: Path
+    path: Path | None
+    """The file that was asked for by itself."""
+    repositories: tuple[Repository, ...]
+    """The repositories that have the file too."""
     size_bytes: int
     plan: Plan
     names: Names
@@ -77,8 +88,15 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
             f"{options.bundle}: the criterion {criterion.name} is computed by the host, and an "
             "export has graphs alone; compile with --criterion entropy, margin or learned"
         )
+    if bundle.manifest.calibration.random_inputs:
+        raise ExportError(
+            f"{options.bundle} was compiled on random inputs, so its exits would give wrong "
+            "answers; compile the model on samples: eecompile "
+            f"{bundle.manifest.source.original_name} --data DATA"
+        )
     plan = make_plan(bundle)
-    data = _check(bundle, plan, options)
+    places = repositories(options.repositories, options.bundle)
+    data = _check(bundle, plan, options, places)
     _check_opsets(options.bundle, plan)
     dataset = read_samples(data, bundle.manifest)
     names = Names.of(bundle.manifest, plan)
@@ -101,9 +119,13 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     except BackendError as error:
         raise ExportError(f"{options.bundle} cannot be run: {error}") from error
     content = serialised(model)
-    _write(options, content)
+    if options.output is not None:
+        _write(options.output, content)
+    for place in places:
+        place.write(model_files(bundle, place, model, content, names))
     return Exported(
         path=options.output,
+        repositories=places,
         size_bytes=len(content),
         plan=plan,
         names=names,
@@ -155,8 +177,10 @@ def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> 
     return {f"{METADATA}{key}": value for key, value in said.items()}
 
 
-def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path | DataSource:
-    """Refuse what cannot be exported or written, before any long work; give where the data are."""
+def _check(
+    bundle: Bundle, plan: Plan, options: ExportOptions, places: Sequence[Repository]
+) -> Path | DataSource:
+    """Refuse what cannot be exported or written, before any long work; return the data."""
     if len(plan.stages) == 1:
         raise ExportError(
             f"{options.bundle} has no active exit, so that an export would be the source model: "
@@ -168,24 +192,39 @@ def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path | DataSou
             f"{options.bundle} is for {kind}, and one file with exits inside is made of "
             "classification only, so far; serve the bundle"
         )
-    if options.output.resolve().is_relative_to(bundle.path.resolve()):
+    if options.output is not None:
+        _check_output(options.output, options)
+    elif not places:
         raise ExportError(
-            f"{options.output} is inside the bundle, which it would damage; choose another --output"
+            "nothing says what to write: add --output FILE.onnx for one file, or --triton DIR or "
+            "--ovms DIR for a model repository of a server"
         )
-    for folder in options.output.parents:
-        if folder.exists() and not folder.is_dir():
-            raise ExportError(f"{folder} is not a folder; choose another --output")
-    if options.output.is_dir():
-        raise ExportError(f"{options.output} is a folder; --output names a file, as fast.onnx")
-    if not options.overwrite and (options.output.exists() or options.output.is_symlink()):
-        raise ExportError(f"{options.output} exists; choose another --output, or add --overwrite")
-    check_writable(options.output)
+    if places:
+        check_model(bundle.manifest, options.bundle)
+    for place in places:
+        place.check(options.bundle, overwrite=options.overwrite)
     if options.data is None:
         raise ExportError(
             "an export is verified on the calibration data before it is written, and a bundle "
             f"does not hold them: add --data DATA, that which {options.bundle} was compiled with"
         )
     return options.data
+
+
+def _check_output(output: Path, options: ExportOptions) -> None:
+    """Refuse a file that cannot or must not be written."""
+    if output.resolve().is_relative_to(options.bundle.resolve()):
+        raise ExportError(
+            f"{output} is inside the bundle, which it would damage; choose another --output"
+        )
+    for folder in output.parents:
+        if folder.exists() and not folder.is_dir():
+            raise ExportError(f"{folder} is not a folder; choose another --output")
+    if output.is_dir():
+        raise ExportError(f"{output} is a folder; --output names a file, as fast.onnx")
+    if not options.overwrite and (output.exists() or output.is_symlink()):
+        raise ExportError(f"{output} exists; choose another --output, or add --overwrite")
+    check_writable(output)
 
 
 def _check_opsets(path: Path, plan: Plan) -> None:
@@ -205,9 +244,8 @@ def _check_opsets(path: Path, plan: Plan) -> None:
             )
 
 
-def _write(options: ExportOptions, content: bytes) -> None:
+def _write(target: Path, content: bytes) -> None:
     """Write beside the target and rename, so that it is whole or absent."""
-    target = options.output
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, content, durable=False, mode=0o644)

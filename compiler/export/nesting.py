@@ -288,6 +288,8 @@ def rename_symbol(infos: Iterable[onnx.ValueInfoProto], old: str, new: str) -> N
 
 EXIT, CONFIDENCE = "exit", "confidence"
 """Outputs of ``--with-exits``."""
+METADATA = "offramp."
+"""What the keys of an exported file's metadata begin with."""
 _OURS = "offramp_"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Segment, write_bundle
+from offramp.bundle.bundle import bundle_name
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
@@ -22,7 +23,7 @@ from offramp.compiler.asked_task import AskedKind, AskedTask
 from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import weight_bytes
-from offramp.compiler.packing import PROFILE, bundle_name, tool_versions
+from offramp.compiler.packing import PROFILE, tool_versions
 from offramp.compiler.plain.reading import UnslicedModel, read_plain
 from offramp.compiler.plain.trial import PlainTrial
 from offramp.compiler.progress import SILENT, Progress

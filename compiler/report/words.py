@@ -130,6 +130,12 @@ def warning(
     found: PolicyFigures, limit: BindingLimit | None = None, judged: SavingsCheck | None = None
 ) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
+    if found.manifest.calibration.random_inputs:
+        return "Compiled on random inputs: nothing is certified.", (
+            "This was a dry run, to see exits and times. Times are real; shares of answers, "
+            "agreement and what is saved say nothing about your data. Compile again on samples: "
+            "eecompile MODEL --data DATA."
+        )
     if judged is not None and (nothing := judged.warning):
         return "The exits in use save nothing on the machine that measured them.", nothing
     if found.active and found.policy.promise is None:

@@ -91,6 +91,7 @@ def compile_arguments(
         f"--data={data.absolute()}",
         f"--output={output.absolute()}",
         f"--progress-file={progress.absolute()}",
+        "--backend=onnxruntime",  # engines would take the GPU's memory from what is served
         *asked,
     ]
 

@@ -1,6 +1,7 @@
-"""How a bundle without exits is served: in mode off, and one sample at a time where it has to be.
+"""How a bundle whose exits may not answer is served: in mode off, or one sample at a time.
 
-Such are the bundles of ONNX files as they are, and those of models for which no exit pays.
+Such are the bundles of ONNX files as they are, those of models for which no exit pays, and those of
+dry runs, whose exits were made on random inputs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ from offramp.engine.plan import Mode
 _log = logging.getLogger(__name__)
 
 
-def served_mode(manifest: Manifest, mode: Mode) -> Mode:
-    """Return the mode that a model is served in: without exits and variants there is only off."""
-    return mode if manifest.exits or manifest.variants else Mode.OFF
+def served_mode(manifest: Manifest, mode: Mode, *, uncertified: bool = False) -> Mode:
+    """Return the mode that a model is served in: off, where it has no exits that may answer.
+
+    Exits of a dry run may if they are allowed to although nothing is certified (``uncertified``).
+    """
+    if not (manifest.exits or manifest.variants):
+        return Mode.OFF
+    return Mode.OFF if manifest.calibration.random_inputs and not uncertified else mode
 
 
 def options_for(name: str, manifest: Manifest, options: EngineOptions) -> EngineOptions:
     """Return the engine's options with the mode and the batch size that fit a model; log notes."""
-    mode = served_mode(manifest, options.mode)
-    for note in notes_on(manifest):
-        _log.info("%s: %s", name, note)
+    level = logging.WARNING if manifest.calibration.random_inputs else logging.INFO
+    uncertified = options.uncertified_exits
+    for note in notes_on(manifest, uncertified=uncertified):
+        _log.log(level, "%s: %s", name, note)
+    mode = served_mode(manifest, options.mode, uncertified=uncertified)
     if mode is options.mode and not manifest.no_batching:
         return options
     of_model = options.of(name)
@@ -33,9 +41,16 @@ def options_for(name: str, manifest: Manifest, options: EngineOptions) -> Engine
     return replace(options, mode=mode, models={**options.models, name: of_model})
 
 
-def notes_on(manifest: Manifest) -> tuple[str, ...]:
-    """Return sentences on what a bundle without exits is served like, without full stops."""
-    if served_mode(manifest, Mode.LEAVE) is not Mode.OFF:
+def notes_on(manifest: Manifest, *, uncertified: bool = False) -> tuple[str, ...]:
+    """Return sentences on how such a bundle is served, without full stops."""
+    if manifest.calibration.random_inputs:
+        answered = (
+            "the unmodified model is served, in mode off; --uncertified-exits lets exits answer"
+        )
+        if uncertified:
+            answered = "exits answer, as --uncertified-exits asks for"
+        return (f"compiled on random inputs: nothing is certified; {answered}",)
+    if manifest.exits or manifest.variants:
         return ()
     way_on = "its bundle has no exits, as none was worth building"
     if manifest.is_plain:

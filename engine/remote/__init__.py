@@ -1,6 +1,6 @@
 """Stages run in worker processes, which may die: on this host, started here, or on others.
 
-May import: certify, bundle, engine, engine.backends.
+May import: commands, certify, bundle, engine, engine.backends.
 
 ::
 

@@ -26,6 +26,9 @@ from typing import Final, NoReturn, Self
 
 from offramp import __version__
 from offramp.bundle import Bundle, BundleError
+from offramp.commands.combinations import Illegal
+from offramp.commands.completion import complete
+from offramp.commands.parser import LayeredParser
 from offramp.engine.backends.base import Backend
 from offramp.engine.criteria import CriterionError, load_criterion
 from offramp.engine.errors import BackendError, EngineError
@@ -57,13 +60,26 @@ _LONGEST_PAUSE_S: Final = 10.0
 """Between starts of the serving process that fail."""
 _READY: Final = b"r"
 
-_EPILOG: Final = """\
-examples:
-  eeworker fashion.ee --listen 127.0.0.1:7070 --token-file token
-  eeworker fashion.ee --listen 10.0.0.2:7070 --token-file token --tls-cert w.pem --tls-key w.key
-
-A server reaches it by cluster.toml: eeserve fashion.ee --cluster cluster.toml
+_DESCRIPTION: Final = """\
+Run stages of bundles for an eeserve on another host, one server at a time. The
+server names this worker in cluster.toml: eeserve m.ee --cluster cluster.toml
 """
+_EXAMPLES: Final = {
+    "eeworker m.ee --listen 127.0.0.1:7070 --token-file token": "",
+    "eeworker m.ee --listen 10.0.0.2:7070 --token-file token \\\n"
+    "    --tls-cert worker.pem --tls-key worker.key": "",
+}
+_PAIR: Final = "TLS needs a certificate and its key; give --tls-cert and --tls-key"
+ILLEGAL: Final = (
+    Illegal(option="--tls-cert", without="--tls-key", why=_PAIR),
+    Illegal(option="--tls-key", without="--tls-cert", why=_PAIR),
+    Illegal(option="--tls-ca", without="--tls-cert", why=_PAIR),
+    Illegal(
+        option="--insecure",
+        beside="--tls-cert",
+        why="the certificate makes the connection secure; leave one of them out",
+    ),
+)
 
 
 class _StoppedError(Exception):
@@ -78,14 +94,14 @@ def main(
     any_graph: bool = False,
     module: str = MODULE,
 ) -> int:
-    """Run ``eeworker``; gives the exit status.
+    """Run ``eeworker``; return the exit status.
 
     ``make``, ``reached`` and ``any_graph`` are what tests have of the worker; ``module`` is then
     the one that calls this.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser()
-    given = parser.parse_args(words)
+    complete(make_parser)
+    given = make_parser().parse_args(words)
     _set_up_logging(given.log_level)
     if os.name != "posix":
         sys.stderr.write("eeworker: needs a Unix, where sockets are handed on; run it on one\n")
@@ -241,11 +257,9 @@ def _make_once(given: argparse.Namespace, make: MakeBackend) -> None:
 
 
 def _identity(given: argparse.Namespace) -> TlsIdentity | None:
-    """Give what TLS needs, if it is asked for; NetworkError."""
-    if given.tls_cert is None and given.tls_key is None and given.tls_ca is None:
+    """Return what TLS needs, if it is asked for; raise NetworkError if a file is wrong."""
+    if given.tls_cert is None:
         return None
-    if given.tls_cert is None or given.tls_key is None:
-        raise NetworkError("TLS needs a certificate and its key; give --tls-cert and --tls-key")
     identity = TlsIdentity(certificate=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
     identity.context()
     return identity
@@ -269,21 +283,25 @@ def _set_up_logging(level: str) -> None:
     )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``eeworker``."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> LayeredParser:
+    """Make the parser of ``eeworker``."""
+    parser = LayeredParser(
         prog="eeworker",
-        description="Run stages of bundles for an eeserve on another host, one at a time.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s BUNDLE … --listen HOST:PORT --token-file FILE [options]",
+        description=_DESCRIPTION,
+        examples=_EXAMPLES,
+        illegal=ILLEGAL,
     )
     add = parser.add_argument
-    parser.add_argument("--version", action="version", version=f"offramp {__version__}")
+    add(
+        "--version", action="version", version=f"offramp {__version__}",
+        help="show the version and end",
+    )  # fmt: skip
     add(
         "bundles", metavar="BUNDLE", nargs="+", type=Path,
-        help="folder that eecompile wrote, the very same as the server has; no others are served",
+        help="bundle, byte for byte the one that the server has; no other is served",
     )  # fmt: skip
-    add("--listen", metavar="HOST:PORT", required=True, help="port 0 takes any free one")
+    add("--listen", metavar="HOST:PORT", required=True, help="port 0 is any free one")
     add(
         "--token-file", metavar="FILE", type=Path, required=True,
         help="file with the secret that a server has to have too",
@@ -292,20 +310,21 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tls-key", metavar="PEM", type=Path, help="the certificate's key")
     add(
         "--tls-ca", metavar="PEM", type=Path,
-        help="authorities of servers' certificates; asks servers for one",
+        help="authorities of servers' certificates; servers then have to show one",
     )  # fmt: skip
     add(
         "--insecure", action="store_true",
         help="listen for other hosts without TLS: inputs and answers can be read and changed on "
-        "their way",
+        "the way",
     )  # fmt: skip
     add(
-        "--backend", choices=BACKENDS,
-        help="refuse servers that ask for another (default: what the server asks for)",
+        "--backend", metavar="NAME", choices=BACKENDS,
+        help="refuse servers that ask for another one, onnxruntime or openvino (default: what the "
+        "server asks for)",
     )  # fmt: skip
     add(
         "--threads", metavar="N", type=_threads,
-        help="intra-op threads of a stage (default: all cores)",
+        help="CPU threads of a stage (default: all cores)",
     )  # fmt: skip
     add(
         "--custom-ops", metavar="LIB.so", type=Path, action="append", default=[],
@@ -313,11 +332,11 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--criterion-module", metavar="FILE.py:NAME", action="append", default=[],
-        help="the criterion of your own that a bundle was compiled with; may be repeated",
+        help="your own criterion, which a bundle was compiled with; may be repeated",
     )  # fmt: skip
     add(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info",
-        help="least level (default: %(default)s)",
+        "--log-level", metavar="LEVEL", choices=("debug", "info", "warning", "error"),
+        default="info", help="debug, info, warning or error",
     )  # fmt: skip
     add("--serve-fds", type=int, nargs=2, help=argparse.SUPPRESS)
     return parser

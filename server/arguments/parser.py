@@ -9,55 +9,66 @@ from pathlib import Path
 from typing import Final
 
 from offramp import __version__
+from offramp.commands.parser import LayeredParser
 from offramp.engine.errors import BackendError
 from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.planning.cluster_plan import PlanError
+from offramp.server.arguments.combinations import refuse_illegal_settings
 from offramp.server.arguments.learning import add_learning, learning_in
+from offramp.server.arguments.network import add_keepalive, add_network
 from offramp.server.arguments.settings import (
     add_control,
     add_execution,
     add_scheduling,
-    option_adder,
-    refuse_ignored,
     settings_in,
 )
-from offramp.server.arguments.values import integer, named_path, number, port
+from offramp.server.arguments.values import named_path
 from offramp.server.configuration import Configuration, ConfigurationError, read_configuration
 from offramp.server.logging_setup import FORMATS, LEVELS
-from offramp.server.options import MAX_COUNT, MAX_MESSAGE_MIB, KeepaliveOptions, ServerOptions
+from offramp.server.options import KeepaliveOptions, ServerOptions
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     group = parser.add_argument_group("logging")
     group.add_argument(
-        "--log-level", choices=LEVELS, default="info", help="least level (default: %(default)s)"
+        "--log-level",
+        metavar="LEVEL",
+        choices=LEVELS,
+        default="info",
+        help=f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}",
     )
     group.add_argument(
         "--log-format",
+        metavar="FORMAT",
         choices=FORMATS,
         default="human",
-        help="lines for people, or a JSON object a line (default: %(default)s)",
+        help="human: lines for people; json: an object a line",
     )
     group.add_argument(
         "--access-log",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="a line for every request: peer, method, model, status code, milliseconds, rows",
+        help="log a line for every request: peer, method, model, status code, milliseconds, rows",
     )
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    group = parser.add_argument_group("models")
+    group = parser.add_argument_group(
+        "models",
+        "A model's table [models.NAME] of --config overrules the command line, which\n"
+        "overrules its tables [engine] and [defaults].",
+    )
     group.add_argument(
         "bundles",
         metavar="MODEL",
         nargs="*",
         type=Path,
-        help="folder that eecompile wrote, or an ONNX file, which is served as it is, without "
-        "exits; served under its name without .ee or .onnx",
+        help="ONNX file, or bundle that eecompile wrote;\n"
+        "served under its name without .onnx or .ee; an ONNX file is served as it is, without "
+        "exits",
     )
     group.add_argument(
         "--model",
@@ -65,21 +76,19 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=named_path,
-        help="a bundle or ONNX file, and the name to serve it under; may be repeated",
+        help="a model and the name to serve it under; may be repeated",
     )
     group.add_argument(
         "--answer",
         metavar="OUTPUT",
         default=argparse.SUPPRESS,
-        help="the output to serve of ONNX files that have several",
+        help="output to serve of ONNX files that have several",
     )
     group.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
-        help="TOML file with models and their own settings; they are served besides those named "
-        "here. What a model's table says goes before the command line, which goes before the "
-        "tables [engine] and [defaults]",
+        help="TOML file with models and settings of each",
     )
     group.add_argument(
         "--custom-ops",
@@ -88,15 +97,15 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         help="library with operators that ONNX Runtime does not have, for --backend onnxruntime; "
-        "may be repeated. It is code: nothing is loaded that is not named here",
+        "may be repeated. It is code: no library is loaded that is not named here",
     )
     group.add_argument(
         "--criterion-module",
         metavar="FILE.py:NAME",
         action="append",
         default=[],
-        help="the criterion of your own that a bundle was compiled with; on the CPU; may be "
-        "repeated. It is code, as --custom-ops is",
+        help="your own criterion, which a bundle was compiled with; on the CPU; may be repeated. "
+        "It is code, as --custom-ops is",
     )
 
 
@@ -127,146 +136,54 @@ def _name_of(path: Path) -> str:
     return name.removesuffix(SUFFIX) if is_onnx_file(path) else name.removesuffix(".ee")
 
 
-def add_network(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    add = option_adder(parser.add_argument_group("network"), ServerOptions())
-    add(
-        "--host",
-        "interface that both ports listen on; 0.0.0.0 and :: are all of them, by IPv4 and IPv6",
-        metavar="ADDRESS",
-    )
-    add("--grpc-port", "port of gRPC; 0 takes any free one", metavar="PORT", type=port)
-    add("--http-port", "port of HTTP; 0 takes any free one", metavar="PORT", type=port)
-    add(
-        "--max-message-mib",
-        "largest request; gRPC refuses a larger one with RESOURCE_EXHAUSTED",
-        metavar="MIB",
-        type=integer(1, MAX_MESSAGE_MIB),
-    )
-    add(
-        "--max-queue-mib",
-        "memory for the messages of requests being answered; more are refused with "
-        "RESOURCE_EXHAUSTED",
-        metavar="MIB",
-        type=integer(1, MAX_COUNT),
-    )
-    add(
-        "--max-concurrent-requests",
-        "most requests being answered; more are refused with RESOURCE_EXHAUSTED",
-        metavar="N",
-        type=integer(1, MAX_COUNT),
-    )
-    add(
-        "--max-connections",
-        "connections of gRPC at once; further ones are closed as they come",
-        metavar="N",
-        type=integer(1, MAX_COUNT),
-    )
-    add(
-        "--drain-delay-s",
-        "after SIGTERM or SIGHUP, how long new requests are still answered while readiness is "
-        "gone, so that load balancers can notice; after SIGINT they are refused at once",
-        metavar="S",
-        type=number(0.0),
-    )
-    add(
-        "--shutdown-timeout-s",
-        "after that, how long requests in flight may take to end",
-        metavar="S",
-        type=number(0.0),
-    )
-
-
-def add_keepalive(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`KeepaliveOptions`."""
-    group = parser.add_argument_group(
-        "keepalive", "HTTP/2 pings on the gRPC port; the names are those of Triton."
-    )
-    add = option_adder(group, KeepaliveOptions())
-    milliseconds = {"metavar": "MS", "type": integer(1, MAX_COUNT)}
-    count = {"metavar": "N", "type": integer(0, MAX_COUNT)}
-    add(
-        "--grpc-keepalive-time-ms",
-        "how long a connection may be silent until the server pings it",
-        **milliseconds,
-    )
-    add(
-        "--grpc-keepalive-timeout-ms",
-        "how long the server then waits for an answer until it closes the connection",
-        **milliseconds,
-    )
-    add(
-        "--grpc-keepalive-permit-without-calls",
-        "send and take pings on connections without a call as well",
-        action=argparse.BooleanOptionalAction,
-    )
-    add(
-        "--grpc-http2-max-pings-without-data",
-        "pings that the server sends while it has no data to send; 0: no limit",
-        **count,
-    )
-    add(
-        "--grpc-http2-min-recv-ping-interval-without-data-ms",
-        "least time between two pings of a client while the server sends it no data",
-        metavar="MS",
-        type=integer(0, MAX_COUNT),
-    )
-    add(
-        "--grpc-http2-max-ping-strikes",
-        "pings that may come sooner, until the client gets GOAWAY (too_many_pings); 0: no limit",
-        **count,
-    )
-
-
 def add_checking(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     group = parser.add_argument_group(
-        "checking",
-        "Whether all is well on this machine, above all on a GPU, before anything is served.",
+        "checking", "Check the machine, above all a GPU, before anything is served."
     )
     group.add_argument(
         "--self-check",
         action="store_true",
-        help="serve nothing: run the bundles' stages on the backend for about a minute and hold "
-        "them against ONNX Runtime, the kernels against numpy, graphs against plain launches, and "
-        "memory against what it was; a line a check, exit status 0 if none failed, else 1",
+        help="serve nothing: for about a minute, compare stages with ONNX Runtime, kernels with "
+        "numpy, CUDA graphs with plain launches, and memory before and after; exit status 0 if no "
+        "check failed, else 1",
     )
     group.add_argument(
         "--json",
         metavar="FILE",
         type=Path,
-        help="where to write all that the self-check measured, and on what",
+        help="write the figures of the self-check there",
     )
 
 
-def _check_report(given: argparse.Namespace) -> None:
-    """Refuse, by a ValueError, a report that nobody writes, or that cannot be written."""
-    path = given.json
-    if path is None:
-        return
-    if not given.self_check:
-        raise ValueError("--json does nothing without --self-check; leave it out, or add that")
-    if path.is_dir() or not path.absolute().parent.is_dir():
+def _check_report(path: Path | None) -> None:
+    """Refuse, by a ValueError, a report that cannot be written."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ValueError(f"--json {path} cannot be written: {what}; name a file in one that exists")
 
 
 _DESCRIPTION: Final = """\
-Serve bundles over gRPC (Open Inference Protocol, as Triton's clients speak it), with a
+Serve models over gRPC (Open Inference Protocol, for Triton's clients too), with
 status page, health probes and Prometheus metrics over HTTP.
 """
 
-_EPILOG: Final = """\
-examples:
-  eeserve resnet.ee
-  eeserve --model resnet=/models/resnet-2026-11.ee --host 0.0.0.0
-  eeserve resnet.ee --policy slackfit --slo-ms 20
-  eeserve --config serve.toml             several models, each with settings of its own
-  eeserve resnet.ee --max-disagreement 0.005
-  eeserve resnet.onnx                     an ONNX file as it is, without exits
-  eeserve resnet.ee --mode off            the unmodified model, to compare with
-  eeserve resnet.ee --self-check          whether all is well on this machine, in a minute
-"""
+SHORT: Final = (
+    *("--learn", "--learn-samples"),
+    *("--mode", "--max-disagreement", "--policy", "--slo-ms", "--max-batch-size"),
+    *("--streams", "--threads", "--host", "--grpc-port", "--http-port", "--config", "--log-level"),
+)
+"""Options that ``--help`` shows."""
+
+_EXAMPLES: Final = {
+    "eeserve model.onnx": "the model as it is",
+    "eeserve model.onnx --learn": "with exits, once made",
+    "eeserve model.ee --slo-ms 20 --policy slackfit": "a bundle, within 20 ms",
+}
+_COMMANDS: Final = {
+    "eecompile": "makes a bundle with exits of an ONNX model",
+    "eebench load": "measures a server under load",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +199,7 @@ class Arguments:
     self_check: bool = False
     """Whether to check, and serve nothing."""
     json: Path | None = None
-    """Where the report of the check goes."""
+    """File that the report of the check is written to."""
     custom_ops: tuple[Path, ...] = ()
     """Libraries of operators, which the process loads."""
     criterion_modules: tuple[str, ...] = ()
@@ -298,48 +215,58 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser = make_parser()
     given = parser.parse_args(argv)
     try:
-        return _understand(given)
+        return _understand(parser, given, parser.given(argv))
     except (BackendError, ConfigurationError, PlanError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")  # the usage says nothing about a file
+        parser.exit(2, f"{parser.prog}: {error}\n")  # --help says nothing about a file
     except ValueError as error:
         parser.error(str(error))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``eeserve``."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> LayeredParser:
+    """Make the parser of ``eeserve``."""
+    parser = LayeredParser(
         prog="eeserve",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        short=SHORT,
+        examples=_EXAMPLES,
+        commands=_COMMANDS,
     )
-    parser.add_argument("--version", action="version", version=f"offramp {__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"offramp {__version__}",
+        help="show the version and end",
+    )
     add_models(parser)
     add_learning(parser)
     add_network(parser)
-    add_keepalive(parser)
     add_control(parser)
-    add_execution(parser)
     add_scheduling(parser)
+    add_execution(parser)
     add_logging(parser)
+    add_keepalive(parser)
     add_checking(parser)
     return parser
 
 
-def _understand(given: argparse.Namespace) -> Arguments:
+def _understand(
+    parser: LayeredParser, given: argparse.Namespace, flags: frozenset[str]
+) -> Arguments:
     file = Configuration() if given.config is None else read_configuration(given.config)
     configured = [(name, model.path) for name, model in file.models.items()]
+    models = name_models(given.bundles, [*given.model, *configured])
+    refuse_illegal_settings(parser, given, flags, file, models.values())
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
+    learns = engine.pop("learning", False)
     options = file.options(
         engine=engine,
         defaults=defaults,
-        learning=learning_in(given),
+        learning=learning_in(given) if learns or file.learning is not None else None,
         ray_address=given.ray_address,
     )
-    refuse_ignored({**engine, **defaults}, options.mode)
-    _check_report(given)
+    _check_report(given.json)
     return Arguments(
-        models=name_models(given.bundles, [*given.model, *configured]),
+        models=models,
         engine=options,
         server=_server_options(given),
         log_level=given.log_level,

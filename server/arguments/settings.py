@@ -1,8 +1,9 @@
-"""Options of ``eeserve`` that a configuration file may set too: the engine's own options."""
+"""Options of ``eeserve`` that a configuration file may set too: the options of the engine."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -20,64 +21,61 @@ _Defaults: TypeAlias = EngineOptions | ModelOptions | ServerOptions | KeepaliveO
 
 
 def option_adder(group: argparse._ArgumentGroup, defaults: _Defaults) -> Callable[..., None]:
-    """A function ``add(flag, text, **how)`` that adds an option to a group.
+    """Return a function ``add(flag, text, **how)`` that adds an option to a group.
 
-    ``how`` is what ``add_argument`` takes beside. The text names the default, unless that is
-    ``None``. The option's name in the namespace is that of the field; where it is not given it is
-    absent there, so that the configuration file, or else the field's default, counts.
+    ``how`` is passed on to ``add_argument``, but for ``completions``: values that a shell offers
+    where there are no ``choices``. The text ends with the default, unless that is
+    ``None`` or the text names it. The option's name in the namespace is that of the field; an
+    option that is not given is absent there, so that the configuration file, or else the field's
+    default, counts.
     """
 
     def add(flag: str, text: str, **how: Any) -> None:
         field = how.pop("dest", flag.removeprefix("--").replace("-", "_"))
+        completions = how.pop("completions", None)
         default = getattr(defaults, field)
-        told = text if default is None else f"{text} (default: {default})"
-        group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=told, **how)
+        if default is not None and "default: " not in text:
+            text = f"{text} (default: {_shown(default)})"
+        option = group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=text, **how)
+        if completions is not None:
+            option.completer = lambda **_: completions  # type: ignore[attr-defined]
 
     return add
 
 
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
 def settings_in(given: argparse.Namespace, kind: type[_Defaults]) -> dict[str, Any]:
-    """The fields of ``kind`` that the command line sets, by name."""
+    """Return the fields of ``kind`` that the command line sets, by name."""
     return {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
 
 
 MODES: Final[Mapping[Mode, str]] = {
-    Mode.AUDIT: "a sample that is sure enough at an exit leaves there; a few of those,\n"
-    "drawn by chance, run on after their answer, so that disagreement\n"
-    "with the unmodified model is measured, and kept within bounds",
-    Mode.RELEASE: "it is answered there, and always runs on: no compute is saved, but\n"
-    "everything is measured, and clients that stream get the final answer\n"
-    "as well (Apparate)",
-    Mode.LEAVE: "it leaves, and nothing is measured: thresholds stay as compiled, and\n"
-    "what calibration promised holds while the data stay like it",
-    Mode.OFF: "nothing leaves: the unmodified model, to compare with",
+    Mode.AUDIT: "exits answer the samples that they are sure enough of; a few of these, drawn at "
+    "random, run on after their answer, so that disagreement with the unmodified model is measured "
+    "and kept within the bound",
+    Mode.RELEASE: "exits answer, and every sample runs on: this saves no compute, measures "
+    "everything, and clients that stream get the final answer too (Apparate)",
+    Mode.LEAVE: "exits answer, and nothing is measured: thresholds stay as compiled, and the "
+    "promise of calibration holds while the data stay like it",
+    Mode.OFF: "no exit answers: the unmodified model, to compare with",
 }
-"""What each does, in the words of the help."""
+"""Descriptions of the modes in the help."""
 
 CONTROLLER_WORDS: Final[Mapping[str, str]] = {
-    "certified": "moves thresholds and exits only as far as evidence carries",
-    "apparate": "tunes to what was just seen, as Apparate publishes it; promises nothing",
-    "static": "changes nothing, measures only",
+    "certified": "changes thresholds and exits only as far as evidence allows",
+    "apparate": "tunes to the latest samples, as Apparate publishes it; promises nothing",
+    "static": "changes nothing, only measures",
 }
-"""What each does, in half a line."""
+"""Descriptions of the controllers in the help."""
 
-_WATCHING: Final[Mapping[str, str]] = {
-    "controller": "--controller",
-    "max_disagreement": "--max-disagreement",
-    "confidence": "--confidence",
-    "audit_budget": "--audit-budget",
-    "ramp_budget": "--ramp-budget",
-    "trust_inputs": "--trust-inputs",
-    "max_source_share": "--max-source-share",
-    "never_beyond_compiled": "--never-beyond-compiled",
-}
-"""Options that mean something only where answers are observed, by their fields."""
-
-_RECORDING: Final[Mapping[str, str]] = {
-    "keep_state": "--no-state",
-    "profile_window_s": "--profile-window-s",
-}
-"""Options that mean something only where exits run, by their fields."""
+_WIDTH: Final = 78
+_INDENT: Final = 19
+"""Columns of a description, and in front of it."""
 
 _SHARE: Final[Mapping[str, Any]] = {"metavar": "SHARE", "type": share}
 _COUNT: Final[Mapping[str, Any]] = {"metavar": "N", "type": integer(1)}
@@ -87,34 +85,48 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     """Add the options; all are fields of :class:`EngineOptions` or :class:`ModelOptions`."""
     group = parser.add_argument_group(
         "control",
-        "Of exits over their answers. Modes and controllers are described below; all but mode and\n"
-        "state may differ between models in the configuration file.",
+        "Control of the exits. Modes and controllers are described below. In the\n"
+        "configuration file each model may have settings of its own, but for mode, state\n"
+        "and profile.",
     )
     add = option_adder(group, EngineOptions(mode=DEFAULT_MODE))
     add(
         "--mode",
-        "what happens to a sample that is sure enough at an exit",
-        metavar=f"{{{','.join(MODES)}}}",
+        f"audit, off (the unmodified model), release or leave (default: {DEFAULT_MODE.value})",
+        metavar="MODE",
         type=mode,
+        completions=[each.value for each in Mode],
+    )
+    group.add_argument(
+        "--uncertified-exits",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="let exits answer of a bundle that was compiled on random inputs (a dry run), which "
+        "certify nothing (default: its unmodified model is served)",
     )
     add = option_adder(group, ModelOptions())
     add(
         "--max-disagreement",
         "largest share of answers that may differ from the unmodified model's, 0.01 for 1 %% "
-        "(default: what the bundle was compiled for)",
+        "(default: as compiled)",
         **_SHARE,
     )
-    add("--confidence", "how sure to be that it is kept; more takes longer to show", **_SHARE)
-    add("--controller", "what watches, and moves thresholds and exits", choices=CONTROLLERS)
     add(
-        "--audit-budget",
-        "largest share of all compute that audits may take, of audit mode",
+        "--confidence",
+        "confidence level of that bound; a higher one takes longer to certify",
         **_SHARE,
     )
+    add(
+        "--controller",
+        "what changes thresholds and exits while serving",
+        metavar="NAME",
+        choices=CONTROLLERS,
+    )
+    add("--audit-budget", "largest share of all compute that audits may take", **_SHARE)
     add(
         "--ramp-budget",
-        "how much later the model's end may come for all exits in use, as a share of its time "
-        "(default: 0.02 in release mode, else as much as those compiled in cost, at least 0.1)",
+        "how much longer the whole model may take for all exits in use, as a share of its time "
+        "(default: 0.02 in release mode, else the cost of the compiled exits, at least 0.1)",
         metavar="SHARE",
         type=number(0.0),
     )
@@ -123,14 +135,14 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         dest="keep_state",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="forget what the controller learned, and the batch profile, when the server ends "
-        "(default: they are kept beside the bundle)",
+        help="forget at the end what the controller learned, and the batch profile (default: "
+        "they are kept next to the bundle)",
     )
     add = option_adder(group, EngineOptions())
     add(
         "--profile-window-s",
-        "seconds of a window of the batch profile: how many rows go on behind each exit, which "
-        "eecompile plan forecasts from",
+        "window of the batch profile (rows that run on after each exit), from which eecompile "
+        "plan forecasts",
         metavar="S",
         type=number(1.0),
     )
@@ -138,75 +150,53 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         "--trust-inputs",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="let exits answer, and learn from, samples with elements that are not finite or far "
-        "outside of what calibration saw (default: the whole model answers them, and they are no "
-        "evidence)",
+        help="let exits answer, and the controller learn from, samples with values that are not "
+        "finite or far outside the calibration data (default: the whole model answers them, and "
+        "they are no evidence)",
     )
     add = option_adder(group, ModelOptions())
     add(
         "--max-source-share",
-        "largest share that the samples of one client host have of the evidence that control "
-        "learns from: of the last 4,096 samples; below 1, a single client can teach it nothing new "
-        "for long (default: no bound)",
+        "largest share that one client host may have of the last 4,096 samples, from which the "
+        "controller learns; below 1, no single client can teach it for long (default: no bound)",
         **_SHARE,
     )
     group.add_argument(
         "--never-beyond-compiled",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="never let exits answer more than the compiled policy does: what is served can make "
-        "control more conservative, never more aggressive",
+        help="never let exits answer more than the compiled policy does: the controller can only "
+        "become more conservative",
     )
     parser.add_argument_group("modes", "\n".join(_describe(MODES)))
     parser.add_argument_group("controllers", "\n".join(_describe(CONTROLLER_WORDS)))
 
 
-def refuse_ignored(given: Mapping[str, Any], mode: Mode) -> None:
-    """Refuse fields that the command line gives and that would do nothing in a mode: ValueError.
-
-    What a configuration file says is not refused, so that one file serves in every mode.
-    """
-    for field, flag in _WATCHING.items():
-        if field in given and not mode.observed:
-            raise ValueError(
-                f"{flag} does nothing in mode {mode.value}, which observes nothing; "
-                "leave it out, or choose --mode audit or release"
-            )
-    for field, flag in _RECORDING.items():
-        if field in given and mode is Mode.OFF:
-            raise ValueError(
-                f"{flag} does nothing in mode off, which observes nothing and runs no exit; "
-                "leave it out, or choose another --mode"
-            )
-    if "audit_budget" in given and mode is Mode.RELEASE:
-        raise ValueError(
-            "--audit-budget does nothing in mode release, where every sample runs to the end; "
-            "leave it out, or choose --mode audit"
-        )
-
-
 def _describe(words: Mapping[Any, str]) -> Iterator[str]:
     for name, text in words.items():
-        first, *rest = text.splitlines()
-        yield f"  {name:<14} {first}"
-        yield from (f"{'':<17}{line}" for line in rest)
+        first, *rest = textwrap.wrap(text, _WIDTH - _INDENT)
+        yield f"  {name:<{_INDENT - 4}}{first}"
+        yield from (f"{'':<{_INDENT - 2}}{line}" for line in rest)
 
 
 def add_execution(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`EngineOptions`."""
+    """Add the options; all but the address of Ray are fields of :class:`EngineOptions`."""
     group = parser.add_argument_group("execution")
     add = option_adder(group, EngineOptions())
     add(
         "--backend",
-        "what executes the stages: tensorrt, on engines of eecompile build; cuda, that is ONNX "
-        "Runtime on a GPU; onnxruntime, on the CPU; auto takes the first of these that can be "
-        "used here, and the log says which and why",
+        f"what runs the model: {', '.join(BACKENDS[1:])} (on the CPU), or auto, the first of "
+        "these that can be used here; cuda is ONNX Runtime on a GPU, tensorrt needs engines of "
+        "eecompile build",
+        metavar="NAME",
         choices=BACKENDS,
     )
-    add("--device", "the GPU, for tensorrt and cuda", metavar="cuda:N")
+    add("--device", "GPU of tensorrt and cuda", metavar="cuda:N")
     add(
         "--precision",
-        "of the engines, for tensorrt (default: the least of those that were built)",
+        f"precision of TensorRT's engines: {', '.join(PRECISIONS)} (default: the lowest that was "
+        "built)",
+        metavar="NAME",
         choices=PRECISIONS,
     )
     group.add_argument(
@@ -214,22 +204,22 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         dest="graphs",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="enqueue every kernel of a stage by itself, for tensorrt (default: each stage and "
-        "batch size is captured once and then launched as a whole)",
+        help="launch each kernel by itself on a GPU (default: each stage and batch size is "
+        "captured once as a graph, and launched as a whole)",
     )
     add(
         "--engine-build-minutes",
-        "minutes of an hour in which engines may be built on the GPU beside serving, for stages "
-        "that control brought into use, for tensorrt; batches take longer meanwhile; 0: none, such "
-        "stages run as chains of segments",
+        "minutes per hour in which tensorrt may build engines while serving, for exits that the "
+        "controller starts to use; batches take longer meanwhile (default: 0, none is built, and "
+        "such stages run as several engines)",
         metavar="MINUTES",
         type=number(0.0),
     )
-    add("--streams", "batches that run at the same time, of whatever models", **_COUNT)
+    add("--streams", "batches that run at the same time", **_COUNT)
     add(
         "--workers",
-        "processes that run the stages, each a stream; one that dies is replaced, and what it ran "
-        "goes on in another; 0: stages run in the server itself, which is faster. On the CPU only",
+        "processes that run the stages, each a stream; one that dies is replaced without losing a "
+        "request; on the CPU only (default: 0, the server runs them itself, which is faster)",
         metavar="N",
         type=integer(0),
     )
@@ -238,73 +228,78 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|ray",
         type=Path,
         default=argparse.SUPPRESS,
-        help="cluster.toml whose [[workers]] run the stages instead: processes on this host, "
-        "eeworker on others, actors of Ray, each a stream; ray alone: workers of one CPU each, "
-        "wherever Ray has room, as many as it has CPUs free, or --workers N",
+        help="cluster.toml whose [[workers]] run the stages: processes here, eeworker on other "
+        "hosts, actors of Ray; ray: one-CPU workers on Ray's free CPUs, or --workers N of them",
     )
     group.add_argument(
         "--ray-address",
         metavar="HOST:PORT",
-        help="head of the cluster for --cluster ray (default: RAY_ADDRESS, or the cluster that "
-        "this host is of)",
+        help="head of the cluster for --cluster ray (default: RAY_ADDRESS, or this host's cluster)",
     )
     add(
         "--threads",
-        "threads of each stream, for onnxruntime (default: the cores, shared among the streams)",
+        "CPU threads of a stream (default: an equal share)",
         **_COUNT,
     )
-    add = option_adder(group.add_mutually_exclusive_group(), EngineOptions())
     add(
         "--parallel-below",
-        "a new batch starts beside running ones once each has fewer samples than this (PAME's "
-        "tau_b); not given: on any idle stream",
+        "start a batch next to running ones once each of these has fewer samples than this "
+        "(PAME's tau_b; default: on any idle stream)",
         **_COUNT,
     )
     add(
         "--max-violations",
-        "instead, let that number follow from the share of late samples that is tolerated "
-        "(PAME's tau_l), above 0 and below 1",
+        "choose that number by the share of late samples that is tolerated (PAME's tau_l)",
         **_SHARE,
     )
 
 
 POLICY_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
-    "exits are taken by those who are sure enough, and by nobody else": {
-        "run-through": "a batch runs through, and shrinks as samples leave (PAME)",
-        "refill": "who is left waits at an exit until the batch is full again (E3)",
-        "rebatch": "the same, but only where it costs less than it saves (DREX)",
-        "clockwork": "the largest batch of which even the slowest is in time",
-        "delay": "size and delay alone, as in Triton; deadlines order the queue",
+    "an exit answers only samples that it is sure enough of": {
+        "run-through": "a batch runs through, and shrinks as samples are answered (PAME)",
+        "refill": "samples wait at a split until the batch is full again (E3)",
+        "rebatch": "the same, but only where it saves more than it costs (DREX)",
+        "clockwork": "the largest batch of which even the slowest sample is in time",
+        "delay": "batches by size and delay alone, as in Triton; earliest deadline first",
     },
-    "depth too follows from the time that is left: exits may be forced": {
-        "slackfit": "as deep as slack and queue allow, while that keeps up (after SuperServe)",
+    "the time left decides the depth too: exits may be forced": {
+        "slackfit": "as deep as slack and queue allow, as long as it keeps up (after SuperServe)",
         "slackfit-bare": "the rule as published, to compare with; may fall behind for good",
-        "max-batch": "the largest batch first, then the deepest exit that still fits",
-        "max-accuracy": "the deepest exit first, then the largest batch that still fits",
-        "cheapest": "all leave at the first exit at the latest (INFaaS)",
-        "fixed:K": "all leave at exit K at the latest; fixed:final is the model's end",
+        "max-batch": "the largest batch first, then the deepest exit that fits",
+        "max-accuracy": "the deepest exit first, then the largest batch that fits",
+        "cheapest": "all samples are answered by the first exit at the latest (INFaaS)",
+        "fixed:K": "all are answered by exit K at the latest; fixed:final is the model's end",
     },
 }
-"""What each does, in half a line."""
+"""Descriptions of the scheduling policies in the help."""
 
 
 def add_scheduling(parser: argparse.ArgumentParser) -> None:
     """Add the options; all are fields of :class:`ModelOptions`."""
     group = parser.add_argument_group(
-        "scheduling", "Of every model that the configuration file does not say otherwise of."
+        "scheduling", "For every model that has no setting of its own in the configuration file."
     )
     add = option_adder(group, ModelOptions())
-    add("--policy", "one of those below", metavar="NAME", type=policy, dest="scheduling")
+    add(
+        "--policy",
+        "how requests are batched: run-through, slackfit, … (default: "
+        f"{ModelOptions().scheduling})",
+        metavar="NAME",
+        type=policy,
+        dest="scheduling",
+        completions=[name for group in POLICY_GROUPS.values() for name in group],
+    )
     add(
         "--slo-ms",
-        "deadline of requests that bring none (default: none)",
+        "deadline of requests without one (default: none)",
         metavar="MS",
         type=number(0.0, above=True),
     )
-    add("--max-batch-size", "most samples that run together; larger requests are split", **_COUNT)
+    add("--max-batch-size", "most samples of a batch", **_COUNT)
     add(
         "--max-queue-delay-ms",
-        "longest wait for batch mates while a stream idles; of run-through, refill, rebatch, delay",
+        "longest wait for more samples of a batch while a stream is idle; for run-through, "
+        "refill, rebatch and delay (default: 0, none)",
         metavar="MS",
         type=number(0.0),
     )
@@ -314,22 +309,23 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
         dest="padding",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="let only samples of equal length share a batch (default: those of nearly the same "
-        "are padded, where the compiler found that no answer changes by more than rounding)",
+        help="batch only samples of equal length (default: samples of similar length are padded, "
+        "where this changes no answer by more than rounding)",
     )
     group.add_argument(
         "--forbid-forced-exits",
         dest="forced_exits",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="never make a sample leave at an exit that it is not sure enough at, however short "
-        "its time: the promise of agreement then holds for every answer",
+        help="never force a sample out at an exit that is not sure enough, however late it is: "
+        "the promise then holds for every answer",
     )
     add(
         "--share-weights",
-        "whether the model and its variants run on one copy of their weights in memory, which "
-        "takes longer: always, never, or, auto, variants of which compiling measured that it takes "
-        f"at most {MOST_MORE_TIME:.0%} longer".replace("%", "%%"),
+        "one copy of the weights in memory for a model and its variants, which takes longer: "
+        "always, never, or auto: for the variants that take at most "
+        f"{MOST_MORE_TIME:.0%} longer by it".replace("%", "%%"),
+        metavar="WHEN",
         choices=SHARE_WEIGHTS,
     )
     parser.add_argument_group("policies", "\n".join(_describe_policies()))

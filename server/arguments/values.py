@@ -59,14 +59,14 @@ port = integer(0, 65535)
 
 
 def share(text: str) -> float:
-    """Read a number above 0 and below 1, by :data:`.MOST_SHARE`."""
+    """Read a number above 0, at most :data:`.MOST_SHARE`."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0.0 < value <= MOST_SHARE:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.80} is not a share: a number above 0, and below 1 by 1e-9 or more"
+            f"{text!r:.80} is not a share: a number above 0 and below 1"
         )
     return value
 

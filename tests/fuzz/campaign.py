@@ -34,6 +34,7 @@ class Campaign(Protocol):
 CAMPAIGNS: Final[Mapping[str, str]] = {
     "config": "tests.fuzz.files:Config",
     "npz": "tests.fuzz.files:Npz",
+    "data": "tests.fuzz.data:DataFiles",
     "onnx": "tests.fuzz.files:Onnx",
     "weights": "tests.fuzz.weights:Weights",
     "state": "tests.fuzz.state:State",

@@ -44,6 +44,7 @@ def test_what_was_found_stays_mended(place: Path, campaigns: object) -> None:
 COUNTS = {
     "config": 1000,
     "npz": 600,
+    "data": 1000,
     "onnx": 100,
     "weights": 1000,
     "state": 15,

@@ -227,43 +227,6 @@ def test_engines_of_other_gpus_stay_unless_pruned(place: Place) -> None:
     assert {target.gpu for target in list_targets("model.ee")} == {"Fake GPU"}
 
 
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [
-        (["--dry-run"], "--dry-run: what is built shows once engines have been timed"),
-        (["--accept-disagreement"], "--accept-disagreement: auto keeps what is certified"),
-        (["--units", "00-01"], "--units: it needs all stages"),
-        (["--parts", "segments,source"], "--parts: it needs source and stages"),
-        (["--beside-serving"], "--beside-serving: a server keeps the precision"),
-    ],
-)
-def test_options_that_leave_no_choice_are_refused(
-    place: Place, option: list[str], named: str
-) -> None:
-    said = place(*AUTO, *option)
-    assert said.status == 1
-    assert said.err[0].startswith(f"eecompile: --precision auto does not go with {named}")
-    assert place.builders == []
-
-
-def test_compiling_for_tensorrt_chooses_too(place: Place) -> None:
-    place.speeds = {"fp16": 5.0, "int8": 1.0}
-    said = place(*COMPILE, "--overwrite", "--backend", "tensorrt", "--precision", "auto")
-    assert said.status == 0, said.err
-    assert said.auto[0].startswith("--precision auto: fp16 is kept")
-    assert precisions() == {"fp16"}
-    assert Bundle.open("model.ee").manifest.precision == "fp32"
-
-
-def test_compiling_refuses_what_leaves_no_choice_before_any_work(place: Place) -> None:
-    said = place(
-        "nowhere.onnx", "--data", "nowhere.npz", "--backend", "tensorrt", "--precision", "auto",
-        "--parts", "segments",
-    )  # fmt: skip
-    assert said.status == 1
-    assert said.err[0].startswith("eecompile: --precision auto does not go with --parts")
-
-
 def timed(precision: Any, savings: float) -> TimedPrecision:
     target = EngineTarget(gpu="g", compute_capability=(9, 0), tensorrt="10", precision=precision)
     building: Any = Building(bundle=None, target=target, planned=())  # type: ignore[arg-type]

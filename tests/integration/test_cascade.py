@@ -456,6 +456,3 @@ def test_the_command_line_makes_one(
     assert main([*command, "--overwrite", "--precision", "fp32"]) == 0
     assert "Precision" not in capsys.readouterr().out
     assert Bundle.open("model.ee").manifest.precision == "fp32"
-    assert main([*command, "--overwrite", "--precision", "fp16"]) == 1
-    told = capsys.readouterr().err
-    assert told == "eecompile: --precision is for engines: add --backend tensorrt\n"

@@ -239,11 +239,6 @@ def test_data_that_the_bundle_was_not_compiled_with_does_not_tune(
     assert bench([*command, *brief, "--method-data", own]) == 0
     (method,) = json.loads(out.read_text())["environment"]["methods"].values()
     assert "samples that the bundle was tuned on" in method["tuned_on"]
-    without = ["compare", str(bundle.path), "--data", inputs, "--method-data", inputs]
-    assert bench(without) == 1
-    assert "it tunes methods, and none is asked for" in capsys.readouterr().err
-    assert bench([*command, "--precision", str(bundle.path)]) == 1
-    assert "published methods are not measured with --precision" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("criterion", ["probability", "margin"])

@@ -24,7 +24,12 @@ from offramp.compiler.build import BuildOptions, build_bundle
 from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
 from offramp.compiler.commands.cli import main
 from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
+from offramp.compiler.errors import (
+    CompileError,
+    EngineOptionsError,
+    ModelError,
+    OptionsConflictError,
+)
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.errors import BackendError
 from offramp.engine.options import EngineOptions, ModelOptions
@@ -275,16 +280,20 @@ def test_labels_may_teach(tmp_path: Path, always_joint: None) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
-        ({"precision": "int8"}, ModelError, "for float32, not for --precision int8"),
+        ({"precision": "int8"}, OptionsConflictError, "--train joint with --precision int8"),
         ({"task": "regression"}, ModelError, "values say nothing of how sure they are"),
-        ({"criterion": "patience"}, ModelError, "not for --train joint; take probability"),
+        ({"criterion": "patience"}, OptionsConflictError, "--criterion with --train joint: it"),
         ({"teach": "labels"}, DataError, "has no labels; give an array 'labels'"),
         (
             {"teach": "labels", "data": {**vectors(), "labels": np.full(1400, 3)}},
             DataError,
             r"sample 0 of .* has the label 3, expected classes from 0 to 2",
         ),
-        ({"teach": "labels", "train": "frozen"}, ModelError, "is for --train joint; add it"),
+        (
+            {"teach": "labels", "train": "frozen"},
+            OptionsConflictError,
+            "--teach labels without --train joint: .*; add it",
+        ),
         (
             {"teach": "labels", "task": "multi-label"},
             ModelError,
@@ -315,8 +324,6 @@ def test_the_command_line_makes_one(
     assert main([*command, "--train", "joint"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "a copy that was trained together with them" in said
-    assert main([*command, "--train", "joint", "--backend", "tensorrt"]) == 1
-    assert "leave --backend tensorrt out" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_none_of_ours_is_left_alone(tmp_path: Path, always_joint: None) -> None:

@@ -9,9 +9,19 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from offramp.commands.parser import LayeredParser
+from offramp.compiler.commands.cli import COMMANDS, COMPILE
+from offramp.engine.remote import eeworker
+from offramp.server import arguments
+from offramp.tools.bench import cli
 
 MOST_LINES = 45
-PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {}
+PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
+    "eecompile": COMPILE.parser,
+    **{f"eecompile {name}": command.parser for name, command in COMMANDS.items()},
+    "eeserve": arguments.make_parser,
+    "eeworker": eeworker.make_parser,
+    "eebench": cli.make_parser,
+}
 """The parser of every command; those of argparse's subcommands are found in it."""
 EMPTY_DEFAULT = re.compile(r"\((?:.*, )?default: *(?:None|\[\]|\(\)|False|True|==SUPPRESS==)?\)")
 
@@ -45,9 +55,11 @@ def test_the_full_help_shows_every_option(name: str) -> None:
     parser = ALL[name]
     assert isinstance(parser, LayeredParser)
     shown = parser.format_help_all()
+    long = {line.strip() for line in shown.splitlines() if len(line) > 80}
+    assert long <= {", ".join(action.option_strings) for action in parser._actions}
     for action in parser._actions:
         for flag in action.option_strings:
-            assert flag in shown
+            assert (flag in shown) == (action.help != argparse.SUPPRESS)
 
 
 @pytest.mark.parametrize("name", ALL)

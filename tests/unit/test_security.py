@@ -48,6 +48,6 @@ def test_every_limit_is_read() -> None:
 
 
 def test_flags_are_those_of_the_command_lines() -> None:
-    known = make_parser().format_help() + eeworker.make_parser().format_help()
+    known = make_parser().format_help_all() + eeworker.make_parser().format_help()
     for flag in set(re.findall(r"`(--[\w-]+)", TEXT)):
         assert re.search(rf"{flag}\s", known), flag

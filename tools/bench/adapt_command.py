@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
@@ -40,47 +41,100 @@ from offramp.tools.bench.adapt.sequence import Population, SampleSequence, draw
 from offramp.tools.bench.arguments import COUNT, SHARE
 from offramp.tools.bench.output import check_outputs, describe_environment, wide_console, write_json
 
+_DESCRIPTION: Final = """\
+Serve the same sequence of samples under several controllers, and compare how
+often answers were the source model's, and how much compute was saved. The model
+answers each sample once, at every exit; then the controllers are driven on
+these answers, in batches instead of time. Agreement is measured; the cost of
+answers is predicted from the bundle's profile. The samples of a segment are
+drawn at random from the data, with replacement, so that the long-run
+disagreement of a policy is known.
+"""
+SHORT: Final = (
+    *("--data", "--scenario", "--controllers", "--samples", "--max-disagreement"),
+    *("--json", "--html"),
+)
+_EXAMPLES: Final = {
+    "eebench adapt m.ee --data test.npz": "all scenarios",
+    "eebench adapt m.ee --data test.npz --scenario abrupt": "one of them",
+}
+
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to what ``add_subparsers`` of eebench's parser gave."""
+    """Add the subcommand to the result of ``add_subparsers`` of eebench's parser."""
     parser = commands.add_parser(
         "adapt",
-        help="controllers on samples whose distribution shifts: agreement, violations, savings",
-        description=_describe(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="controllers while the distribution of samples shifts",
+        description=_DESCRIPTION,
+        short=SHORT,
+        examples=_EXAMPLES,
     )
     add = parser.add_argument
-    add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
+    add("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")
     add(
         "--data",
         action="append",
         required=True,
         metavar="DATA",
-        help="data that the compiler never saw, labels optional; several for the scenario domain",
+        help="data that the compiler never saw, labels optional; repeat it for the scenario domain",
     )
-    add("--scenario", default="all", metavar="NAME,…", help="all: those that the data allows")
-    add("--controllers", default="all", metavar="NAME,…", help="default: all")
+    add(
+        "--scenario",
+        default="all",
+        metavar="NAME,…",
+        help=f"{', '.join(SCENARIOS)} (default: all that the data allow)",
+    )
+    add(
+        "--controllers",
+        default="all",
+        metavar="NAME,…",
+        help="controllers to compare, see --help-all",
+    )
     _add_sequence(parser.add_argument_group("sequence"))
     _add_serving(parser.add_argument_group("serving"))
     output = parser.add_argument_group("output").add_argument
     output("--json", type=Path, metavar="FILE", help="write the figures there")
     output("--html", type=Path, metavar="FILE", help="write a page with plots there")
     add_data_arguments(parser)
+    described = {name: s.description for name, s in SCENARIOS.items()}
+    parser.add_argument_group("scenarios", "\n".join(_columns(described)))
+    described = {name: f"{k.description} ({k.mode.value} mode)" for name, k in KINDS.items()}
+    parser.add_argument_group("controllers", "\n".join(_columns(described)))
     parser.set_defaults(run=run)
+
+
+def _columns(described: Mapping[str, str]) -> Iterator[str]:
+    for name, text in described.items():
+        first, *rest = textwrap.wrap(text, 57)
+        yield f"{name:19}{first}"
+        yield from (f"{'':19}{line}" for line in rest)
 
 
 def _add_sequence(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--samples", default=8000, **COUNT, help="of a segment (8000)")
-    add("--corruption", choices=CORRUPTIONS, default="noise", help="of images (noise)")
+    add("--samples", default=8000, **COUNT, help="samples of a segment")
+    add(
+        "--corruption",
+        metavar="KIND",
+        choices=CORRUPTIONS,
+        default="noise",
+        help=f"corruption of images: {', '.join(CORRUPTIONS)}",
+    )
     add(
         "--severity",
         type=int,
+        metavar="K",
         choices=range(1, WORST + 1),
         default=3,
-        help="of abrupt, and where corruption ends (3)",
+        help=f"severity of abrupt, and the last one of corruption, 1 to {WORST}",
     )
-    add("--seed", type=int, default=0, help="of samples, corruptions and audits (0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="K",
+        help="seed of samples, corruptions and audits",
+    )
 
 
 def _add_serving(group: argparse._ArgumentGroup) -> None:
@@ -88,20 +142,20 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
     add(
         "--max-disagreement",
         **SHARE,
-        help="the constraint; default: the bundle's promise, else 0.01",
+        help="bound of disagreement (default: the bundle's promise, or 0.01)",
     )
-    add("--confidence", default=0.95, **SHARE, help="of certificates (0.95)")
+    add("--confidence", default=0.95, **SHARE, help="confidence level of certificates")
     add(
         "--audit-budget",
         default=0.05,
         **SHARE,
-        help="of compute that audits may take at most (0.05)",
+        help="largest share of all compute that audits may take",
     )
     add(
         "--ramp-budget",
         **SHARE,
-        help="how much later the model's end may come for exits in use that may change; default: "
-        "0.02 in release mode, as Apparate publishes it, else what the bundle's own cost",
+        help="how much longer the whole model may take for all exits in use (default: 0.02 in "
+        "release mode, as Apparate publishes it, else the cost of the bundle's own exits)",
     )
     add("--batch-size", default=32, **COUNT, help="samples that start at once")
     add(
@@ -109,26 +163,28 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="batches that start before a controller hears of one (2)",
+        help="batches that start before a controller learns the results of one",
     )
     add(
         "--rate",
         type=float,
         default=2000.0,
         metavar="R",
-        help="samples a second, assumed: a tuning's result is as late as it ran (2000)",
+        help="assumed samples per second: the result of a tuning is as late as it ran (default: "
+        "2000)",
     )
     add(
         "--tuning-delay",
         type=int,
         metavar="N",
-        help="samples until a tuning's result is there, whatever it took; same seed, same figures",
+        help="samples until a tuning's result is there, however long it ran: the same seed then "
+        "gives the same figures (default: as long as it ran)",
     )
-    add("--threads", default=1, **COUNT, help="that record the answers (1)")
+    add("--threads", default=1, **COUNT, help="CPU threads that record the answers")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, and tell of it; gives the exit status."""
+    """Compare, and print the report; return the exit status."""
     check_outputs(options.json, options.html)
     kinds = contenders_of(_names(options.controllers))
     bundle = open_runnable(options.bundle)
@@ -167,27 +223,6 @@ def _compare(
     in_use = [a.exit for a in workplace.bundle.policy.active]
     best = hindsight(sequence, workplace.costs, in_use, bound) if in_use else ()
     return Comparison(sequence=sequence, runs=tuple(runs), hindsight=best)
-
-
-def _describe() -> str:
-    scenarios = "\n".join(f"  {name:19}{s.description}" for name, s in SCENARIOS.items())
-    controllers = "\n".join(
-        f"  {name:19}{kind.description} ({kind.mode.value} mode)" for name, kind in KINDS.items()
-    )
-    return f"""\
-Serve one and the same sequence of samples under several controllers, and compare how often
-answers were the source model's, and what was saved. The model answers every sample once, at every
-exit; controllers are then driven on these answers, in chunks instead of time. Agreement is
-measured. What answers cost is predicted from the bundle's profile. The samples of a segment are
-drawn at random from the data, with replacement, so that what a policy would disagree on in the
-long run is known exactly.
-
-scenarios:
-{scenarios}
-
-controllers:
-{controllers}
-"""
 
 
 def _names(text: str) -> list[str]:

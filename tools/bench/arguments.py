@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -25,19 +26,26 @@ _Known = TypeVar("_Known")
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    """Read a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number from 1 on")
+    return int(text)
 
 
 def share(text: str) -> float:
-    """A number above 0, at most 1."""
-    value = float(text)
+    """Read a number above 0, at most 1."""
+    value = _float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share: above 0, at most 1")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a share: above 0, at most 1")
     return value
+
+
+def _float(text: str) -> float:
+    """Read a number; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 COUNT: Final[Mapping[str, Any]] = {"type": positive, "metavar": "N"}
@@ -45,13 +53,13 @@ SHARE: Final[Mapping[str, Any]] = {"type": share, "metavar": "SHARE"}
 
 
 def positives(text: str) -> list[int]:
-    """Whole numbers of at least 1, separated by commas."""
+    """Read whole numbers of at least 1, separated by commas."""
     return [positive(part) for part in text.split(",")]
 
 
 def shares(text: str) -> tuple[float, ...]:
-    """Different numbers between 0 and 1, separated by commas; given in rising order."""
-    found = sorted({float(part) for part in text.split(",")})
+    """Read different numbers between 0 and 1, separated by commas; return them in rising order."""
+    found = sorted({_float(part) for part in text.split(",")})
     for value in found:
         if not 0 < value < 1:
             raise argparse.ArgumentTypeError(
@@ -70,34 +78,35 @@ def look_up(what: str, names: Iterable[str], known: Mapping[str, _Known]) -> dic
 
 
 _OPTIONS = {
-    "rate": "requests per second; of bursty, its gamma stream's; of accelerate, the first; files "
-    "are rescaled to it, if given",
-    "base_rate": "of bursty: requests per second of its constant stream",
-    "cv2": "of gamma gaps: their squared coefficient of variation (default: 1)",
-    "rate_to": "of accelerate: requests per second that it goes to",
-    "acceleration": "of accelerate: requests per second per second",
-    "duration_s": "how long; where azure:FILE is cut, what rate:FILE is squeezed into "
-    f"(default: {_DEFAULT_DURATION_S:g}, and all of azure:FILE)",
+    "rate": "requests per second; accelerate: the first rate; files are scaled to it",
+    "base_rate": "bursty: rate of its constant stream; --rate is that of its gamma stream",
+    "cv2": "gamma gaps: their squared coefficient of variation (default: 1)",
+    "rate_to": "accelerate: the last rate",
+    "acceleration": "accelerate: requests per second per second",
+    "duration_s": "length of the trace; azure:FILE is cut there, rate:FILE is squeezed into it "
+    f"(default: {_DEFAULT_DURATION_S:g}, or all of azure:FILE)",
 }
-"""Numbers, by what they are called in the options."""
+"""Numbers that describe a trace, by their names in the options."""
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``trace_of`` reads, as a group; what is not given is ``None``."""
-    group = parser.add_argument_group("arrivals", "When requests are sent.")
+    group = parser.add_argument_group(
+        "arrivals",
+        "Kinds of traces: constant, poisson, gamma, bursty (constant and gamma), accelerate,\n"
+        "azure:FILE (CSV of requests: TIMESTAMP,ContextTokens,GeneratedTokens) and rate:FILE\n"
+        "(CSV: t_s,rate_rps).",
+    )
     add = group.add_argument
     add(
         "--trace",
         default="poisson",
-        metavar="TRACE",
-        help="constant, poisson, gamma, bursty (constant and gamma), accelerate, azure:FILE "
-        "(CSV of requests: TIMESTAMP,ContextTokens,GeneratedTokens) or rate:FILE (CSV: "
-        "t_s,rate_rps)",
+        metavar="KIND",
+        help="when requests come: constant, poisson, gamma, bursty, …",
     )
     for name, words in _OPTIONS.items():
-        # "%(default).0s" prints nothing, and keeps a formatter from adding "(default: None)"
-        add(_flag(name), type=float, metavar="X", help=words + "%(default).0s")
-    add("--seed", type=int, default=0, metavar="K", help="of all that is drawn at random")
+        add(_flag(name), type=float, metavar="X", help=words)
+    add("--seed", type=int, default=0, metavar="K", help="seed of all random numbers")
 
 
 def trace_of(options: argparse.Namespace) -> Trace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 from offramp import __version__
 from offramp.bundle import BundleError
 from offramp.calibration.dataset import DataError
+from offramp.commands.completion import complete
+from offramp.commands.parser import LayeredParser
 from offramp.engine.backends.custom_ops import using_libraries
 from offramp.engine.criteria import CriterionError, load_criterion
 from offramp.engine.errors import BackendError
@@ -17,8 +18,9 @@ from offramp.tools.bench import adapt_command, compare_command, load_command, si
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``eebench``; gives the exit status."""
-    options = _parser().parse_args(argv)
+    """Run ``eebench``; return the exit status."""
+    complete(make_parser)
+    options = make_parser().parse_args(argv)
     try:
         for text in options.criterion_module:
             load_criterion(text)
@@ -29,16 +31,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eebench", description="Measure what a bundle brings over its source model."
+def make_parser() -> LayeredParser:
+    """Make the parser of ``eebench``."""
+    parser = LayeredParser(
+        prog="eebench",
+        description="Measure bundles and servers, or simulate them under a load.",
+        examples={
+            "eebench compare m.ee --data test.npz": "a bundle",
+            "eebench load HOST:8001 --model m --data test.npz --rate 200": "a server",
+            "eebench COMMAND --help": "its options",
+        },
+        commands={"eecompile": "makes a bundle of an ONNX model", "eeserve": "serves it"},
     )
-    parser.add_argument("--version", action="version", version=f"offramp {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", help="what to do")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"offramp {__version__}",
+        help="show the version and end",
+    )
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", help="one of these:"
+    )
     for command in (compare_command, load_command, simulate_command, adapt_command):
         command.add_parser(commands)
     for subparser in commands.choices.values():
-        subparser.add_argument(
+        add = subparser.add_argument_group("code of your own").add_argument
+        add(
             "--custom-ops",
             metavar="LIB.so",
             action="append",
@@ -46,12 +64,12 @@ def _parser() -> argparse.ArgumentParser:
             type=Path,
             help="library with operators that ONNX Runtime does not have; may be repeated",
         )
-        subparser.add_argument(
+        add(
             "--criterion-module",
             metavar="FILE.py:NAME",
             action="append",
             default=[],
-            help="the criterion of your own that a bundle was compiled with; may be repeated",
+            help="your own criterion, which a bundle was compiled with; may be repeated",
         )
     return parser
 

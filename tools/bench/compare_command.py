@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import Progress
 
 from offramp.calibration.dataset import read_samples
+from offramp.commands.combinations import Illegal
 from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.tools.bench import frontier_command
-from offramp.tools.bench.arguments import positive, positives
+from offramp.tools.bench.arguments import COUNT, positives
 from offramp.tools.bench.compare import (
     OFFRAMP,
     SOURCE,
@@ -39,45 +40,107 @@ from offramp.tools.bench.output import (
     write_json,
 )
 
+SHORT: Final = (
+    *("--data", "--batch-sizes", "--rounds", "--samples", "--threads", "--backend"),
+    *("--precision", "--also", "--json"),
+)
+_EXAMPLES: Final = {
+    "eebench compare m.ee --data test.npz": "",
+    "eebench compare m.ee --data test.npz --also small=s.onnx": "",
+}
+_FRONTIER: Final = (
+    "it is for comparing with an int8 copy; leave it out, or add --precision, which says how to "
+    "make one"
+)
+ILLEGAL: Final = (
+    *(
+        Illegal(option=option, without="--precision", why=_FRONTIER)
+        for option in ("--bounds", "--confidence", "--seed", "--html")
+    ),
+    *(
+        Illegal(
+            option=option,
+            beside="--precision",
+            why="that comparison is of the two bundles alone; leave one of them out",
+        )
+        for option in ("--also", "--method")
+    ),
+    Illegal(
+        option="--method-data",
+        without="--method",
+        why="it tunes methods; leave it out, or add --method branchynet,deebert",
+    ),
+    Illegal(
+        option="--method-seed",
+        without="--method-data",
+        why="it says how those data were split; leave it out, or add --method-data",
+    ),
+)
+
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to what ``add_subparsers`` of eebench's parser gave."""
+    """Add the subcommand to the result of ``add_subparsers`` of eebench's parser."""
     command = commands.add_parser(
         "compare",
-        help="latency, throughput and agreement against the source model, in one process",
-        description="Run source model, bundle, and bundle with nothing exiting over the same "
-        "batches, interleaved, and compare. All figures are measured here and now.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="a bundle against its source model, in one process",
+        description="Run the source model, the bundle, and the bundle with no exit in use on the\n"
+        "same batches, in turn, and compare. All figures are measured here and now.",
+        short=SHORT,
+        examples=_EXAMPLES,
+        illegal=ILLEGAL,
     )
-    add = command.add_argument
-    add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
-    add("--data", required=True, metavar="DATA", help="test data, labels optional")
+    command.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")
+    _add_measuring(command.add_argument_group("measuring").add_argument)
+    _add_others(command.add_argument_group("further systems, on the CPU").add_argument)
+    frontier_command.add_arguments(command)
+    add_data_arguments(command)
+    add = command.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add("--html", type=Path, metavar="FILE", help="with --precision: write a page with plots there")
+    command.set_defaults(run=run)
+
+
+def _add_measuring(add: Callable[..., object]) -> None:
+    add(
+        "--data",
+        required=True,
+        metavar="DATA",
+        help="test data; labels are optional",
+    )
     add(
         "--batch-sizes",
         type=positives,
         default="1,4,8,16,32",
         metavar="N,N,…",
-        help="to measure at",
+        help="batch sizes to measure",
     )
-    add("--rounds", type=positive, default=5, help="figures are medians of them")
-    add("--samples", type=positive, default=4000, help="of the data to use at most, per size")
-    add("--threads", type=positive, default=1, help="of each running graph")
-    add("--backend", choices=BACKENDS, default="auto", help="what executes")
-    add("--device", default="cuda:0", metavar="cuda:N", help="the GPU, for tensorrt and cuda")
+    add("--rounds", default=5, **COUNT, help="figures are medians of these")
+    add("--samples", default=4000, **COUNT, help="most samples of the data, per batch size")
+    add("--threads", default=1, **COUNT, help="CPU threads of each running graph")
+    add(
+        "--backend",
+        metavar="NAME",
+        choices=BACKENDS,
+        default="auto",
+        help=f"{', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}",
+    )
+    add("--device", default="cuda:0", metavar="cuda:N", help="GPU of tensorrt and cuda")
     add(
         "--no-cuda-graphs",
         dest="graphs",
         action="store_false",
-        help="enqueue every kernel of a stage by itself, for tensorrt",
+        help="launch each kernel by itself on a GPU",
     )
+
+
+def _add_others(add: Callable[..., object]) -> None:
     add(
         "--also",
         action="append",
         default=[],
         metavar="NAME=FILE.onnx",
-        help="a further model to measure in the same rounds, with the same inputs and an answer "
-        "of the same name and shape: an exported bundle, a smaller or a quantised model; runs on "
-        "the CPU; may be repeated",
+        help="another model to measure, with the same inputs and an answer of the same name and "
+        "shape, such as an exported bundle or a quantised model; may be repeated",
     )
     add(
         "--method",
@@ -86,34 +149,24 @@ def add_parser(commands: Any) -> None:
         metavar="NAME,…",
         help="published methods to measure on the bundle's own exits: branchynet (entropy, a "
         "threshold for each exit), deebert (entropy, one threshold), pabee (exits in a row that "
-        "agree); on the CPU; may be repeated",
+        "agree); may be repeated",
     )
     add(
         "--method-data",
         metavar="DATA",
-        help="what the bundle was compiled with: branchynet and deebert tune on the samples that "
-        "the bundle was tuned on then, and all of --data is measured",
+        help="data that the bundle was compiled with: branchynet and deebert are tuned on the "
+        "samples that the bundle was tuned on, and all of --data is measured",
     )
     add("--method-seed", type=int, default=0, metavar="K", help="--seed of that compilation")
-    add("--json", type=Path, metavar="FILE", help="write the figures there too")
-    frontier_command.add_arguments(command)
-    add_data_arguments(command)
-    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, and tell of it; gives the exit status."""
+    """Compare, and print the report; return the exit status."""
     if options.precision is not None:
         return frontier_command.run(options)
-    frontier_command.check_unused(options)
     console = Console()
     check_outputs(options.json)
     also, named = parse_also(options.also), parse_methods(options.method)
-    if options.method_data is not None and not named:
-        raise ValueError(
-            f"--method-data {options.method_data}: it tunes methods, and none is asked for; add "
-            "--method branchynet,deebert, or leave it out"
-        )
     bundle = open_runnable(options.bundle)
     dataset = read_samples(source_of(options.data, options), bundle.manifest)
     compiled_with = None

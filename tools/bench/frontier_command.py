@@ -33,58 +33,45 @@ from offramp.tools.bench.output import (
 
 _BOUNDS = (0.005, 0.01, 0.02)
 _CONFIDENCE_LEVEL = 0.95
-_ONLY_HERE = ("bounds", "confidence", "seed", "html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what ``compare`` takes for the frontier."""
+    """Add the options of ``compare`` for the frontier."""
     add = parser.add_argument_group(
-        "the frontier",
-        "With --precision: the source model, its int8 copy, exits, and both, certified anew at "
-        "several bounds from what the bundles keep, and measured in the same rounds, on the CPU.",
+        "comparison of precisions, on the CPU",
+        "The source model, its int8 copy, exits, and both, certified again at several bounds\n"
+        "from what the bundles keep, and measured in the same rounds.",
     ).add_argument
-    # "%(default).0s" prints nothing: a default is filled in only where the frontier is asked for
+    # There are no defaults here: they are filled in where the frontier is asked for.
     add(
         "--precision",
         nargs="?",
         const="",
         metavar="OTHER",
-        help="the other bundle of the same model: that of fp32 beside one of int8, or the other "
-        "way round%(default).0s",
+        help="another bundle of the model: fp32 next to int8, or the other way round",
     )
     add(
         "--bounds",
         type=shares,
         metavar="SHARE,…",
-        help="largest shares of disagreement to certify (0.005,0.01,0.02)%(default).0s",
+        help="bounds of disagreement to certify (default: 0.005,0.01,0.02)",
     )
     add(
         "--confidence",
         type=float,
         metavar="SHARE",
-        help="of each certificate (0.95)%(default).0s",
+        help="confidence level of each certificate (default: 0.95)",
     )
     add(
         "--seed",
         type=int,
         metavar="K",
-        help="of the order in which samples of the data are taken (0)%(default).0s",
+        help="seed of the order in which samples are taken (default: 0)",
     )
-    add("--html", type=Path, metavar="FILE", help="write a page with plots there%(default).0s")
-
-
-def check_unused(options: argparse.Namespace) -> None:
-    """Refuse options of the frontier where it is not asked for: ValueError."""
-    given = [name for name in _ONLY_HERE if getattr(options, name) is not None]
-    if given:
-        bundle = open_runnable(options.bundle)
-        raise ValueError(
-            f"--{given[0]} is for the frontier, which compares two bundles. {how_to_make(bundle)}"
-        )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Certify, measure, and tell of it; gives the exit status."""
+    """Certify, measure, and print the report; return the exit status."""
     asked = _Asked.of(options)
     check_outputs(options.json, options.html)
     bundle = open_runnable(options.bundle)
@@ -162,16 +149,6 @@ class _Asked(NamedTuple):
             raise ValueError(f"--confidence {level:g}: expected a share between 0 and 1, as 0.95")
         if seed < 0:
             raise ValueError(f"--seed {seed}: expected a whole number of at least 0")
-        if options.also:
-            raise ValueError(
-                f"--also {options.also[0]}: further models are not measured with --precision; "
-                "leave out one of the two"
-            )
-        if options.method:
-            raise ValueError(
-                f"--method {','.join(options.method)}: published methods are not measured with "
-                "--precision; leave out one of the two"
-            )
         return cls(options.bounds or _BOUNDS, level, seed)
 
 

@@ -14,6 +14,7 @@ from rich.progress import Progress, TaskID
 
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
+from offramp.commands.combinations import Illegal
 from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.tools.bench.arguments import add_trace_arguments
@@ -54,29 +55,53 @@ _LEAST_POLL_S: Final = 0.25
 """Between two readings of the metrics: each costs the server some milliseconds."""
 
 _DESCRIPTION: Final = """\
-Send requests of one sample each to a server and measure what comes back. By default the loop is
-open: requests are sent when a trace says, whatever is under way, and latency counts from then.
-The k-th request is the k-th sample of the data, which starts anew at its end."""
+Send requests of one sample each to a server and measure the answers. The loop
+is open by default: a trace says when each request is sent, and latency counts
+from that time, however late it is sent. The k-th request is the k-th sample of
+the data; at the end of the data the first sample follows.
+"""
+SHORT: Final = (
+    *("--model", "--data", "--rate", "--trace", "--duration-s", "--slo-ms", "--closed-loop"),
+    *("--reference", "--metrics", "--json", "--html"),
+)
+_EXAMPLES: Final = {
+    "eebench load HOST:8001 --model m --data test.npz --rate 200": "open loop",
+    "eebench load HOST:8001 --model m --data test.npz --closed-loop 8": "",
+}
+_CLOSED: Final = "a closed loop sends a request when another one is answered; leave one of them out"
+ILLEGAL: Final = (
+    *(
+        Illegal(option=f"--{name}", beside="--closed-loop", why=_CLOSED)
+        for name in ("trace", "rate", "base-rate", "cv2", "rate-to", "acceleration", "seed")
+    ),
+    Illegal(
+        option="--no-deadline",
+        without="--slo-ms",
+        why="there is no deadline that the server could be told; leave it out, or add --slo-ms",
+    ),
+)
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to what ``add_subparsers`` of eebench's parser gave."""
+    """Add the subcommand to the result of ``add_subparsers`` of eebench's parser."""
     parser = commands.add_parser(
         "load",
-        help="latency, attainment and agreement of a server under an open or closed loop",
+        help="latency, attainment and agreement of a server under load",
         description=_DESCRIPTION,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        short=SHORT,
+        examples=_EXAMPLES,
+        illegal=ILLEGAL,
     )
     add = parser.add_argument
-    add("address", metavar="ADDRESS", help="HOST:PORT of the server's gRPC side")
-    add("--model", required=True, metavar="NAME", help="served under it%(default).0s")
-    add("--data", required=True, metavar="DATA", help="samples to send%(default).0s")
-    add("--samples", type=int, default=4000, metavar="N", help="of the data to use at most")
+    add("address", metavar="HOST:PORT", help="gRPC port of the server")
+    add("--model", required=True, metavar="NAME", help="name of the model there")
+    add("--data", required=True, metavar="DATA", help="samples to send")
+    add("--samples", type=int, default=4000, metavar="N", help="most samples of the data to use")
     add(
         "--group",
         metavar="KEY",
         help="array of the data that says which rows belong together, as for eecompile: it is not "
-        "sent. Without it: as the bundle of --reference was compiled%(default).0s",
+        "sent (default: the one that the bundle of --reference was compiled with)",
     )
     add_trace_arguments(parser)
     _add_sending(parser.add_argument_group("sending"))
@@ -86,24 +111,35 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_sending(group: argparse._ArgumentGroup) -> None:
-    # "%(default).0s" prints nothing, and keeps the formatter from adding "(default: None)"
     add = group.add_argument
     add(
         "--closed-loop",
         type=int,
         metavar="N",
-        help="no trace: keep N requests under way for --duration-s, and count latency from when "
-        "each is really sent%(default).0s",
+        help="no trace: keep N requests in flight for --duration-s",
     )
-    add("--processes", type=int, default=1, metavar="P", help="that send, in turn")
-    add("--priority", type=int, default=0, metavar="N", help="1 is served first, 0 is the default")
-    add("--drain-s", type=float, default=10.0, metavar="S", help="longest wait for last answers")
+    add("--processes", type=int, default=1, metavar="P", help="processes that send in turn")
+    add(
+        "--priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="1 is served first; 0 is the server's default",
+    )
+    add(
+        "--drain-s",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="longest wait for the last answers",
+    )
     add(
         "--max-in-flight",
         type=int,
         default=10_000,
         metavar="N",
-        help="requests under way per process; those beyond are not sent and count as unanswered",
+        help="most requests in flight per process; further ones are not sent and count as "
+        "unanswered",
     )
 
 
@@ -112,8 +148,8 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
     add(
         "--slo-ms",
         type=float,
-        metavar="D",
-        help="latency to answer within; sent to the server as the deadline%(default).0s",
+        metavar="MS",
+        help="largest latency; sent to the server as the deadline",
     )
     add("--no-deadline", action="store_true", help="judge by --slo-ms, and do not send it")
     add(
@@ -121,27 +157,26 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=1.0,
         metavar="S",
-        help="of the beginning, sent and left out of the figures",
+        help="beginning of the load that is left out of the figures",
     )
     add(
         "--reference",
         type=Path,
         metavar="BUNDLE",
-        help="of whose source model answers are compared with; it is run here before the load. "
-        "Without it: with the classes in the data's array 'reference', if there is one"
-        "%(default).0s",
+        help="compare with the answers of this bundle's source model, which runs here before the "
+        "load (default: with the classes in the array 'reference' of the data, if there is one)",
     )
     add(
         "--metrics",
         metavar="HOST:PORT",
-        help="the server's HTTP side, to read batch sizes and queue from%(default).0s",
+        help="HTTP port of the server, to read batch sizes and queue from",
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there%(default).0s")
-    add("--html", type=Path, metavar="FILE", help="write a page there%(default).0s")
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add("--html", type=Path, metavar="FILE", help="write a page there")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the load and tell of it; gives the exit status."""
+    """Make the load and print the report; return the exit status."""
     settings, trace = read_options(options)
     check_outputs(options.json, options.html)
     metadata = check_server(settings.address, settings.model)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
+from offramp.commands.combinations import Illegal
 from offramp.engine.deployment import STAGE_OVERHEAD_S
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
@@ -33,10 +35,32 @@ from offramp.tools.bench.simulated_model import model_of
 from offramp.tools.bench.simulation import draw_load, simulate
 from offramp.tools.bench.traces import Trace
 
-_DESCRIPTION = """\
-Drive the server's own scheduler and policies on virtual time. Stages take as long as the bundle's
-profile says; whether a sample leaves is what was recorded of it at calibration. All figures are
-simulated."""
+_DESCRIPTION: Final = """\
+Drive the server's own scheduler and policies on virtual time. Stages take as
+long as the bundle's profile says; which samples exit was recorded when the
+bundle was calibrated. All figures are simulated.
+"""
+SHORT: Final = (
+    *("--policy", "--rate", "--trace", "--duration-s", "--slo-ms", "--max-batch-size"),
+    *("--workers", "--json", "--html"),
+)
+_EXAMPLES: Final = {
+    "eebench simulate m.ee --rate 800 --slo-ms 20": "",
+    "eebench simulate m.ee --rate 800 --slo-ms 20 --policy slackfit,refill": "",
+}
+_PLANNED: Final = "a plan names devices of its own; leave one of them out"
+ILLEGAL: Final = (
+    Illegal(option="--workers", beside="--plan", why=_PLANNED),
+    Illegal(option="--parallel-below", beside="--plan", why=_PLANNED),
+    Illegal(option="--max-violations", beside="--plan", why=_PLANNED),
+    Illegal(
+        option="--parallel-below",
+        beside="--max-violations",
+        why="the number follows from that share; leave one of them out",
+    ),
+    Illegal(option="--plan", without="--cluster", why="a plan is simulated on its cluster; add it"),
+    Illegal(option="--cluster", without="--plan", why="a cluster is simulated by a plan; add it"),
+)
 
 _MODES = {"source": Mode.OFF, "release": Mode.RELEASE, "audit": Mode.AUDIT}
 """By what stands before a policy's name."""
@@ -70,77 +94,112 @@ class Simulated:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to what ``add_subparsers`` of eebench's parser gave."""
+    """Add the subcommand to the result of ``add_subparsers`` of eebench's parser."""
     parser = commands.add_parser(
         "simulate",
-        help="policies under a load on virtual time, by a bundle's profile and records",
+        help="scheduling policies under a load, on virtual time",
         description=_DESCRIPTION,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        short=SHORT,
+        examples=_EXAMPLES,
+        illegal=ILLEGAL,
     )
     add = parser.add_argument
-    add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
+    add("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")
+    add_trace_arguments(parser)
+    _add_serving(parser)
+    _add_devices(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    parser.set_defaults(run=run)
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "serving",
+        "Policies: "
+        + textwrap.fill(", ".join(POLICIES), 68, break_on_hyphens=False)
+        + "\n(fixed:EXIT, fixed:final). With source: in front, a policy runs the source model;\n"
+        "with release: or audit:, the bundle in that mode.",
+    )
+    add = group.add_argument
     add(
         "--policy",
-        metavar="NAME,NAME,…",
-        help=f"{', '.join(POLICIES)} (fixed:EXIT, fixed:final); with source: before it, on the "
-        "source model; with release: or audit:, in that mode (default: run-through, with --plan "
-        "refill, and source:clockwork)%(default).0s",
+        metavar="NAME,…",
+        help="policies to compare (default: run-through, with --plan refill, and source:clockwork)",
     )
     add(
         "--audit-probability",
         type=share,
         default=0.05,
         metavar="Q",
-        help="of audit:, how likely a sample runs on after its answer",
+        help="audit: share of samples that run on after their answer",
     )
-    add_trace_arguments(parser)
-    add("--workers", **COUNT, help="devices, or streams of one (default: 1)%(default).0s")
+    add("--slo-ms", type=float, metavar="MS", help="deadline of every request (default: none)")
+    add("--max-batch-size", default=32, **COUNT, help="most samples of a batch")
+    add(
+        "--max-queue-delay-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="longest wait for more samples of a batch (default: 0, none)",
+    )
+    add("--max-queue-samples", default=4096, **COUNT, help="most samples that wait")
+    add(
+        "--parallel-below",
+        **COUNT,
+        help="start a batch next to running ones once each of these has fewer samples (PAME's "
+        "tau_b)",
+    )
+    add(
+        "--max-violations",
+        type=float,
+        metavar="SHARE",
+        help="choose that number by the share of late samples (PAME's tau_l)",
+    )
+    add(
+        "--forbid-forced-exits",
+        action="store_true",
+        help="never force a sample out at an exit that is not sure enough",
+    )
+
+
+def _add_devices(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("devices").add_argument
+    add("--workers", **COUNT, help="devices, or streams of one (default: 1)")
     add(
         "--plan",
         type=Path,
         metavar="PLAN.json",
-        help="serve by its splits on its devices: what eecompile plan --json wrote%(default).0s",
+        help="serve by the splits of a plan on its devices: eecompile plan --json writes it",
     )
     add(
         "--cluster",
         type=Path,
         metavar="CLUSTER.toml",
-        help="the devices that the plan was made for%(default).0s",
+        help="devices that the plan was made for",
     )
-    add("--slo-ms", type=float, metavar="D", help="deadline of every request%(default).0s")
-    add("--max-batch-size", default=32, **COUNT, help="of a batch")
-    add("--max-queue-delay-ms", type=float, default=0.0, metavar="MS", help="wait for batch mates")
-    add("--max-queue-samples", default=4096, **COUNT, help="that wait at most")
-    limit = parser.add_mutually_exclusive_group()
-    limit.add_argument("--parallel-below", **COUNT, help="PAME's τ_b%(default).0s")
-    limit.add_argument(
-        "--max-violations", type=float, metavar="SHARE", help="PAME's τ_l%(default).0s"
-    )
-    add("--forbid-forced-exits", action="store_true", help="no sample leaves below a threshold")
     add(
         "--stage-overhead-us",
         type=float,
         default=STAGE_OVERHEAD_S * 1e6,
         metavar="US",
-        help="the server's own time a stage, beyond its graph",
+        help="the server's own time for a stage, besides its graph (default: "
+        f"{STAGE_OVERHEAD_S * 1e6:g})",
     )
     add(
         "--slowdown",
         type=float,
         default=1.0,
         metavar="X",
-        help="stages take so many times what the profile and --stage-overhead-us say",
+        help="factor on the time of every stage (default: 1)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there%(default).0s")
-    add("--html", type=Path, metavar="FILE", help="write a page with plots there%(default).0s")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate, and tell of it; gives the exit status."""
+    """Simulate, and print the report; return the exit status."""
     names = options.policy or f"{'refill' if options.plan else 'run-through'},source:clockwork"
     systems = [SystemUnderTest.parse(text.strip()) for text in names.split(",")]
-    _check_devices(options)
     check_outputs(options.json, options.html)
     if options.slo_ms is not None and not options.slo_ms > 0:
         raise ValueError(f"--slo-ms is {options.slo_ms:g}; it must be more than 0")
@@ -149,6 +208,7 @@ def run(options: argparse.Namespace) -> int:
             f"--slowdown is {options.slowdown:g}, expected more than 0; --stage-overhead-us is "
             f"{options.stage_overhead_us:g}, expected at least 0"
         )
+    options.workers = options.workers or 1
     bundle, trace = Bundle.open(options.bundle), trace_of(options)
     if bundle.manifest.is_plain:
         raise ValueError(
@@ -158,27 +218,6 @@ def run(options: argparse.Namespace) -> int:
     runs = list(_runs(bundle, systems, trace, options))
     _tell(runs, trace, options)
     return 0
-
-
-def _check_devices(options: argparse.Namespace) -> None:
-    """Refuse what says in two ways, or not at all, what there is to serve on."""
-    if (options.plan is None) != (options.cluster is None):
-        names = ["--plan", "--cluster"]
-        given, missing = names[:: -1 if options.plan is None else 1]
-        raise ValueError(f"{given} is given without {missing}; a plan is simulated by both")
-    if options.plan is None:
-        options.workers = options.workers or 1
-        return
-    for name, value in (
-        ("--workers", options.workers),
-        ("--parallel-below", options.parallel_below),
-        ("--max-violations", options.max_violations),
-    ):
-        if value is not None:
-            raise ValueError(
-                f"{name} is {value:g}, expected none beside --plan, which names devices of its "
-                "own; leave one of them out"
-            )
 
 
 def _runs(

@@ -36,6 +36,7 @@ def make(**more: Any) -> LayeredParser:
     group.add_argument("--train", choices=["frozen", "joint"], default="frozen", help="what learns")
     group.add_argument("--rate", type=float, default=1e-4, help="of learning (default: slow)")
     group.add_argument("--units", help="some")
+    group.add_argument("--repeats", type=int, default=1, help="times")
     group.add_argument("--parts", action="append", default=[], help="others")
     return parser
 
@@ -62,7 +63,7 @@ examples:
 other commands:
   glue  glues it again
 
-All 9 options, by groups: cut --help-all
+All 10 options, by groups: cut --help-all
 """
 
 
@@ -91,6 +92,7 @@ def test_help_all_shows_every_option_by_groups(capsys: pytest.CaptureFixture[str
         "  --train {frozen,joint}    what learns (default: frozen)",
         "  --rate RATE               of learning (default: slow)",
         "  --units UNITS             some",
+        "  --repeats REPEATS         times (default: 1)",
         "  --parts PARTS             others",
     ]
     assert "\ntraining:\n" in shown
@@ -118,6 +120,8 @@ def test_a_wrong_option_is_an_error_of_two_lines(capsys: pytest.CaptureFixture[s
         ("--tarin", "there is no option --tarin; did you mean --train?"),
         ("--shard=0.1", "there is no option --shard; did you mean --share?"),
         ("--colour", "there is no option --colour"),
+        ("--letion", "there is no option --letion; did you mean --completion?"),
+        ("--let", "there is no option --let"),
         ("-x", "there is no option -x"),
     ],
 )

@@ -154,13 +154,6 @@ def test_files_that_are_no_library(capfd, tmp_path) -> None:
     assert "expected a shared library for this machine that exports RegisterCustomOps" in told
 
 
-def test_engines_are_refused(capfd, library, tmp_path) -> None:
-    model, data = tmp_path / "model.onnx", tmp_path / "data.npz"
-    told = fails(capfd, model, "--data", data, "--backend", "tensorrt", "--custom-ops", library)
-    assert "TensorRT's engines cannot hold operators of a library" in told
-    assert "--backend onnxruntime" in told
-
-
 def test_what_is_given_grows_with_the_rows_it_was_run_on(library) -> None:
     node = helper.make_node("Squash", ["x"], ["y"], domain=DOMAIN)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from tests import models
 from tests.bundles import compile_tiny
+from tests.small import equal_times
 
 from offramp.bundle import Bundle, TensorSpec
 from offramp.bundle.records import CERTIFY
@@ -36,7 +37,8 @@ def rows(seed: int = 0) -> np.ndarray:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copies")
-    compile_tiny(models.mlp(), {"x": rows()}, folder, epochs=1, seed=7)
+    with equal_times():
+        compile_tiny(models.mlp(), {"x": rows()}, folder, epochs=1, seed=7)
     return folder
 
 

@@ -8,8 +8,8 @@ import re
 from rich.console import Console
 from tests import models
 
+from offramp.compiler.commands.printing_model import print_inspection
 from offramp.compiler.cuts import find_cuts
-from offramp.compiler.printing import print_inspection
 
 
 def test_inspection_shows_cut_points_and_reasons(read):

@@ -188,7 +188,7 @@ def test_numbers_are_of_more_than_0(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["plan", str(BUNDLE), "--cluster", str(cluster), flag, "0"])
-    assert "0 is not a number of more than 0" in capsys.readouterr().err
+    assert "'0' is not a number above 0" in capsys.readouterr().err
 
 
 class Reader(HTMLParser):

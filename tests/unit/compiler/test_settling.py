@@ -69,9 +69,6 @@ def test_the_mask_of_tokens_is_found_and_its_lack_is_said(caplog: Any) -> None:
             {"heads": "pooled"},
             "--heads pooled: answers of segmentation have places",
         ),
-        ("classification", {"heads": "bridges", "precision": "int8"}, "is for float32, not for"),
-        ("classification", {"heads": "both", "precision": "int8"}, "--heads both is for float32"),
-        ("classification", {"heads": "both", "criterion": "margin"}, "leave out --heads both"),
         ("multi-label", {"heads": "both", "precision": "auto"}, "is for classification; the task"),
     ],
 )

@@ -10,11 +10,11 @@ import pytest
 from onnx import helper, numpy_helper
 from rich.console import Console
 
+from offramp.compiler.commands.printing_model import print_inspection
 from offramp.compiler.cut_points import CutAnalysis
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel
-from offramp.compiler.printing import print_inspection
 from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.compiler.shapes import declared_types
 from offramp.compiler.slice_verification import verify

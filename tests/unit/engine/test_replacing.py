@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +20,10 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until
 
 from offramp.bundle import BundleError
 from offramp.bundle.locks import FileLock
+from offramp.engine.control_loop import ControlLoop
 from offramp.engine.control_state import load_state
 from offramp.engine.core import Engine
+from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.errors import (
     BackendError,
     BadInputError,
@@ -30,11 +32,14 @@ from offramp.engine.errors import (
     OptionsError,
     OutOfServiceError,
 )
+from offramp.engine.executor import Executor
 from offramp.engine.opening import LoadedModel
 from offramp.engine.plan import Mode
 from offramp.engine.profile_file import ProfileFile
 from offramp.engine.results import ResultKind
+from offramp.engine.scheduling import DeviceScheduler
 from offramp.engine.served_model import ServedModel
+from offramp.engine.tensorrt.lookup import MissingEngine
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 PATH = Path("new.ee")
@@ -208,6 +213,42 @@ def test_a_stream_that_is_closed_after_its_version_was_removed_is_no_error() -> 
     asyncio.run(body())
 
 
+def test_what_waits_for_batch_mates_goes_at_once_when_its_version_is_replaced() -> None:
+    async def body() -> None:
+        backend = FakeBackend()
+        patient = fake_model(backend, max_delay_s=3600.0)
+        async with serving(patient, backend, partial_model(backend, (0.6,))) as (engine, _):
+            waiting = asyncio.create_task(exit_of(engine))
+            await asyncio.sleep(0)
+            await engine.replace("fake", PATH)
+            assert await waiting == -1
+
+    asyncio.run(body())
+
+
+def test_engines_are_built_for_the_current_version_alone() -> None:
+    built: list[str] = []
+
+    class Upgrades(EngineUpgrades):
+        def look(self, model: str, missing: Sequence[MissingEngine]) -> bool:
+            built.append(model)
+            return False
+
+    backend = FakeBackend()
+    first, second = controlled(backend), controlled(backend)
+    executor = Executor(
+        backend, {"fake": first}, DeviceScheduler({"fake": first.scheduler}), streams=1
+    )
+    loop = ControlLoop(executor, {"fake": first}, upgrades=Upgrades())
+    executor.add("fake 2", "fake", second)
+    loop.add("fake 2", "fake", second)
+    loop.retire("fake")
+    loop.retire("other")
+    loop.look()
+    assert built == ["fake"]
+    loop.stop()
+
+
 def test_audits_that_no_stream_can_run_do_not_keep_a_version() -> None:
     async def body() -> None:
         backend = FakeBackend()
@@ -285,6 +326,7 @@ def test_audits_that_nobody_waits_for_are_waited_for_too() -> None:
             await asyncio.sleep(0.05)
             statistics = engine.statistics()["fake"]
             assert statistics.earlier is not None and statistics.earlier.auditing == 1
+            assert engine._control._states["fake"].retired
             gate.open()
             await until(removed(engine))
             assert len(controller_of(first).seen) == 1
@@ -495,6 +537,7 @@ def test_nothing_of_an_old_version_stays_in_memory() -> None:
                 return [reference() for reference in kept] == [None] * 3
 
             await until(gone)
+            assert not any(key == "fake" for _, key in engine._executor.health._proven)
 
     asyncio.run(body())
 
@@ -560,6 +603,41 @@ def test_on_a_device_every_stream_warms_up_the_new_version_before_it_answers() -
             assert sorted(backend.runs[18:]) == sorted([*once, *once])
             assert await exit_of(engine) == 0
             await until(removed(engine))
+
+    asyncio.run(body())
+
+
+def test_a_version_that_is_warmed_up_is_given_up_when_the_engine_drains() -> None:
+    gate = Gate()
+
+    async def body() -> None:
+        backend = ColdSlots(on_run=lambda stage, rows: gate(stage, rows) if stage == 2 else None)
+        second = partial_model(backend, (0.6, 0.6))
+        async with serving(fake_model(backend), backend, second) as (engine, load):
+            replacing = asyncio.create_task(engine.replace("fake", PATH))
+            await gate.wait_entered()
+            assert await engine.drain(LIMIT_S)
+            with pytest.raises(DrainingError, match="shutting down"):
+                await replacing
+            assert removed(engine)()
+            assert load.released == [1]
+            gate.open()
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_drains_at_the_last_moment_does_not_switch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        backend = FakeBackend()
+        second = partial_model(backend, (0.6,))
+        async with serving(fake_model(backend), backend, second) as (engine, _):
+            monkeypatch.setattr(engine._profiles, "add", lambda *_: engine._versions.end())
+            with pytest.raises(DrainingError, match="shutting down"):
+                await engine.replace("fake", PATH)
+            assert removed(engine)()
+            assert await exit_of(engine) == -1
 
     asyncio.run(body())
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, Worker
 
+from offramp.commands.combinations import Illegal
 from offramp.engine.errors import BackendError
-from offramp.engine.remote.eeworker import main, make_parser, serving_words
+from offramp.engine.remote.eeworker import ILLEGAL, main, make_parser, serving_words
 from offramp.engine.remote.tcp import NetworkError, parse_address
 from offramp.engine.remote.tcp_launcher import TcpLauncher
 
@@ -33,8 +34,6 @@ def token(tmp_path: Path) -> str:
         ),
         (["--listen=worker:7070"], "--listen worker:7070 is open to other hosts"),
         (["--listen=7070"], "'7070' is no address, expected HOST:PORT with a port from 0 to 65535"),
-        (["--listen=[::1]:0", "--tls-cert=c"], "TLS needs a certificate and its key; give --tls-c"),
-        (["--listen=[::1]:0", "--tls-ca=c"], "TLS needs a certificate and its key"),
         (
             ["--listen=0.0.0.0:0", "--tls-cert=no", "--tls-key=no"],
             "certificate no with key no cannot be used: No such file or directory; expected PEM",
@@ -119,3 +118,15 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_addresses_are_read_and_shown(text: str, loopback: bool) -> None:
     address = parse_address(text)
     assert (str(address), address.is_loopback) == (text, loopback)
+
+
+@pytest.mark.parametrize("row", ILLEGAL, ids=lambda row: row.option)
+def test_a_combination_that_is_refused(row: Illegal, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"{row.option}=x"] if row.option != "--insecure" else [row.option]
+    words += [f"{row.beside}=x", "--tls-key=x"] if row.beside else []
+    with pytest.raises(SystemExit) as ended:
+        main([str(GOLDEN), "--listen=127.0.0.1:0", "--token-file=t", *words])
+    assert ended.value.code == 2
+    other = f"with {row.beside}" if row.beside else f"without {row.without}"
+    told = f"eeworker: error: {row.option} {other}: {row.why}\nsee eeworker --help\n"
+    assert capsys.readouterr().err == told

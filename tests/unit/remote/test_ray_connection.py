@@ -150,7 +150,7 @@ def test_as_many_workers_as_there_are_free_cpus_unless_told(
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), "--ray-address=h:1"])
     assert (
-        "--ray-address is for --cluster ray; a cluster file says it as" in capsys.readouterr().err
+        "--ray-address without --cluster ray: a cluster file names the" in capsys.readouterr().err
     )
 
 
@@ -209,7 +209,7 @@ def test_ray_is_asked_for_only_by_what_is_not_overruled(
     assert parse_arguments(words).engine.worker_count == 1
     with pytest.raises(SystemExit):
         parse_arguments([*words, "--ray-address=h:1"])
-    assert "--ray-address is for --cluster ray; a cluster file" in capsys.readouterr().err
+    assert "--ray-address without --cluster ray: a cluster file" in capsys.readouterr().err
     file.write_text(FILE_SAYS_RAY)
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), f"--config={file}"])

@@ -335,7 +335,7 @@ def test_a_port_in_use_is_named_with_the_remedy(option: str) -> None:
         port = taken.getsockname()[1]
         options = ServerOptions(**{"grpc_port": 0, "http_port": 0, option: port})
         with pytest.raises(StartError) as caught:
-            asyncio.run(serve_until_stopped(open_engine, options))
+            asyncio.run(serve_until_stopped(open_engine, options, StopSignals()))
     flag = f"--{option.replace('_', '-')}"
     assert str(caught.value).startswith(f"port {port} is in use on 127.0.0.1;")
     assert flag in str(caught.value)

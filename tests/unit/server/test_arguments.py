@@ -19,6 +19,11 @@ from offramp.server.arguments.settings import CONTROLLER_WORDS, MODES, POLICY_GR
 from offramp.server.options import KeepaliveOptions, ServerOptions
 
 
+def help_all() -> str:
+    """The full help, on one line."""
+    return " ".join(make_parser().format_help_all().split())
+
+
 def test_one_bundle_is_enough() -> None:
     arguments = parse_arguments(["models/resnet.ee"])
     assert arguments.models == {"resnet": Path("models/resnet.ee")}
@@ -69,8 +74,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     command = (
         "m.ee --host :: --grpc-port 0 --http-port 9 --mode audit --max-batch-size 8 "
         "--max-queue-delay-ms 1.5 --max-queue-samples 64 --slo-ms 250 --streams 2 --threads 3 "
-        "--policy fixed:2 --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
-        "--device cuda:1 --precision fp16 --no-cuda-graphs "
+        "--policy delay --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
         "--max-disagreement 0.005 --confidence 0.99 --controller apparate --audit-budget 0.1 "
         "--ramp-budget 0.25 --no-state --profile-window-s 30 --no-padding --share-weights always "
         "--max-message-mib 128 --max-queue-mib 512 --max-concurrent-requests 99 --access-log "
@@ -79,12 +83,11 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     arguments = parse_arguments(command.split())
     assert arguments.engine == EngineOptions(
-        mode=Mode.AUDIT, backend="onnxruntime", device="cuda:1", precision="fp16",
-        graphs=False, streams=2, threads=3,
+        mode=Mode.AUDIT, backend="onnxruntime", streams=2, threads=3,
         parallel_below=5,
         keep_state=False, profile_window_s=30.0,
         defaults=ModelOptions(
-            scheduling=PolicyName("fixed", 2), max_batch_size=8, max_queue_delay_ms=1.5,
+            scheduling=PolicyName("delay"), max_batch_size=8, max_queue_delay_ms=1.5,
             max_queue_samples=64, slo_ms=250.0, forced_exits=False,
             max_disagreement=0.005, confidence=0.99, controller="apparate", audit_budget=0.1,
             ramp_budget=0.25, padding=False, share_weights="always",
@@ -104,6 +107,17 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         shutdown_timeout_s=0.0,
     )
     assert (arguments.log_level, arguments.log_format) == ("debug", "json")
+
+
+def test_every_option_of_gpus_arrives() -> None:
+    command = (
+        "m.ee --backend tensorrt --device cuda:1 --precision fp16 --no-cuda-graphs "
+        "--engine-build-minutes 6 --policy fixed:2"
+    )
+    assert parse_arguments(command.split()).engine == EngineOptions(
+        mode=Mode.AUDIT, backend="tensorrt", device="cuda:1", precision="fp16", graphs=False,
+        engine_build_minutes=6.0, defaults=ModelOptions(scheduling=PolicyName("fixed", 2)),
+    )  # fmt: skip
 
 
 def test_pings_are_set_by_the_names_of_triton() -> None:
@@ -140,14 +154,13 @@ def test_every_mode_is_understood_and_described(mode: Mode) -> None:
     engine = parse_arguments(["m.ee", "--mode", mode.value]).engine
     assert engine == EngineOptions(mode=mode)
     assert isinstance(engine.mode, Mode)
-    assert MODES[mode].splitlines()[0] in make_parser().format_help()
+    assert f" {mode.value} {MODES[mode]}" in help_all()
 
 
 def test_every_controller_is_described() -> None:
     assert tuple(CONTROLLER_WORDS) == CONTROLLERS
-    words = make_parser().format_help()
-    for name, half_a_line in CONTROLLER_WORDS.items():
-        assert re.search(rf"^ +{name} +{re.escape(half_a_line)}$", words, re.MULTILINE)
+    for name, text in CONTROLLER_WORDS.items():
+        assert f" {name} {text}" in help_all()
 
 
 def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
@@ -175,8 +188,11 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
         ("m.ee --slo-ms 0", "'0' is not a number above 0"),
         ("m.ee --policy slackfi", "no policy 'slackfi'; did you mean 'slackfit'? known: run-"),
         ("m.ee --policy fixed", "'fixed' does not say where it is fixed; expected an exit"),
-        ("m.ee --max-violations 1", "'1' is not a share: a number above 0, and below 1 by 1e-9"),
-        ("m.ee --parallel-below 2 --max-violations 0.1", "not allowed with argument --parallel-"),
+        ("m.ee --max-violations 1", "'1' is not a share: a number above 0 and below 1"),
+        (
+            "m.ee --parallel-below 2 --max-violations 0.1",
+            "give parallel_below, or max_violations",
+        ),
         ("m.ee --forbid-forced-exits=False", "ignored explicit argument 'False'"),
         ("m.ee --backend onnxruntime --streams 4096", "4096 streams × 1 threads are more than the"),
         ("m.ee --shutdown-timeout-s inf", "'inf' is not a number from 0 on"),
@@ -190,26 +206,17 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
         ("m.ee --mode on", "choose from 'leave', 'audit', 'release', 'off'"),
         ("m.ee --controller best", "invalid choice: 'best'"),
         ("m.ee --share-weights yes", "--share-weights: invalid choice: 'yes'"),
-        ("m.ee --max-disagreement 1", "'1' is not a share: a number above 0, and below 1 by 1e-9"),
+        ("m.ee --max-disagreement 1", "'1' is not a share: a number above 0 and below 1"),
         ("m.ee --confidence 95", "'95' is not a share"),
-        ("m.ee --confidence 0.9999999999999999", "a number above 0, and below 1 by 1e-9 or more"),
         ("m.ee --ramp-budget -1", "'-1' is not a number from 0 on"),
-        ("m.ee --mode leave --controller static", "--controller does nothing in mode leave, whi"),
-        ("m.ee --mode off --no-state", "--no-state does nothing in mode off, which observes"),
-        ("m.ee --mode off --profile-window-s 60", "--profile-window-s does nothing in mode off,"),
         ("m.ee --profile-window-s 0.5", "'0.5' is not a number from 1 on"),
         ("m.ee --profile-window-s 1e6", "profile_window_s is 1000000.0, expected from 1 to 86400"),
-        ("m.ee --mode release --audit-budget 0.1", "--audit-budget does nothing in mode release"),
-        (
-            "m.ee --json x.json",
-            "--json does nothing without --self-check; leave it out, or add that",
-        ),
         ("m.ee --self-check --json /", "--json / cannot be written: it is a folder; name a file"),
         (
             "m.ee --self-check --json no/x.json",
             "no/x.json cannot be written: there is no folder no",
         ),
-        ("m.ee --batch 8", "unrecognized arguments: --batch 8"),
+        ("m.ee --batch 8", "there is no option --batch; did you mean --max-batch-size?"),
     ],
 )
 def test_what_is_wrong_is_told_at_once(
@@ -230,29 +237,28 @@ def test_counts_that_no_system_takes_are_refused(name: str, count: int) -> None:
 
 
 def test_help_names_every_option_and_its_default() -> None:
-    words = " ".join(make_parser().format_help().split())
+    words = help_all()
     for option, default in {
         "--host": "127.0.0.1", "--grpc-port": "8001", "--http-port": "8000", "--mode": "audit",
-        "--max-batch-size": "32", "--max-queue-delay-ms": "0.0", "--max-queue-samples": "4096",
+        "--max-batch-size": "32", "--max-queue-delay-ms": "0, none", "--max-queue-samples": "4096",
         "--slo-ms": "none", "--streams": "1", "--policy": "run-through", "--backend": "auto",
         "--max-message-mib": "64", "--max-queue-mib": "1024", "--max-concurrent-requests": "8192",
-        "--drain-delay-s": "5.0", "--shutdown-timeout-s": "30.0", "--max-connections": "1024",
+        "--drain-delay-s": "5", "--shutdown-timeout-s": "30", "--max-connections": "1024",
         "--log-level": "info",
         "--log-format": "human", "--confidence": "0.95", "--controller": "certified",
         "--audit-budget": "0.05", "--device": "cuda:0", "--share-weights": "auto",
-        "--max-disagreement": "what the bundle was compiled for",
-        "--precision": "the least of those that were built",
+        "--max-disagreement": "as compiled", "--threads": "an equal share",
+        "--precision": "the lowest that was built", "--workers": "0, the server runs them itself",
     }.items():  # fmt: skip
-        assert re.search(rf"{option} [^()]*\(default: {re.escape(default)}\)", words), option
+        assert re.search(rf"{option} .*?\(default: {re.escape(default)}[,)]", words), option
 
 
 def test_help_says_what_every_policy_does() -> None:
     described = [name.partition(":")[0] for group in POLICY_GROUPS.values() for name in group]
     assert sorted(described) == sorted(POLICIES)
-    words = make_parser().format_help()
     for group in POLICY_GROUPS.values():
-        for name, half_a_line in group.items():
-            assert re.search(rf"^ +{name} +{re.escape(half_a_line)}$", words, re.MULTILINE)
+        for name, text in group.items():
+            assert f" {name} {text}" in help_all()
 
 
 def test_a_policy_that_does_not_fit_its_model_is_one_line(

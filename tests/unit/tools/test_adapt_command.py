@@ -167,7 +167,7 @@ def test_the_calibration_data_is_warned_of(
 
 def test_help_names_every_scenario_and_controller(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["adapt", "--help"])
+        main(["adapt", "--help-all"])
     shown = capsys.readouterr().out
     for name in (*KINDS, "difficulty", "classes", "corruption", "abrupt", "domain"):
         assert f"\n  {name} " in shown

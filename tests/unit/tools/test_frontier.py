@@ -195,15 +195,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return said
 
 
-@pytest.mark.parametrize("value", [["--precision"], ["--bounds", "0.01"], ["--html", "x.html"]])
 def test_without_the_other_bundle_it_says_how_to_make_it(
-    pair: BundlePair, capsys: pytest.CaptureFixture[str], value: list[str]
+    pair: BundlePair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, pair.cascade.path, *value)
-    assert value[0] in said
+    said = refused(capsys, pair.cascade.path, "--precision")
+    assert "--precision" in said
     command = "eecompile m.onnx --data CALIBRATION.npz --precision fp32 --output small_int8_fp32.ee"
     assert said.endswith(f"{command}\n")
-    assert "--precision int8 --output small_int8.ee" in refused(capsys, pair.exits.path, *value)
+    assert "--precision int8 --output small_int8.ee" in refused(
+        capsys, pair.exits.path, "--precision"
+    )
 
 
 def test_two_bundles_of_one_precision_are_refused(
@@ -248,7 +249,6 @@ def test_bundles_of_different_models_are_refused(
     [
         (["--confidence", "95"], "--confidence 95: expected a share between 0 and 1, as 0.95"),
         (["--seed", "-1"], "--seed -1: expected a whole number of at least 0"),
-        (["--also", "a=b.onnx"], "--also a=b.onnx: further models are not measured with"),
         (["--json", "no/such/folder.json"], "there is no folder no/such"),
         (["--html", "no/such/page.html"], "there is no folder no/such"),
     ],

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from offramp.commands.parser import LayeredParser
 from offramp.tools.bench.load.settings import LoadError, LoadSettings, read_options
 from offramp.tools.bench.load_command import add_parser
 from offramp.tools.bench.traces import TraceError
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = LayeredParser()
     add_parser(parser.add_subparsers())
     given = ["load", "localhost:8001", "--model", "m", "--data", "d.npz", *words]
     return parser.parse_args(given)
@@ -40,20 +41,6 @@ def test_a_closed_loop_has_no_trace() -> None:
     assert read_options(parsed("--closed-loop=8"))[0].duration_s == 10.0
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (["--rate=5"], "--rate"),
-        (["--trace=gamma", "--cv2=2"], "--cv2, --trace"),
-        (["--seed=4"], "--seed"),
-        (["--base-rate=4", "--rate-to=3", "--acceleration=2"], "--base-rate, --rate-to, --acc"),
-    ],
-)
-def test_a_closed_loop_refuses_trace_options(given: list[str], named: str) -> None:
-    with pytest.raises(LoadError, match=named):
-        read_options(parsed("--closed-loop=8", *given))
-
-
 def test_a_trace_without_arrivals_is_refused() -> None:
     with pytest.raises(TraceError, match="no request arrives"):
         read_options(parsed("--rate=0.001"))
@@ -74,7 +61,6 @@ def test_a_trace_without_arrivals_is_refused() -> None:
         ({"concurrency": 0}, "--closed-loop is 0"),
         ({"concurrency": 2, "processes": 3}, "at most as many processes"),
         ({"warm_up_s": 10.0}, "--warm-up-s 10 leaves nothing of 10 s"),
-        ({"send_deadline": False}, "give --slo-ms too"),
     ],
 )
 def test_what_makes_no_load_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -144,8 +144,6 @@ def test_splits_are_placed_by_the_plan_and_the_source_model_on_all(
         ([(0, 0, {"slow": 1}), (1, 99, {"fast": 1})], [], "splits segments 0 to 99, expected 0 to"),
         ([(0, -1, {"fast": 4})], [], "takes 4 devices of type 'fast', of which"),
         ([(0, -1, {"gpu": 1})], [], "takes 1 devices of type 'gpu', of which"),
-        ([(0, -1, {"fast": 1})], ["--workers", "3"], "--workers is 3, expected none beside --plan"),
-        ([(0, -1, {"fast": 1})], ["--parallel-below", "2"], "--parallel-below is 2, expected none"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_a_line(
@@ -163,12 +161,9 @@ def test_what_does_not_fit_is_refused_in_a_line(
     assert message in line
 
 
-def test_a_plan_and_a_cluster_are_given_together(
+def test_a_plan_of_another_schema_is_refused(
     tmp_path: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = refused(capsys, "--cluster", str(cluster))
-    assert "--cluster is given without --plan" in line
-    assert "--plan is given without --cluster" in refused(capsys, "--plan", str(tmp_path))
     (tmp_path / "no.json").write_text("{}")
     arguments = ("--plan", str(tmp_path / "no.json"), "--cluster", str(cluster))
     assert "no.json: schema None, expected 1; plan again" in refused(capsys, *arguments)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offramp.commands.parser import LayeredParser
 from offramp.tools.bench import arguments, traces
 from offramp.tools.bench.traces import Trace, TraceError
 
@@ -282,9 +283,9 @@ def test_options_that_do_not_fit_are_refused(given: str, message: str) -> None:
 
 
 def test_help_names_real_defaults_only() -> None:
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = LayeredParser()
     arguments.add_trace_arguments(parser)
     text = parser.format_help()
     assert "None" not in text
     assert all(f"(default: {value})" in text for value in ("poisson", "0", "1"))
-    assert "(default: 10, and" in text
+    assert "(default: 10, or all" in text

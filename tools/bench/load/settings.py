@@ -11,7 +11,6 @@ from offramp.tools.bench.arguments import trace_of
 from offramp.tools.bench.traces import Trace
 
 CLOSED_LOOP_DURATION_S: Final = 10.0
-_TRACE_OPTIONS: Final = ("rate", "base_rate", "cv2", "rate_to", "acceleration")
 
 
 class LoadError(ValueError):
@@ -67,8 +66,6 @@ class LoadSettings:
                 f"--warm-up-s {self.warm_up_s:g} leaves nothing of {self.duration_s:g} s to "
                 "measure; give a longer --duration-s, or a shorter warm-up"
             )
-        if self.slo_ms is None and not self.send_deadline:
-            raise LoadError("--no-deadline says that --slo-ms is not sent; give --slo-ms too")
 
     @property
     def timeout_us(self) -> int | None:
@@ -84,13 +81,12 @@ class LoadSettings:
 
 
 def read_options(options: argparse.Namespace) -> tuple[LoadSettings, Trace | None]:
-    """Give settings, and the trace of an open loop; raises LoadError or TraceError."""
+    """Return settings, and the trace of an open loop; raise LoadError or TraceError."""
     trace = None
     if options.closed_loop is None:
         trace = trace_of(options)
         duration_s = trace.duration_s
     else:
-        _refuse_trace(options)
         duration_s = CLOSED_LOOP_DURATION_S if options.duration_s is None else options.duration_s
     _at_least("--samples", options.samples, 1)
     settings = LoadSettings(
@@ -112,19 +108,6 @@ def read_options(options: argparse.Namespace) -> tuple[LoadSettings, Trace | Non
             "that are not measured; give a higher rate, or a shorter warm-up"
         )
     return settings, trace
-
-
-def _refuse_trace(options: argparse.Namespace) -> None:
-    """Trace options mean nothing to a closed loop."""
-    given = [name for name in _TRACE_OPTIONS if getattr(options, name) is not None]
-    given += ["trace"] if options.trace != "poisson" else []
-    given += ["seed"] if options.seed else []
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise LoadError(
-            f"--closed-loop sends a request when another one is answered, so {names} cannot "
-            "be kept; leave out either"
-        )
 
 
 def _at_least(option: str, value: float, least: float) -> None:

@@ -1,0 +1,310 @@
+"""``offramp.compile``: models and data as a program has them, compiled as ``eecompile`` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import os
+import sys
+import tempfile
+from argparse import ArgumentTypeError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeGuard, Unpack
+
+from offramp.api.keywords import PathLike, check_keywords, options_from, without_flags
+from offramp.bundle import Bundle
+from offramp.bundle.joint_training import Teacher
+from offramp.bundle.writing import check_target
+from offramp.calibration.dataset import LABEL_KEYS
+from offramp.calibration.training_options import TrainingOptions
+from offramp.compiler.asked_task import AskedKind
+from offramp.compiler.data.spec import OPTIONS, Layout, PreprocessingSpec, Resample, Resize
+from offramp.compiler.options import (
+    AskedPrecision,
+    CompileOptions,
+    HeadFamily,
+    Selection,
+    Training,
+)
+from offramp.compiler.progress import Progress
+from offramp.engine.criteria import known_criterion
+from offramp.engine.options import available_cores
+
+if TYPE_CHECKING:
+    import onnx
+    from torch import nn
+
+_FIELDS: Final = {"confidence": "confidence_level"}
+"""Fields that are not called as their keyword is."""
+
+
+class CompileKeywords(TypedDict, total=False):
+    """Options of compiling: flags of ``eecompile`` (``eecompile --help-all`` explains each)."""
+
+    answer: str | None
+    task: AskedKind
+    agree_share: float | None
+    agree_within: float | None
+    class_map: bool
+    answer_tokens: Sequence[int]
+    mask: str | None
+    criterion: str
+    exits: Sequence[str]
+    heads: HeadFamily
+    candidates: int
+    max_cut_tensors: int
+    precision: AskedPrecision
+    train: Training
+    teach: Teacher
+    joint_rate: float
+    group: str | None
+    copies_within: float
+    max_class_disagreement: float | None
+    confidence: float
+    max_overhead: float | None
+    selection: Selection
+    rehearsal_batch: int
+    max_violations: float
+    tolerance: float | None
+    reference_batch_size: int
+    threads: int
+    simplify: bool
+    simplify_limit: float
+    augment: Literal["auto", "off"]
+    epochs: int
+    seed: int
+    scratch: PathLike | None
+    scratch_limit: float
+    image_size: Sequence[int]
+    mean: float | Sequence[float]
+    std: float | Sequence[float]
+    scale: float
+    layout: Layout
+    resize: Resize
+    crop_share: float
+    resample: Resample
+    image_column: str
+    tokenizer: PathLike
+    text_column: str | Sequence[str]
+    max_tokens: int
+    label_column: str
+    max_samples: int
+
+
+def compile(  # noqa: A001 - the name that users expect
+    model: PathLike | onnx.ModelProto | nn.Module,
+    data: object,
+    *,
+    output: PathLike | None = None,
+    example_inputs: object = None,
+    max_disagreement: float = 0.01,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    **options: Unpack[CompileKeywords],
+) -> Bundle:
+    """Compile a model with exits, as ``eecompile`` does; takes minutes.
+
+    Args:
+        model: An ONNX file, a model of the package ``onnx``, or a torch module. A module is
+            exported by torch's exporter, and ONNX Runtime compared with it.
+        data: Samples for calibration: what ``--data`` takes (a path), arrays by input name, or an
+            iterable of batches such as a data loader. Labels are not needed.
+        output: The bundle's folder. By default ``MODEL.ee`` beside the file, or of a module
+            ``CLASS.ee`` in the working directory.
+        example_inputs: Inputs that a module is exported with: a tuple in the order of ``forward``,
+            or a mapping by its parameters. By default the first batch of ``data``.
+        max_disagreement: Largest share of answers that may differ from the unmodified model's.
+        overwrite: Whether a bundle that is at ``output`` is replaced.
+        progress: Whether steps are shown on standard error; by default in terminals and notebooks.
+        **options: Flags of ``eecompile``: ``--reference-batch-size 16`` is
+            ``reference_batch_size=16``, ``--no-simplify`` is ``simplify=False``.
+
+    Raises:
+        TypeError: An option is unknown or of another type, or example inputs do not fit.
+        ValueError: An option's value is out of range.
+        CompileError: The model cannot be exported or sliced.
+        DataError: The data do not fit the model, or are too few.
+        BundleExistsError: There is something at ``output`` already.
+        ImportError: A package of the extra ``compile`` is missing.
+    """
+    check_keywords("compile", options, CompileKeywords)
+    asked = _options(
+        output=_output_of(model, output),
+        overwrite=overwrite,
+        max_disagreement=max_disagreement,
+        **options,
+    )
+    spec = _preprocessing(options)
+    check_target(asked.output, overwrite=overwrite)
+    with _needing_extra():
+        from offramp.calibration.scratch import ScratchSpace  # noqa: PLC0415 - the extra has it
+        from offramp.compiler.compile import compile_model  # noqa: PLC0415
+        from offramp.compiler.data import as_source  # noqa: PLC0415
+
+        if example_inputs is None and _is_module(model):
+            example_inputs, data = _first_batch(model, data)
+        source = as_source(data, spec)
+        with _shown(progress) as steps, _as_file(model, example_inputs, steps) as file:
+            asked = dataclasses.replace(asked, model=file, data=source)
+            return compile_model(asked, steps, scratch=ScratchSpace(asked.scratch))
+
+
+def _options(**given: Any) -> CompileOptions:
+    """Make the options of compiling, all but model and data: ValueError if one is out of range."""
+    known_criterion(given.get("criterion", "probability"))  # an error before anything takes time
+    if given.get("scratch") is not None:
+        given["scratch"] = Path(given["scratch"])
+    for name in ("exits", "answer_tokens"):
+        given[name] = tuple(given.get(name, ()))
+    try:
+        training = options_from(TrainingOptions, given, {}, threads=available_cores())
+        nowhere = {"model": Path(), "data": Path()}
+        return options_from(CompileOptions, given, _FIELDS, training=training, **nowhere)
+    except ValueError as error:
+        raise ValueError(without_flags(str(error))) from error
+
+
+def _preprocessing(given: Mapping[str, Any]) -> PreprocessingSpec:
+    """Make the options of reading data: ValueError if one is out of range."""
+    found: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.field in given:
+            value = given[option.field]
+            written = isinstance(value, Sequence) and not isinstance(value, str)
+            try:  # as the command line does, and the file preprocessing.toml
+                found[option.field] = option.parse(
+                    ",".join(map(str, value)) if written else str(value)
+                )
+            except ArgumentTypeError as error:
+                raise ValueError(f"{option.field}: {error}") from error
+    return PreprocessingSpec(**found)
+
+
+def _output_of(model: object, output: PathLike | None) -> Path:
+    """Return where the bundle goes."""
+    if output is not None:
+        return Path(output)
+    if isinstance(model, str | os.PathLike):
+        path = Path(model)
+        if not path.name:
+            raise ValueError(f"model is {model!r}, expected the path of an ONNX file")
+        return path.with_suffix(".ee")
+    return Path(f"{_name_of(model)}.ee")
+
+
+def _name_of(model: object) -> str:
+    return type(model).__name__ if _is_module(model) else "model"
+
+
+def _is_module(model: object) -> TypeGuard[nn.Module]:
+    """Whether a model is a torch module; torch is not imported for that."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+@contextmanager
+def _as_file(model: object, example_inputs: object, progress: Progress) -> Iterator[Path]:
+    """Return the file of a model; of one in memory, a temporary one."""
+    if isinstance(model, str | os.PathLike):
+        yield Path(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="offramp-") as folder:
+        path = Path(folder, f"{_name_of(model)}.onnx")
+        if _is_module(model):
+            from offramp.api.torch_export import export_module  # noqa: PLC0415 - imports torch
+
+            with progress.step("Export the module", 1):
+                export_module(model, example_inputs, path)
+        else:
+            import onnx  # noqa: PLC0415 - heavy
+
+            if not isinstance(model, onnx.ModelProto):
+                raise TypeError(
+                    f"model is a {type(model).__name__}, expected the path of an ONNX file, an "
+                    "onnx.ModelProto or a torch.nn.Module"
+                )
+            onnx.save(model, path)
+        yield path
+
+
+def _first_batch(module: nn.Module, data: object) -> tuple[object, object]:
+    """Return example inputs, the first batch of data, and the data with it still in them.
+
+    Raises:
+        TypeError: The data have no batches to look at.
+    """
+    if callable(data) and not isinstance(data, Iterable):
+        data = data()
+    if isinstance(data, str | os.PathLike) or not isinstance(data, Iterable):
+        raise TypeError(
+            f"a {type(module).__name__} cannot be exported without an example, and data is no "
+            "iterable of batches to take one from; give example_inputs=(tensor, …), or a mapping "
+            "by the parameters of forward"
+        )
+    if isinstance(data, Mapping | tuple) or hasattr(data, "__array__"):
+        batch = data
+    else:
+        batches = iter(data)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            raise TypeError("data is an iterable without batches; give at least one") from None
+        if batches is data:  # which can be read once
+            data = itertools.chain([batch], batches)
+    return _inputs_of(module, batch), data
+
+
+def _inputs_of(module: nn.Module, batch: object) -> object:
+    """Return a batch without what the module does not take, such as labels."""
+    parameters = inspect.signature(module.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if isinstance(batch, Mapping):
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        named = {n: v for n, v in batch.items() if takes_all or n in parameters}
+        return {name: value for name, value in named.items() if name not in LABEL_KEYS}
+    if not isinstance(batch, tuple | list):
+        return batch
+    from offramp.compiler.data.conversion import as_array  # noqa: PLC0415
+
+    required = sum(
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in parameters.values()
+    )
+    if len(batch) > max(1, required):
+        last = as_array(batch[-1], "data: the last array of the first batch")
+        if last.ndim == 1 and last.dtype.kind in "iu":  # as data sources recognise labels
+            return tuple(batch[:-1])
+    return tuple(batch)
+
+
+@contextmanager
+def _shown(progress: bool | None) -> Iterator[Progress]:  # noqa: FBT001
+    """Show steps on standard error, where somebody looks or it is asked for."""
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+
+    from offramp.compiler.progress import SILENT, TerminalProgress  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    if progress is None:
+        progress = console.is_terminal or console.is_jupyter
+    if not progress:
+        yield SILENT
+        return
+    with TerminalProgress(console) as bars:
+        yield bars
+
+
+@contextmanager
+def _needing_extra() -> Iterator[None]:
+    """Add the remedy to the error where a package of the compiler is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{error}; compiling needs the extra compile: pip install 'offramp[compile]'",
+            name=error.name,
+        ) from error

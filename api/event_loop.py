@@ -1,0 +1,66 @@
+"""An event loop in a thread of its own, for callers that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from offramp.api.errors import ForkedError
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """Runs coroutines on an event loop of its own, for the threads of one process."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread; ``name`` is for debuggers and for messages."""
+        self._name = name
+        self._process = os.getpid()
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        # A daemon, so that a program ends that forgets to close a model.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._loop = self._started.result()
+
+    def _run(self) -> None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        self._started.set_result(loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that has the thread."""
+        return os.getpid() != self._process
+
+    def call(self, function: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any) -> _T:
+        """Run a coroutine function on the loop, and wait for its result.
+
+        An interrupt of the waiting thread cancels it. Raises ForkedError in a forked process.
+        """
+        if self.is_inherited:
+            raise ForkedError(
+                f"{self._name} was opened by the process {self._process}, and this is "
+                f"{os.getpid()}, a fork of it, which has none of its threads; open it after the "
+                "fork, in each process"
+            )
+        future = asyncio.run_coroutine_threadsafe(function(*arguments), self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # of what is done already, nothing
+
+    def stop(self) -> None:
+        """End the thread once what it runs now is done; harmless if it has ended."""
+        if not self.is_inherited and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()

@@ -1,0 +1,169 @@
+"""The keyword arguments of the API: their names, which are those of the flags, and their types.
+
+``--max-batch-size 16`` of ``eeserve`` is ``max_batch_size=16`` here; ``--no-padding`` is
+``padding=False``. Type checkers and :func:`check_keywords` read the same tables; the ranges of
+values are checked by the options that they end up in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+
+_Options = TypeVar("_Options")
+
+PathLike = str | os.PathLike[str]
+NUMBERS = {int: numbers.Integral, float: numbers.Real}
+"""Types that a value of a hinted type may have: numpy's numbers are fine."""
+
+
+class EngineKeywords(TypedDict, total=False):
+    """Options of the engine: flags of ``eeserve`` (``eeserve --help-all`` explains each)."""
+
+    mode: Literal["audit", "release", "leave", "off"]
+    backend: str
+    device: str
+    precision: str | None
+    cuda_graphs: bool
+    engine_build_minutes: float
+    streams: int
+    workers: int
+    threads: int | None
+    parallel_below: int | None
+    max_violations: float | None
+    state: bool
+    profile_window_s: float
+    uncertified_exits: bool
+    policy: str
+    slo_ms: float | None
+    max_batch_size: int
+    max_queue_delay_ms: float
+    max_queue_samples: int
+    padding: bool
+    forbid_forced_exits: bool
+    share_weights: str
+    controller: str
+    max_disagreement: float | None
+    confidence: float
+    audit_budget: float
+    ramp_budget: float | None
+    trust_inputs: bool
+    max_source_share: float
+    never_beyond_compiled: bool
+    answer: str | None
+    learn: bool
+    learn_samples: int
+    learn_folder: PathLike | None
+    learn_gib: float
+    learn_keep: bool
+
+
+class ServerKeywords(EngineKeywords, total=False):
+    """Options of a server: those of the engine, and of its network."""
+
+    host: str
+    max_message_mib: int
+    max_queue_mib: int
+    max_concurrent_requests: int
+    max_connections: int
+    shutdown_timeout_s: float
+
+
+def check_keywords(function: str, given: Mapping[str, object], kind: type) -> None:
+    """Check the names and types of keyword arguments against a table.
+
+    Raises:
+        TypeError: There is no such option, or its value is of another type.
+        ValueError: The value is none of those that the option has.
+    """
+    hints = get_type_hints(kind)
+    for name, value in given.items():
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
+            known = ", ".join(sorted(hints))
+            raise TypeError(f"{function}() has no option {name!r}; {hint}There are: {known}")
+        if not _fits(value, hints[name]):
+            expected = f"{name} is {value!r:.80}, expected {_words(hints[name])}"
+            raise ValueError(expected) if isinstance(value, str) else TypeError(expected)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is Sequence:  # a text is none, though Python has it be one of its characters
+        return not isinstance(value, str) and (
+            isinstance(value, Sequence) and all(_fits(each, arguments[0]) for each in value)
+        )
+    if hint in NUMBERS:
+        return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def _words(hint: Any) -> str:
+    """Describe a type to a person."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin in (Union, UnionType):
+        return " or ".join(_words(argument) for argument in arguments)
+    if origin is Sequence:
+        return f"a list of {_words(arguments[0])}"
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "a text"}
+    return names.get(hint, "None" if hint is NoneType else "a path")
+
+
+def options_from(
+    kind: Callable[..., _Options], given: Mapping[str, Any], renamed: Mapping[str, str], **more: Any
+) -> _Options:
+    """Make options of keyword arguments: those that are fields of ``kind``.
+
+    ``renamed`` are the fields with another name than their keyword, by keyword. A ValueError of the
+    options names the keyword.
+    """
+    own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    named = {renamed.get(name, name): value for name, value in given.items()}
+    try:
+        return kind(**{name: value for name, value in named.items() if name in own}, **more)
+    except ValueError as error:
+        message = str(error)
+        for keyword, field in renamed.items():
+            if message.startswith(f"{field} "):
+                message = keyword + message.removeprefix(field)
+        raise ValueError(message) from error
+
+
+def refuse_illegal_keywords(
+    table: Sequence[Illegal], given: Mapping[str, object], defaults: Mapping[str, str]
+) -> None:
+    """Refuse, by a ValueError, keyword arguments that a command's table does not allow together.
+
+    ``defaults`` are the values by flag of options that are not given, where the table has them.
+    """
+    values: dict[str, object] = dict(defaults)
+    flags = set()
+    for name, value in given.items():
+        if value is not None:
+            flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+            values[flag] = value
+            flags.add(flag)
+    try:
+        refuse_illegal(table, values, flags)
+    except IllegalCombinationError as error:
+        raise ValueError(without_flags(str(error))) from error
+
+
+def without_flags(message: str) -> str:
+    """Replace flags in a message by the names of keyword arguments: ``--slo-ms`` by ``slo_ms``."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), message)

@@ -1,0 +1,76 @@
+"""The options of an engine, from keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from offramp.api.keywords import (
+    EngineKeywords,
+    PathLike,
+    check_keywords,
+    options_from,
+    refuse_illegal_keywords,
+    without_flags,
+)
+from offramp.engine.learning.options import LearnOptions
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.plan import Mode
+from offramp.engine.scheduling import PolicyName
+
+_FIELDS: Final = {"state": "keep_state", "cuda_graphs": "graphs", "policy": "scheduling"}
+"""Fields that are not called as their keyword is."""
+
+_LEARNING: Final = {
+    "learn_samples": "samples",
+    "learn_folder": "folder",
+    "learn_gib": "max_gib",
+    "learn_keep": "keep",
+}
+_DEFAULTS: Final = {"--mode": Mode.AUDIT.value, "--policy": "run-through", "--backend": "auto"}
+
+
+def model_name(path: PathLike) -> str:
+    """Return the name that a bundle or an ONNX file is served under."""
+    return Path(path).resolve().name.removesuffix(".ee").removesuffix(".onnx")
+
+
+def engine_options(
+    function: str, given: Mapping[str, Any], kind: type = EngineKeywords
+) -> EngineOptions:
+    """Make the engine's options of the keyword arguments of a function.
+
+    Raises:
+        TypeError: An option is unknown, or of another type.
+        ValueError: A value is out of range, or two options exclude each other.
+    """
+    check_keywords(function, given, kind)
+    if given:
+        from offramp.server.arguments.combinations import TABLE  # noqa: PLC0415 - heavy
+
+        # Whether a state is kept that is not there matters to nobody.
+        asked = {name: value for name, value in given.items() if name != "state"}
+        refuse_illegal_keywords(TABLE, asked, _DEFAULTS)
+    named = dict(given)
+    mode = Mode(named.pop("mode", Mode.AUDIT))
+    try:
+        if "policy" in named:
+            named["policy"] = PolicyName.parse(named["policy"])
+        if "forbid_forced_exits" in named:
+            named["forced_exits"] = not named.pop("forbid_forced_exits")
+        more = {"mode": mode, "learning": _learning(named)}
+        defaults = options_from(ModelOptions, named, _FIELDS)
+        return options_from(EngineOptions, named, _FIELDS, defaults=defaults, **more)
+    except ValueError as error:
+        raise ValueError(without_flags(str(error))) from error
+
+
+def _learning(named: Mapping[str, Any]) -> LearnOptions | None:
+    """Make the options of learning, where it is asked for."""
+    if not named.get("learn", False):
+        return None
+    given = {field: named[name] for name, field in _LEARNING.items() if name in named}
+    if given.get("folder") is not None:
+        given["folder"] = Path(given["folder"])
+    return LearnOptions(**given)

@@ -1,0 +1,152 @@
+"""A server in a thread of this process, for notebooks and tests."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+from offramp.api.event_loop import LoopThread
+from offramp.api.keywords import PathLike, ServerKeywords, options_from, without_flags
+from offramp.api.opening import engine_options, model_name
+from offramp.engine.core import Engine
+from offramp.engine.options import EngineOptions
+from offramp.server.app import Listening, StopSignals, serve_until_stopped
+from offramp.server.options import ServerOptions
+from offramp.server.served import ServedEngine
+
+
+class _Serving:
+    """The serving task; all but making it happens on the loop's thread."""
+
+    def __init__(
+        self, models: Mapping[str, Path], engine: EngineOptions, server: ServerOptions
+    ) -> None:
+        self._models, self._engine, self._server = models, engine, server
+        self._stop: StopSignals | None = None
+        self._task: asyncio.Task[int] | None = None
+
+    async def start(self) -> Listening:
+        """Serve in a task; return once requests are answered, or raise what prevents that."""
+        ready: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+        self._stop = StopSignals()
+
+        async def open_engine() -> ServedEngine:
+            return await Engine.open(self._models, self._engine)
+
+        serving = serve_until_stopped(open_engine, self._server, self._stop, ready.set_result)
+        self._task = asyncio.create_task(serving)
+        try:
+            await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # an interrupt while models are loaded
+            await self.stop()
+            raise
+        if not ready.done():
+            ready.cancel()
+            self._task.result()  # raises
+        return ready.result()
+
+    async def stop(self) -> None:
+        """Answer what is in flight, and leave."""
+        assert self._stop is not None
+        assert self._task is not None
+        self._stop.request("close()")
+        await self._task
+
+
+class Server:
+    """A server in this process; a context manager, or :meth:`close` ends it."""
+
+    def __init__(
+        self, models: Mapping[str, Path], engine: EngineOptions, server: ServerOptions
+    ) -> None:
+        """Use :func:`offramp.serve`."""
+        self.models = tuple(models)
+        """Names of the models that are served."""
+        serving, thread = _Serving(models, engine, server), LoopThread("the server")
+        try:
+            listening = thread.call(serving.start)
+        except BaseException:
+            thread.stop()
+            raise
+        self.grpc_address = listening.grpc
+        """Host and port, for :class:`offramp.client.Client`."""
+        self.http_address = f"http://{listening.http}"
+        """URL of the status page; below it are ``/metrics`` and ``/health/ready``."""
+        # No reference to the server: it is closed too where it is only forgotten.
+        self._closing = weakref.finalize(self, _close, serving, thread)
+        self._closing.atexit = False  # threads can do nothing any more at that time
+
+    def close(self) -> None:
+        """Answer what is in flight, and end; harmless if it has ended, or in a forked process."""
+        self._closing()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"on {self.grpc_address}, {self.http_address}/" if self._closing.alive else "closed"
+        return f"<Server of {', '.join(self.models)}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return f'<a href="{self.http_address}/" target="_blank">{self.http_address}/</a>'
+
+
+def _close(serving: _Serving, thread: LoopThread) -> None:
+    if not thread.is_inherited:
+        thread.call(serving.stop)
+        thread.stop()
+
+
+def serve(
+    models: PathLike | Sequence[PathLike] | Mapping[str, PathLike],
+    *,
+    grpc_port: int = 0,
+    http_port: int = 0,
+    **options: Unpack[ServerKeywords],
+) -> Server:
+    """Serve bundles or ONNX files in a thread of this process, as ``eeserve`` does.
+
+    Args:
+        models: One path, several, or paths by the name to serve them under.
+        grpc_port: 0 takes a free port.
+        http_port: The same, for status page, health and metrics.
+        **options: Flags of ``eeserve``, named as for :func:`offramp.load`.
+
+    Raises:
+        TypeError, ValueError, BundleError, EngineError: As for :func:`offramp.load`.
+        StartError: A port cannot be listened on.
+    """
+    engine = engine_options("serve", options, ServerKeywords)
+    network: dict[str, Any] = {"grpc_port": grpc_port, "http_port": http_port, **options}
+    try:
+        # Whoever closes a server in this process need not be waited for, as load balancers are.
+        server = options_from(ServerOptions, network, {}, drain_delay_s=0.0)
+    except ValueError as error:
+        raise ValueError(without_flags(str(error))) from error
+    return Server(_named(models), engine, server)
+
+
+def _named(models: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> dict[str, Path]:
+    """Return paths by model name: ValueError if there is none, or two have the same name."""
+    if isinstance(models, Mapping):
+        named = {name: Path(path) for name, path in models.items()}
+    else:
+        paths = models if isinstance(models, Sequence) and not isinstance(models, str) else [models]
+        named = {}
+        for path in paths:
+            name = model_name(path)
+            if name in named:
+                raise ValueError(
+                    f"two models are named {name!r}: {named[name]} and {path}; give names: "
+                    f"serve({{{name!r}: …, {name + '-2'!r}: …}})"
+                )
+            named[name] = Path(path)
+    if not named:
+        raise ValueError('there is no model to serve; name a bundle: serve("model.ee")')
+    return named

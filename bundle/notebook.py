@@ -1,0 +1,75 @@
+"""How a bundle shows itself in a notebook: as a short table, and its report in a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offramp.bundle.policy import Promise
+
+if TYPE_CHECKING:
+    from offramp.bundle.bundle import Bundle
+
+
+@dataclass(frozen=True, slots=True)
+class BundleReport:
+    """What the compiler found, as a page: a notebook shows it where it is the last expression."""
+
+    path: Path
+    """The file, for a browser."""
+    html: str
+    """The whole document."""
+
+    def _repr_html_(self) -> str:
+        # A document in a frame: its style sheet changes nothing of the notebook's own page.
+        return (
+            f'<iframe srcdoc="{escape(self.html)}" sandbox="" title="report" '
+            'style="width: 100%; height: 45em; border: 1px solid #ccc"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"<report {self.path}>"
+
+
+def bundle_html(bundle: Bundle) -> str:
+    """Show a bundle: what it takes and answers, what is promised, and the exits in use."""
+    manifest, policy = bundle.manifest, bundle.policy
+    inputs = ", ".join(spec.describe() for spec in manifest.inputs)
+    outputs = ", ".join(spec.describe() for spec in manifest.outputs)
+    lines = [str(bundle.path), f"{inputs} → {outputs}", describe_promise(policy.promise)]
+    rows = []
+    for active in policy.active:
+        exit_ = manifest.exits[active.exit]
+        place = f"{exit_.after_segment + 1} of {len(manifest.segments)}"
+        threshold = f"{active.threshold:.3f}"
+        rows.append((f"exit {active.exit}", place, exit_.head.describe(), threshold))
+    return table_html(manifest.name, lines, ("exit", "after segment", "head", "threshold"), rows)
+
+
+def describe_promise(promise: Promise | None) -> str:
+    """Return what an exit policy was certified for."""
+    if promise is None:
+        return "no exit is in use: the unmodified model answers"
+    return (
+        f"certified: at most {promise.max_disagreement:.2%} of answers differ from the unmodified "
+        f"model's, with {promise.confidence_level:.0%} confidence; predicted to save "
+        f"{promise.predicted_savings:.0%} of its time"
+    )
+
+
+def table_html(
+    title: str, lines: Iterable[str], head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """Show a title, some lines below it, and a table, if it has rows."""
+    shown = "".join(f"<div>{escape(line)}</div>" for line in lines)
+    table = ""
+    if rows:
+        cells = "".join(f"<th>{escape(word)}</th>" for word in head)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+        )
+        table = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div><b>{escape(title)}</b>{shown}{table}</div>"

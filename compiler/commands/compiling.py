@@ -1,0 +1,161 @@
+"""``eecompile MODEL.onnx``: compile a model, and build its engines where that can be done."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from rich.console import Console
+
+from offramp.commands.combinations import Illegal
+from offramp.compiler.commands.compile_arguments import compile_parser
+from offramp.compiler.commands.illegal import NO_ENGINES
+from offramp.compiler.engines.options import EngineBuildOptions
+from offramp.compiler.errors import CompileError, EnginesUnavailableError, ModelError
+from offramp.compiler.interruption import status_of
+from offramp.compiler.progress import FileProgress, Progress, TerminalProgress
+from offramp.engine.criteria import known_criterion
+from offramp.engine.errors import BackendError
+from offramp.engine.options import available_cores
+
+if TYPE_CHECKING:
+    from offramp.compiler.build import BuildOptions
+
+_Options = TypeVar("_Options")
+
+
+def output_of(model: Path) -> Path:
+    """Return the default place of a model's bundle."""
+    if not model.name:
+        raise ModelError(f"{str(model)!r} names no file, expected an ONNX file, such as model.onnx")
+    return model.with_suffix(".ee")
+
+
+def read_options(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _Options:
+    """Make the options of a run: each field is the argument of its name, unless it is given."""
+    named = {field.name for field in dataclasses.fields(kind)} & vars(options).keys()  # type: ignore[arg-type]
+    return kind(**{**{name: getattr(options, name) for name in named}, **given})
+
+
+def run_compile(options: argparse.Namespace, console: Console) -> int:
+    """Compile a model, or describe it where no data are given."""
+    output = options.output or output_of(options.model)
+    if options.data is None:
+        from offramp.compiler.commands.first_look import show_first_look  # noqa: PLC0415
+
+        return show_first_look(options, console)
+    from offramp.calibration.scratch import ScratchSpace  # noqa: PLC0415
+    from offramp.calibration.training_options import TrainingOptions  # noqa: PLC0415
+    from offramp.compiler.compile import compile_model  # noqa: PLC0415
+    from offramp.compiler.options import CompileOptions  # noqa: PLC0415
+    from offramp.compiler.printing import print_bundle, print_use  # noqa: PLC0415
+
+    known_criterion(options.criterion)  # or an error, before anything takes time
+    engines = _plan_engines(options, output)
+    if engines.note and engines.build:
+        console.print(engines.note, highlight=False, markup=False, soft_wrap=True)
+    asked = read_options(
+        CompileOptions,
+        options,
+        output=output,
+        exits=tuple(options.exits.split(",")) if options.exits else (),
+        simplify=not options.no_simplify,
+        training=TrainingOptions(
+            epochs=options.epochs, threads=available_cores(), seed=options.seed
+        ),
+    )
+    scratch = ScratchSpace(asked.scratch)
+    with TerminalProgress(console) as shown, _reporting(options.progress_file, shown) as progress:
+        bundle = compile_model(asked, progress, scratch=scratch)
+    print_bundle(bundle, Console())
+    print_use(scratch, Console())
+    if engines.build is None:
+        if engines.note:
+            Console().print(engines.note, highlight=False, markup=False, soft_wrap=True)
+        return 0
+    if engines.demanded:
+        return build_and_print(engines.build, console, chooses=False)
+    try:
+        build_and_print(engines.build, console, chooses=False)
+    except (CompileError, BackendError) as error:
+        console.print(
+            f"No engines were built: {error}; the bundle is whole without them",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
+    return 0
+
+
+def _reporting(path: Path | None, progress: Progress) -> AbstractContextManager[Progress]:
+    """Report progress to a file as well, if one is named."""
+    return nullcontext(progress) if path is None else closing(FileProgress(path, progress))
+
+
+class _Engines(NamedTuple):
+    """Consequences of ``--backend``."""
+
+    build: BuildOptions | None = None
+    """Engines to build once the bundle is written."""
+    note: str = ""
+    """Line for the user."""
+    demanded: bool = False
+    """Whether it is an error where they cannot be built."""
+
+
+def _plan_engines(options: argparse.Namespace, output: Path) -> _Engines:
+    """Decide whether engines are built here; CompileError if they are demanded and cannot be."""
+    if options.backend == "onnxruntime":
+        return _Engines()
+    from offramp.compiler.build import BuildOptions, check_device  # noqa: PLC0415
+
+    demanded = options.backend == "tensorrt"
+    engines = EngineBuildOptions()
+    build = BuildOptions(bundle=output, engines=engines, data=options.data, seed=options.seed)
+    obstacle = _obstacle(options)
+    try:
+        check_device(engines.device)
+    except EnginesUnavailableError:
+        if demanded:
+            raise
+        if obstacle is not None:
+            return _Engines()
+        line = f"GPU:    eecompile build {output} builds TensorRT engines, where the GPU is"
+        return _Engines(note=line)
+    if obstacle is not None:
+        reason = obstacle.why.partition(";")[0]
+        option = obstacle.option.partition(" ")[0]
+        return _Engines(note=f"GPU:    no TensorRT engines with {option}: {reason}")
+    line = f"TensorRT is here: engines for {engines.device} are built too"
+    note = "" if demanded else f"{line} (--backend onnxruntime leaves them out)"
+    return _Engines(build=build, note=note, demanded=demanded)
+
+
+def _obstacle(options: argparse.Namespace) -> Illegal | None:
+    """Find an option of bundles that have no engines."""
+    values = {**compile_parser().values(options), "--backend": "tensorrt"}
+    given = {flag for flag, value in values.items() if value}
+    return next((row for row in NO_ENGINES if row.matches(values, given)), None)
+
+
+def build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:
+    """Build engines, print what was built, and return the exit status."""
+    from offramp.compiler.build import Reports, build_bundle  # noqa: PLC0415
+    from offramp.compiler.choosing import build_best  # noqa: PLC0415
+    from offramp.compiler.printing_engines import print_building  # noqa: PLC0415
+
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    try:
+        with TerminalProgress(console) as progress:
+            build = build_best if chooses else build_bundle
+            building = build(options, Reports(progress=progress, say=say))
+        print_building(building, Console())
+    except KeyboardInterrupt as error:
+        why = str(error) or "interrupted"
+        say(f"eecompile: {why}; the engines built so far are kept, the same command goes on")
+        return status_of(error)
+    for result in building.failed:
+        say(f"eecompile: {result.problem}")
+    return 1 if building.failed else 0

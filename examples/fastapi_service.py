@@ -1,0 +1,55 @@
+"""A FastAPI service around a model: its requests share batches, and easy ones come back early.
+
+    pip install fastapi uvicorn
+    BUNDLE=fashion.ee uvicorn examples.fastapi_service:app
+    curl -H 'Content-Type: application/json' -d '{"image": [[[[0, …]]]]}' localhost:8000/predict
+
+Forms to try it with are at ``http://localhost:8000/docs``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+
+import offramp
+from offramp.engine.errors import CapacityError, InvalidRequestError
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Open the model before the first request, and close it after the last."""
+    async with offramp.AsyncModel.open(os.environ.get("BUNDLE", "fashion.ee")) as model:
+        app.state.model = model
+        yield
+
+
+app = FastAPI(title="A multi-exit model", lifespan=lifespan)
+
+
+@app.post("/predict")
+async def predict(inputs: dict[str, list[Any]], request: Request) -> dict[str, Any]:
+    """Answer n samples: lists by input name, the first dimension being the samples."""
+    model: offramp.AsyncModel = request.app.state.model
+    try:
+        result = await model.predict(inputs)
+    except InvalidRequestError as error:
+        raise HTTPException(422, str(error)) from error
+    except CapacityError as error:
+        raise HTTPException(503, str(error)) from error
+    return {
+        "outputs": {name: array.tolist() for name, array in result.outputs.items()},
+        "exits": result.exits.tolist(),
+        "confidences": result.confidences.tolist(),
+    }
+
+
+@app.get("/exits")
+async def exits(request: Request) -> dict[str, float]:
+    """Share of the samples that each exit answered so far."""
+    model: offramp.AsyncModel = request.app.state.model
+    return model.statistics().exit_shares()

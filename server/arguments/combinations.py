@@ -1,0 +1,222 @@
+"""Combinations of settings that ``eeserve`` refuses: one table, checked in one place.
+
+The table holds for the command line and for the configuration file. A setting that has no effect
+is refused where it is given, so that nobody relies on it: on the command line always, in a file if
+the file itself makes it ineffective. So one file serves in every ``--mode``. Values that
+contradict each other within one set of options are checked by that class (:class:`EngineOptions`,
+:class:`ModelOptions`, :class:`ServerOptions`), for programs too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+from offramp.commands.parser import LayeredParser
+from offramp.engine.onnx_files.wrapping import is_onnx_file
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.scheduling import PolicyName
+from offramp.server.configuration import Configuration, ConfigurationError, key_of
+from offramp.server.options import DEFAULT_MODE
+
+_OBSERVING: Final = (
+    *("--controller", "--max-disagreement", "--confidence", "--audit-budget", "--ramp-budget"),
+    *("--trust-inputs", "--max-source-share", "--never-beyond-compiled"),
+)
+_UNOBSERVED: Final = (
+    "nothing is observed in that mode; leave it out, or choose --mode audit or release"
+)
+_NO_EXIT: Final = "no exit runs in that mode; leave it out, or choose another --mode"
+_LEARNING: Final = ("--learn-samples", "--learn-folder", "--learn-gib", "--learn-keep")
+_NOT_LEARNING: Final = "nothing is recorded; leave it out, or add --learn"
+ONNX_FILE: Final = "MODEL.onnx"
+"""Stands for a model that is an ONNX file, where options need one."""
+_ON_CPU: Final = "--backend onnxruntime|openvino"
+_ON_GPU: Final = "--backend tensorrt|cuda"
+_NO_GPU: Final = "that backend runs on the CPU; leave it out, or choose --backend tensorrt or cuda"
+_ENGINES: Final = "only TensorRT has engines; leave it out, or choose --backend tensorrt"
+
+TABLE: Final = (
+    *(Illegal(option=o, beside="--mode leave|off", why=_UNOBSERVED) for o in _OBSERVING),
+    Illegal(
+        option="--audit-budget",
+        beside="--mode release",
+        why="every sample runs to the end there; leave it out, or choose --mode audit",
+    ),
+    Illegal(option="--uncertified-exits", beside="--mode off", why=_NO_EXIT),
+    Illegal(option="--no-state", beside="--mode off", why=_NO_EXIT),
+    Illegal(option="--profile-window-s", beside="--mode off", why=_NO_EXIT),
+    Illegal(
+        option="--max-queue-delay-ms",
+        beside="--policy slackfit|slackfit-bare|max-batch|max-accuracy|cheapest|clockwork|fixed",
+        why="that policy never waits for more samples; leave it out, or choose --policy "
+        "run-through, refill, rebatch or delay",
+    ),
+    Illegal(option="--device", beside=_ON_CPU, why=_NO_GPU),
+    Illegal(option="--no-cuda-graphs", beside=_ON_CPU, why=_NO_GPU),
+    Illegal(option="--precision", beside="--backend onnxruntime|openvino|cuda", why=_ENGINES),
+    Illegal(
+        option="--engine-build-minutes",
+        beside="--backend onnxruntime|openvino|cuda",
+        why=_ENGINES,
+    ),
+    Illegal(
+        option="--threads",
+        beside=_ON_GPU,
+        why="that backend runs on a GPU; leave it out, or choose --backend onnxruntime",
+    ),
+    Illegal(
+        option="--custom-ops",
+        beside="--backend tensorrt|cuda|openvino",
+        why="only ONNX Runtime on the CPU takes libraries of operators; choose --backend "
+        "onnxruntime",
+    ),
+    Illegal(
+        option="--criterion-module",
+        beside=_ON_GPU,
+        why="a criterion of your own runs on the CPU; choose --backend onnxruntime",
+    ),
+    *(Illegal(option=o, without="--learn", why=_NOT_LEARNING) for o in _LEARNING),
+    Illegal(
+        option="--learn",
+        beside="--mode off",
+        why="no exit answers in that mode; leave one of them out",
+    ),
+    Illegal(
+        option="--learn",
+        beside="--self-check",
+        why="a self-check serves nothing; leave one of them out",
+    ),
+    Illegal(
+        option="--learn",
+        without=ONNX_FILE,
+        why="all models are bundles, which are served as they are; name the ONNX file that one was "
+        "compiled from, or leave it out",
+    ),
+    Illegal(
+        option="--answer",
+        without=ONNX_FILE,
+        why="all models are bundles, which have one answer; leave it out",
+    ),
+    Illegal(
+        option="--ray-address",
+        without="--cluster ray",
+        why="a cluster file names the address itself, as ray_address; leave it out",
+    ),
+    Illegal(
+        option="--json",
+        without="--self-check",
+        why="nothing else writes a report; leave it out, or add --self-check",
+    ),
+)
+"""Every row's ``option`` is a flag without a value: the setting that would have no effect."""
+
+
+def refuse_illegal_settings(
+    parser: LayeredParser,
+    given: argparse.Namespace,
+    flags: frozenset[str],
+    file: Configuration,
+    models: Collection[Path],
+) -> None:
+    """Refuse the first combination of the table that command line or file have.
+
+    Args:
+        parser: The parser of the command line.
+        given: The command line.
+        flags: Flags that it gives.
+        file: The configuration file.
+        models: All models that are to be served.
+
+    Raises:
+        IllegalCombinationError: Of the command line, or of it with the file.
+        ConfigurationError: Of the file alone.
+    """
+    usual = {**_values_of(EngineOptions(mode=DEFAULT_MODE)), **_values_of(ModelOptions())}
+    defaults = _by_flag(parser, usual, all_of_them=True)
+    for table in _tables(file, models):
+        asked = _by_flag(parser, {**table.engine, **table.settings})
+        own = _by_flag(parser, table.settings)
+        try:
+            _refuse(own, {**defaults, **asked}, asked.keys(), table.models)
+        except IllegalCombinationError as error:
+            text = _with_keys(parser, str(error))
+            raise ConfigurationError(f"{file.source}: {table.name}: {text}") from error
+    common = _by_flag(parser, {**_of_engine(file), **file.defaults})
+    values = {**defaults, **common, **_plain(parser.values(given))}
+    _refuse(flags, values, flags | common.keys(), models)
+
+
+def _refuse(
+    options: Collection[str],
+    values: Mapping[str, object],
+    flags: Collection[str],
+    models: Collection[Path],
+) -> None:
+    """Refuse combinations in which one of some options has no effect."""
+    rows = [row for row in TABLE if row.option in options]
+    onnx_files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
+    refuse_illegal(rows, values, {*flags, *onnx_files})
+
+
+def _values_of(options: EngineOptions | ModelOptions) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+class _Settings(NamedTuple):
+    """Settings of a file that act together."""
+
+    name: str
+    """Tables that they are in."""
+    engine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    """Those that are to be checked, with what ``engine`` says."""
+    models: Collection[Path]
+    """Models that they are about."""
+
+
+def _tables(file: Configuration, models: Collection[Path]) -> Iterator[_Settings]:
+    engine = _of_engine(file)
+    common = {**engine, **file.defaults}
+    yield _Settings("[engine] and [defaults]", engine, common, models)
+    for name, model in file.models.items():
+        yield _Settings(f"[models.{name}] and [engine]", engine, model.settings, (model.path,))
+
+
+def _of_engine(file: Configuration) -> dict[str, Any]:
+    """Return the settings of ``[engine]``; a table ``[learning]`` stands for ``--learn``."""
+    return {**file.engine, **({} if file.learning is None else {"learning": True})}
+
+
+def _by_flag(
+    parser: LayeredParser, settings: Mapping[str, Any], *, all_of_them: bool = False
+) -> dict[str, object]:
+    """Return settings by the flag of each, without those that have none.
+
+    A flag without a value, such as ``--no-state``, stands for one value of its setting: it is left
+    out where the setting has the other one, unless ``all_of_them`` are asked for.
+    """
+    found: dict[str, object] = {}
+    for action in parser.options():
+        if action.dest not in settings:
+            continue
+        value = settings[action.dest]
+        if all_of_them or action.const is None or value == action.const:
+            found |= dict.fromkeys(action.option_strings, value)
+    return _plain(found)
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values with the policy's name alone, whatever exit it is fixed at."""
+    return {f: v.name if isinstance(v, PolicyName) else v for f, v in values.items()}
+
+
+def _with_keys(parser: LayeredParser, text: str) -> str:
+    """Return a message with the keys of the file in place of flags."""
+    keys = {f: key_of(action.dest) for action in parser.options() for f in action.option_strings}
+    return re.sub(r"--[a-z-]+", lambda found: keys.get(found[0], found[0]), text)

@@ -1,0 +1,418 @@
+"""What ``offramp.compile`` takes and refuses, and where bundles go; nothing is trained here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from tests.models import mlp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offramp
+from offramp.api import ExportCheckError, ModuleExportError, compiling
+from offramp.api.compiling import CompileKeywords
+from offramp.bundle import BundleExistsError, TensorSpec
+from offramp.calibration.scratch import ScratchSpace
+from offramp.compiler.commands.cli import COMPILE
+from offramp.compiler.errors import ModelError
+from offramp.compiler.options import CompileOptions
+from offramp.engine.criteria import CriterionError
+
+X = np.random.default_rng(0).standard_normal((40, 16)).astype(np.float32)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.head = nn.Linear(16, 8), nn.Dropout(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.drop(self.inner(x).relu())
+        logits: Tensor = self.head(hidden if scale is None else hidden * scale)
+        return logits
+
+
+class Asked:
+    """Stands in for the compiler: keeps what it is asked, and reads model and data."""
+
+    def __init__(self) -> None:
+        self.options: CompileOptions | None = None
+        self.model: onnx.ModelProto | None = None
+        self.arrays: Mapping[str, Any] = {}
+
+    def __call__(self, options: CompileOptions, progress: object, **_: object) -> str:
+        self.options, self.model = options, onnx.load(options.model)
+        specs = compiling_specs(self.model)
+        assert not isinstance(options.data, Path)
+        self.arrays, _digest = options.data.load(specs, ScratchSpace())
+        return "the bundle"
+
+
+def compiling_specs(model: onnx.ModelProto) -> list[TensorSpec]:
+    names = [tensor.name for tensor in model.graph.input]
+    return [TensorSpec(name=name, dtype="float32", shape=("batch", 16)) for name in names]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Asked]:
+    from offramp.compiler import compile as module
+
+    asked = Asked()
+    monkeypatch.setattr(module, "compile_model", asked)
+    monkeypatch.chdir(tmp_path)
+    yield asked
+
+
+def names(model: onnx.ModelProto | None) -> list[str]:
+    assert model is not None
+    return [tensor.name for tensor in model.graph.input]
+
+
+def test_a_file_is_compiled_beside_itself_with_options_by_the_flags_names(
+    asked: Asked, tmp_path: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    onnx.save(mlp(layers=2), tmp_path / "in" / "m.onnx")
+    np.savez(tmp_path / "x.npz", x=X)
+    made = offramp.compile(
+        tmp_path / "in" / "m.onnx",
+        str(tmp_path / "x.npz"),
+        max_disagreement=0.02,
+        confidence=0.9,
+        epochs=3,
+        seed=7,
+        exits=["25%", "*/Add*"],
+        simplify=False,
+        scratch=str(tmp_path),
+    )
+    assert made == "the bundle"  # type: ignore[comparison-overlap]
+    options = asked.options
+    assert options is not None
+    assert (options.model, options.output) == (tmp_path / "in/m.onnx", tmp_path / "in/m.ee")
+    assert (options.max_disagreement, options.confidence_level) == (0.02, 0.9)
+    assert (options.training.epochs, options.training.seed, options.seed) == (3, 7, 7)
+    assert (options.exits, options.simplify) == (("25%", "*/Add*"), False)
+    assert options.scratch == tmp_path
+    assert np.array_equal(asked.arrays["x"], X)
+
+
+def test_a_proto_is_compiled_into_the_working_directory(asked: Asked) -> None:
+    offramp.compile(mlp(layers=2), {"x": X})
+    assert asked.options is not None
+    assert asked.options.output == Path("model.ee")
+    assert names(asked.model) == ["x"]
+    assert not asked.options.model.exists()  # a temporary file
+    assert np.array_equal(asked.arrays["x"], X)
+
+
+def batches(size: int = 16, *, labelled: bool = True) -> list[tuple[Tensor, ...]]:
+    x, y = torch.from_numpy(X), torch.arange(len(X))
+    return [
+        (x[i : i + size], *((y[i : i + size],) if labelled else ())) for i in range(0, len(X), size)
+    ]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataLoader(TensorDataset(torch.from_numpy(X), torch.arange(len(X))), batch_size=16),
+        DataLoader(TensorDataset(torch.from_numpy(X)), batch_size=16),
+        batches(),
+        batches(labelled=False),
+        [batch[0] for batch in batches()],
+        [{"x": batch[0], "labels": batch[1]} for batch in batches()],
+        {"x": X},
+        {"x": torch.from_numpy(X), "label": np.arange(len(X))},
+        X,
+        (X,),
+        lambda: iter(batches()),
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_a_module_is_exported_with_the_first_batch_of_whatever_has_batches(
+    asked: Asked, data: object
+) -> None:
+    module = Net()
+    offramp.compile(module, data() if callable(data) else data)
+    assert asked.options is not None
+    assert asked.options.output == Path("Net.ee")
+    assert asked.options.model.name == "Net.onnx"
+    assert names(asked.model) == ["x"]
+    assert np.array_equal(asked.arrays["x"], X)  # the first batch is in it
+    assert module.training
+
+
+def test_example_inputs_say_which_inputs_the_model_has(asked: Asked) -> None:
+    scale = torch.ones(2, 8)
+    offramp.compile(Net(), {"x": X}, example_inputs=(torch.from_numpy(X[:2]), scale), output="a.ee")
+    assert names(asked.model) == ["x", "scale"]
+    offramp.compile(Net(), {"x": X}, example_inputs={"x": X[:2]})
+    assert names(asked.model) == ["x"]
+    batch = asked.model.graph.input[0].type.tensor_type.shape.dim[0]  # type: ignore[union-attr]
+    assert batch.dim_param
+
+
+class ByArguments(nn.Module):
+    def forward(self, *tensors: Tensor, **named: Tensor) -> tuple[Tensor, Tensor]:
+        return tensors[0] + tensors[1], 2 * named["last"]
+
+
+class OldStyle(nn.Module):
+    """Only the older exporter can do it: the newer one does not trace a choice by a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.abs().sum() > 0 else x - 1
+
+
+class Unlike(nn.Module):
+    """Answers otherwise on each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("nothing works")
+
+
+class Words(nn.Module):
+    def forward(self, x: Tensor) -> str:
+        return "words"
+
+
+class ByNumpy(nn.Module):
+    """Exporters see a constant: the answer to the example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(np.sort(x.numpy()))
+
+
+class Unexportable(nn.Module):
+    """ONNX has no such operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.linalg.eigvalsh(x.T @ x)
+
+
+def test_a_module_with_free_arguments_and_several_outputs(asked: Asked, tmp_path: Path) -> None:
+    from offramp.api.torch_export import ExampleCall, export_module
+
+    call = ExampleCall(ByArguments(), (X, X))
+    assert list(call.tensors) == ["tensors_0", "tensors_1"]
+    path = tmp_path / "m.onnx"
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": x + 1, "hidden": x * 2}
+
+    export_module(Two(), X, path)
+    assert [tensor.name for tensor in onnx.load(path).graph.output] == ["logits", "hidden"]
+
+
+def test_the_older_exporter_helps_out_and_a_line_says_so(
+    asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    offramp.compile(OldStyle(), {"x": X})
+    assert names(asked.model) == ["x"]
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "offramp.api.torch_export"]
+    assert told.startswith("OldStyle was exported with torch's older exporter, as the newer one")
+
+
+Call = Callable[[], object]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "told"),
+    [
+        (
+            lambda: offramp.compile("m.onnx", X, max_disagrement=0.01),  # type: ignore[call-arg]
+            TypeError,
+            r"compile\(\) has no option 'max_disagrement'; did you mean max_class_disagreement",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, max_disagreement=2),
+            ValueError,
+            r"^max_disagreement is 2, expected a share above 0, and below 1",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, confidence=1),
+            ValueError,
+            r"^confidence is 1, expected a share above 0",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, epochs=0),
+            ValueError,
+            r"^epochs is 0, expected at least 1",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, task="clasify"),  # type: ignore[arg-type]
+            ValueError,
+            r"task is 'clasify', expected .*'classification' or .*'auto'",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, exits="25%"),
+            ValueError,
+            r"exits is '25%', expected a list of a text",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, criterion="luck"),
+            CriterionError,
+            r"luck",
+        ),
+        (
+            lambda: offramp.compile("m.onnx", X, image_size=(224,)),
+            ValueError,
+            r"^image_size: '224' is no size; give height and width",
+        ),
+        (
+            lambda: offramp.compile(Net(), "x.npz"),
+            TypeError,
+            r"Net cannot be exported without an example, .* give example_inputs=\(tensor, …\)",
+        ),
+        (
+            lambda: offramp.compile(Net(), []),
+            TypeError,
+            r"data is an iterable without batches; give at least one",
+        ),
+        (
+            lambda: offramp.compile(Net(), X, example_inputs=(X, X, X)),
+            TypeError,
+            r"do not fit Net.forward\(x, scale\): too many positional arguments; give a tuple",
+        ),
+        (
+            lambda: offramp.compile(Net(), X, example_inputs={"y": X}),
+            TypeError,
+            r"do not fit Net.forward\(x, scale\): missing a required argument: 'x'; give a tuple",
+        ),
+        (
+            lambda: offramp.compile(Net(), X, example_inputs=(X, "a")),
+            TypeError,
+            r"example_inputs: scale is a str, expected a tensor \[batch, …\]",
+        ),
+        (
+            lambda: offramp.compile(Net(), X, example_inputs=(X[:0],)),
+            TypeError,
+            r"example_inputs: x has shape \[0, 16\], expected \[batch, …\] with at least one",
+        ),
+        (
+            lambda: offramp.compile(Net(), X, example_inputs=(X[:3], torch.ones(2, 8))),
+            TypeError,
+            r"example_inputs are x \[3, 16\], scale \[2, 8\], expected the same number",
+        ),
+        (
+            lambda: offramp.compile(Net(), X[:, :4]),
+            ModuleExportError,
+            r"Net fails on the example inputs \(RuntimeError: mat1 .*; give others",
+        ),
+        (
+            lambda: offramp.compile(Broken(), X),
+            ModuleExportError,
+            r"Broken fails on the example inputs \(ValueError: nothing works\); give others",
+        ),
+        (
+            lambda: offramp.compile(Words(), X),
+            ModuleExportError,
+            r"Words returns a str, expected a tensor, a tuple of tensors, or a mapping",
+        ),
+        (
+            lambda: offramp.compile(Unexportable(), X),
+            ModuleExportError,
+            r"Unexportable cannot be exported to ONNX: .* Export it yourself",
+        ),
+        (
+            lambda: offramp.compile(Unlike(), X),
+            ExportCheckError,
+            r"Unlike: the exported model's output differs .* on 4 of the .*; .* same answer every",
+        ),
+        (
+            lambda: offramp.compile(ByNumpy(), X),
+            ExportCheckError,
+            r"ByNumpy: .* on 1 of the .* shape \[4, 16\], expected \[1, 16\].* with torch alone",
+        ),
+        (
+            lambda: offramp.compile(3, X),  # type: ignore[arg-type]
+            TypeError,
+            r"model is a int, expected the path of an ONNX file, an onnx.ModelProto or a torch",
+        ),
+        (
+            lambda: offramp.compile("/", X),
+            ValueError,
+            r"model is '/', expected the path of an ONNX file",
+        ),
+    ],
+)
+def test_what_is_refused(
+    asked: Asked, call: Call, kind: type[Exception], told: str, tmp_path: Path
+) -> None:
+    onnx.save(mlp(layers=2), "m.onnx")
+    with pytest.raises(kind, match=told):
+        call()
+    assert asked.options is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx"]
+
+
+def test_a_target_that_is_taken_is_refused_before_anything_is_exported(
+    asked: Asked, tmp_path: Path
+) -> None:
+    (tmp_path / "Broken.ee").mkdir()
+    with pytest.raises(BundleExistsError, match=r"Broken\.ee exists"):
+        offramp.compile(Broken(), X)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_text("no model")
+    with pytest.raises(ModelError, match="not an ONNX file"):
+        offramp.compile(tmp_path / "m.onnx", {"x": X})
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_progress_is_shown_where_it_is_asked_for(
+    asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offramp.compile(Net(), {"x": X})
+    assert capsys.readouterr().err == ""
+    offramp.compile(Net(), {"x": X}, progress=True, overwrite=True)
+    assert "Export the module" in capsys.readouterr().err
+
+
+NOT_KEYWORDS = {
+    "--help": "of the command line",
+    "--help-all": "of the command line",
+    "--completion": "of the command line",
+    "--backend": "engines are built by eecompile build",
+    "--data": "an argument of its own",
+    "--output": "an argument of its own",
+    "--overwrite": "an argument of its own",
+    "--max-disagreement": "an argument of its own",
+    "--custom-ops": "code: offramp.engine.backends.custom_ops.using_libraries",
+    "--criterion-module": "code: offramp.engine.criteria.register",
+    "--preprocessing": "its content has keywords",
+    "--progress-file": "of the process that a server starts",
+}
+
+
+def test_every_flag_is_a_keyword() -> None:
+    flags = {
+        flag
+        for action in COMPILE.parser()._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    }
+    keywords = {
+        "--" + flag.removeprefix("--no-").removeprefix("--") for flag in flags - NOT_KEYWORDS.keys()
+    }
+    known = {f"--{name.replace('_', '-')}" for name in get_type_hints(CompileKeywords)}
+    assert keywords == known
+    assert compiling.compile is offramp.compile

@@ -1,0 +1,43 @@
+"""How bundles show themselves in notebooks."""
+
+from __future__ import annotations
+
+import html
+import re
+
+import pytest
+from tests.small import compile_small
+
+from offramp.bundle import Bundle
+from offramp.bundle.notebook import describe_promise
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return compile_small(tmp_path_factory.mktemp("notebook") / "<b>&")[0]
+
+
+def test_a_report_is_a_document_in_a_frame_of_its_own(small: Bundle) -> None:
+    report = small.report()
+    assert report.path == small.path / "report.html"
+    assert report.html == report.path.read_text(encoding="utf-8")
+    shown = report._repr_html_()
+    (document,) = re.findall(r'^<iframe srcdoc="([^"]*)" sandbox="" ', shown)
+    assert html.unescape(document) == report.html
+    assert "<style" not in shown  # it is within the attribute
+
+
+def test_a_bundle_shows_its_exits_and_its_promise(small: Bundle) -> None:
+    (active,) = small.policy.active
+    shown = small._repr_html_()
+    assert shown.startswith("<div><b>small</b><div>")
+    assert "x: float32 [batch, 16] → logits: float32 [batch, 3]" in shown
+    assert f"<tr><td>exit {active.exit}</td>" in shown
+    assert f"<td>{active.threshold:.3f}</td>" in shown
+    assert "certified: at most 5.00% of answers differ from the unmodified model&#x27;s" in shown
+    assert "&lt;b&gt;&amp;" in shown  # the path, of which nothing is markup
+    assert "<b>&" not in shown
+
+
+def test_a_bundle_without_exits_says_so() -> None:
+    assert describe_promise(None) == "no exit is in use: the unmodified model answers"

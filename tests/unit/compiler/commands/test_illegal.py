@@ -1,0 +1,164 @@
+"""Combinations of options that ``eecompile`` refuses: every row of its tables."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from offramp.commands.combinations import Illegal
+from offramp.commands.parser import LayeredParser
+from offramp.compiler.commands import illegal
+from offramp.compiler.commands.cli import COMMANDS, COMPILE
+from offramp.compiler.compile import compile_model
+from offramp.compiler.data.spec import OPTIONS
+from offramp.compiler.errors import OptionsConflictError
+from offramp.compiler.options import CompileOptions
+
+VALUES: Final[Mapping[str, str]] = {
+    "--batch-profiles": "1",
+    "--buckets": "sequence=8",
+    "--candidates": "3",
+    "--confidence": "0.9",
+    "--copies-within": "0",
+    "--criterion": "patience",  # the strangest: on the host, and depends on earlier exits
+    "--custom-ops": "ops.so",
+    "--data": "data.npz",
+    "--elastic": "spec.toml",
+    "--exits": "25%",
+    "--group": "person",
+    "--joint-rate": "0.001",
+    "--kserve": "s3://bucket/models",
+    "--max-class-disagreement": "0.05",
+    "--max-disagreement": "0.02",
+    "--max-overhead": "0.1",
+    "--max-violations": "0.05",
+    "--name": "fashion",
+    "--optimization-level": "1",
+    "--parts": "stages",
+    "--rehearsal-batch": "8",
+    "--simplify-limit": "9",
+    "--triton": "models",
+    "--units": "00-01",
+    "--workspace": "1",
+    "--preprocessing": "spec.toml",
+    **{option.flag: "column" for option in OPTIONS},
+    **dict.fromkeys(("--mean", "--std", "--scale", "--crop-share"), "0.5"),
+    **dict.fromkeys(("--max-tokens", "--max-samples"), "8"),
+    "--image-size": "224,224",
+    "--layout": "nchw",
+    "--resize": "crop",
+    "--resample": "nearest",
+}
+"""What is given of options that take a value."""
+PLACES: Final[Mapping[str, list[str]]] = {
+    "": ["model.onnx"],
+    "supernet": ["model.onnx", "--elastic", "spec.toml", "--data", "data.npz"],
+    "build": ["model.ee"],
+    "export": ["model.ee"],
+}
+ROWS: Final = [
+    *(("", row) for row in illegal.COMPILE),
+    *(("supernet", row) for row in illegal.SUPERNET if row not in illegal.COMPILE),
+    *(("build", row) for row in illegal.BUILD),
+    *(("export", row) for row in illegal.EXPORT),
+]
+
+
+def spelled(option: str) -> list[str]:
+    flag, _, values = option.partition(" ")
+    if values:
+        return [flag, values.split("|")[0]]
+    return [flag, VALUES[flag]] if flag in VALUES else [flag]
+
+
+def parser_of(command: str) -> LayeredParser:
+    parser = COMMANDS[command].parser() if command else COMPILE.parser()
+    assert isinstance(parser, LayeredParser)
+    return parser
+
+
+def arguments(command: str, *options: str | None) -> list[str]:
+    given = [word for option in options if option for word in spelled(option)]
+    needs_none = [word for word in PLACES[command] if not word.startswith("--")]
+    return [*(PLACES[command] if command == "supernet" else needs_none), *given]
+
+
+@pytest.mark.parametrize(
+    ("command", "row"), ROWS, ids=lambda each: getattr(each, "option", each or "compile")
+)
+def test_each_row_is_refused_with_its_remedy(
+    command: str, row: Illegal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = parser_of(command)
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(arguments(command, row.option, row.beside))
+    assert stop.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{parser.prog}: error: --")
+    assert second == f"see {parser.prog} --help"
+    if command != "supernet":  # whose --elastic is always there
+        parser.parse_args(arguments(command, row.beside or row.option, row.without))
+
+
+@pytest.mark.parametrize(("command", "row"), ROWS, ids=lambda each: getattr(each, "option", each))
+def test_each_message_names_both_options_and_a_remedy(command: str, row: Illegal) -> None:
+    parser = parser_of(command)
+    given = arguments(command, row.option, row.beside)
+    options, _ = ArgumentParser.parse_known_args(parser, given)
+    message = row.message(parser.values(options))
+    for option in (row.option, row.beside or row.without):
+        assert str(option).partition(" ")[0] in message
+    remedies = ("leave", "choose", "give", "take", "add", "use", "compile", "name")
+    assert any(f"{remedy} " in row.why for remedy in remedies), row.why
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"heads": "bridges", "precision": "int8"}, "--heads bridges with --precision int8: bri"),
+        ({"heads": "both", "criterion": "margin"}, "--criterion with --heads both: criteria are"),
+        ({"teach": "labels"}, "--teach labels without --train joint: only the copy of the"),
+        ({"train": "joint", "precision": "auto"}, "--train joint with --precision auto: a bundle"),
+        ({"criterion": "patience", "selection": "pame"}, "--criterion with --selection pame: all"),
+        ({"elastic": Path("spec.toml"), "train": "joint"}, "--elastic with --train joint: subnets"),
+    ],
+)
+def test_options_from_python_are_refused_before_anything_is_read(
+    tmp_path: Path, given: dict[str, Any], told: str
+) -> None:
+    options = CompileOptions(
+        model=tmp_path / "nowhere.onnx", data=tmp_path / "no.npz", output=tmp_path / "m.ee", **given
+    )
+    with pytest.raises(OptionsConflictError) as refused:
+        compile_model(options)
+    assert str(refused.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--criterion", "entropy", "--backend", "tensorrt"],
+        ["--criterion", "probability", "--heads", "bridges"],
+        ["--criterion", "entropy", "--precision", "int8"],
+        ["--criterion", "learned", "--selection", "pame"],
+        ["--train", "joint", "--teach", "labels", "--joint-rate", "1e-4"],
+        ["--data", "random", "--seed", "3", "--epochs", "1"],
+    ],
+)
+def test_what_goes_together_is_accepted(given: list[str]) -> None:
+    parser_of("").parse_args(["model.onnx", *given])
+
+
+@pytest.mark.parametrize("parts", ["source,stages", "segments,source,stages"])
+def test_choosing_a_precision_takes_source_and_stages(parts: str) -> None:
+    parser_of("build").parse_args(["model.ee", "--precision", "auto", "--parts", parts])
+
+
+def test_a_command_line_that_names_no_option_twice_is_not_refused() -> None:
+    makers: list[Callable[[], Any]] = [COMPILE.parser, COMMANDS["build"].parser]
+    for make in makers:
+        make().parse_args(["model"])

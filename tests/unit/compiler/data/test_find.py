@@ -1,0 +1,224 @@
+"""Which kind of data a text names; nothing is guessed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.compiler.data.making import X, pixels, save_image, write_lines
+
+from offramp.calibration.data_sources import NpyFolderSource, NpzSource
+from offramp.calibration.dataset import read_dataset
+from offramp.calibration.errors import DataError
+from offramp.compiler.data import PreprocessingSpec, as_source, find_source
+from offramp.compiler.data.arguments import add_data_arguments, source_of, spec_of
+from offramp.compiler.data.arrow import HuggingFaceSource, ParquetSource
+from offramp.compiler.data.find import KINDS
+from offramp.compiler.data.functions import FunctionSource
+from offramp.compiler.data.images import ImageFolderSource
+from offramp.compiler.data.spec import OPTIONS, read_toml
+from offramp.compiler.data.tables import TextTableSource
+
+NONE = PreprocessingSpec()
+A = np.ones((4, 3), np.float32)
+
+
+def npz(path: Path) -> None:
+    np.savez(path, x=A)
+
+
+def npy(path: Path) -> None:
+    path.mkdir(exist_ok=True)
+    np.save(path / "x.npy", A)
+
+
+def image(path: Path) -> None:
+    save_image(path / "a.png", pixels())
+
+
+def saved(path: Path) -> None:
+    path.mkdir(exist_ok=True)
+    write_lines(path / "state.json", "{}")
+
+
+def parquet(path: Path) -> None:
+    path.mkdir(exist_ok=True)
+    write_lines(path / "a.parquet", "")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "kind"),
+    [
+        ("a.npz", npz, NpzSource),
+        (
+            "data.zip",
+            lambda path: npz(path.with_suffix(".npz")) or path.with_suffix(".npz").rename(path),
+            NpzSource,
+        ),
+        ("folder", npy, NpyFolderSource),
+        ("folder", image, ImageFolderSource),
+        ("folder", saved, HuggingFaceSource),
+        ("folder", parquet, ParquetSource),
+        ("a.parquet", empty, ParquetSource),
+        ("A.CSV", empty, TextTableSource),
+        ("a.tsv", empty, TextTableSource),
+        ("a.jsonl", empty, TextTableSource),
+        ("a.ndjson", empty, TextTableSource),
+    ],
+)
+def test_kinds_are_told_apart(
+    tmp_path: Path, name: str, make: Callable[[Path], object], kind: type
+) -> None:
+    make(tmp_path / name)
+    source = find_source(str(tmp_path / name), NONE)
+    assert isinstance(source, kind)
+    assert source.name == str(tmp_path / name)
+    assert isinstance(as_source(tmp_path / name), kind)
+
+
+def test_a_function_is_one_where_there_is_no_such_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(find_source("my.data:batches", NONE), FunctionSource)
+    assert isinstance(find_source("./a b/my.py:batches", NONE), FunctionSource)
+    npy(Path("data:npy"))
+    assert isinstance(find_source("data:npy", NONE), NpyFolderSource)
+
+
+def test_a_folder_of_two_kinds_is_refused(tmp_path: Path) -> None:
+    npy(tmp_path / "data")
+    image(tmp_path / "data" / "photos")
+    with pytest.raises(DataError, match=r"data is a folder of npy files and also a folder of imag"):
+        find_source(str(tmp_path / "data"), NONE)
+    assert isinstance(find_source(str(tmp_path / "data/photos"), NONE), ImageFolderSource)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent.npz", "absent.npz: no such file"),
+        ("absent", "absent: no such file or folder; expected FILE.npz"),
+        ("absent:", "no such file or folder"),
+        ("notes.txt", "notes.txt: is of no kind that can be read; expected FILE.npz"),
+        ("hollow", "hollow: is of no kind that can be read; expected FILE.npz"),
+    ],
+)
+def test_data_of_no_kind(tmp_path: Path, name: str, message: str) -> None:
+    write_lines(tmp_path / "notes.txt", "none")
+    (tmp_path / "hollow").mkdir()
+    with pytest.raises(DataError, match=message) as caught:
+        read_dataset(find_source(str(tmp_path / name), NONE), [X])
+    if "expected" in message:
+        assert all(kind.form in str(caught.value) for kind in KINDS)
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--data")
+    add_data_arguments(parser)
+    return parser.parse_args(argv)
+
+
+FLAGS: list[tuple[str, str, Any]] = [
+    ("image_size", "224,200", (224, 200)),
+    ("mean", "0.5", (0.5,)),
+    ("std", "1,2,3.5", (1, 2, 3.5)),
+    ("scale", "1/255", 1 / 255),
+    ("layout", "nhwc", "nhwc"),
+    ("resize", "stretch", "stretch"),
+    ("crop_share", "0.875", 0.875),
+    ("resample", "bicubic", "bicubic"),
+    ("image_column", "photo", "photo"),
+    ("tokenizer", "/t.json", Path("/t.json")),
+    ("text_column", "a,b", ("a", "b")),
+    ("max_tokens", "64", 64),
+    ("label_column", "class", "class"),
+    ("max_samples", "1000", 1000),
+]
+
+
+def test_every_field_is_an_option() -> None:
+    names = [field.name for field in fields(PreprocessingSpec)]
+    assert names == [option.field for option in OPTIONS] == [name for name, _, _ in FLAGS]
+
+
+@pytest.mark.parametrize(("name", "text", "value"), FLAGS)
+def test_flags_and_files_say_the_same(tmp_path: Path, name: str, text: str, value: Any) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert spec_of(parsed(flag, text)) == PreprocessingSpec(**{name: value})
+    plain = text.split(",") if isinstance(value, tuple) else [text]
+    quoted = [part if part.replace(".", "").isdecimal() else f'"{part}"' for part in plain]
+    written = f"[{', '.join(quoted)}]" if len(quoted) > 1 else quoted[0]
+    toml = write_lines(tmp_path / "p.toml", f"{name} = {written}")
+    assert spec_of(parsed("--preprocessing", str(toml))) == PreprocessingSpec(**{name: value})
+
+
+def test_flags_win_over_files_and_these_over_the_folders(tmp_path: Path) -> None:
+    image(tmp_path)
+    write_lines(tmp_path / "preprocessing.toml", "scale = 3", "mean = 3", "std = 3")
+    toml = write_lines(tmp_path / "p.toml", "scale = 2", "mean = 2")
+    options = parsed("--scale", "1", "--preprocessing", str(toml), "--data", str(tmp_path))
+    source = source_of(options.data, options)
+    assert isinstance(source, ImageFolderSource)
+    assert source.options == PreprocessingSpec(scale=1, mean=(2,), std=(3,))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("image_size", "224", "'224' is no size; give height and width, such as 224,224"),
+        ("image_size", "224,0", "is no size"),
+        ("mean", "1,2", "'1,2' is no number for each channel; give one or three, such as 0.485"),
+        ("mean", "nan", "is no number for each channel"),
+        ("std", "0", "'0': a standard deviation must be above 0"),
+        ("scale", "1/0", "'1/0' is no factor of pixels; give a number above 0, such as 1 or 1/255"),
+        ("scale", "-1", "is no factor"),
+        ("layout", "chw", "'chw' is not one of nchw, nhwc"),
+        ("resize", "pad", "'pad' is not one of crop, stretch"),
+        ("crop_share", "1.5", "'1.5' is no share; give a number up to 1"),
+        ("resample", "box", "'box' is not one of nearest, bilinear, bicubic, lanczos"),
+        ("text_column", "a,b,c", "'a,b,c' is not one column, or two for pairs of texts"),
+        ("max_tokens", "0", "'0' is no number of 1 or more"),
+        ("max_samples", "many", "'many' is no number of 1 or more"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(argparse.ArgumentError, match=f"argument {flag}: .*{message}"):
+        parsed(f"{flag}={text}")
+    toml = write_lines(tmp_path / "p.toml", f'{name} = "{text}"')
+    with pytest.raises(DataError, match=rf"p\.toml: {name}: .*{message}"):
+        read_toml(toml)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("size = 3", r"p\.toml: there is no option 'size'; expected image_size, mean, std"),
+        ("scale", r"p\.toml is no TOML: .*; mend it there"),
+        (None, r"p\.toml cannot be read: No such file or directory; check the path"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, line: str | None, message: str) -> None:
+    if line is not None:
+        write_lines(tmp_path / "p.toml", line)
+    with pytest.raises(DataError, match=message):
+        read_toml(tmp_path / "p.toml")
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+def test_an_option_of_no_use_is_refused(tmp_path: Path, option: Any) -> None:
+    npz(tmp_path / "a.npz")
+    value = {name: value for name, _, value in FLAGS}[option.field]
+    with pytest.raises(DataError, match=rf"a\.npz: {option.flag} is for {option.family}, and is n"):
+        find_source(str(tmp_path / "a.npz"), PreprocessingSpec(**{option.field: value}))

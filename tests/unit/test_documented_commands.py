@@ -1,0 +1,93 @@
+"""Every command and every flag that README and docs print is one that the parsers take."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offramp.compiler.commands.cli import COMMANDS, COMPILE
+from offramp.engine.remote import eeworker
+from offramp.server.arguments import make_parser
+from offramp.tools.bench import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")
+)
+PARSERS = {
+    "eecompile": COMPILE.parser(),
+    **{f"eecompile {name}": command.parser() for name, command in COMMANDS.items()},
+    "eeserve": make_parser(),
+    "eeworker": eeworker.make_parser(),
+    "eebench": cli.make_parser(),
+}
+(SUBCOMMANDS,) = [
+    action
+    for action in PARSERS["eebench"]._actions
+    if isinstance(action, argparse._SubParsersAction)
+]
+PARSERS |= {f"eebench {name}": parser for name, parser in SUBCOMMANDS.choices.items()}
+FLAGS = {
+    name: {flag for action in parser._actions for flag in action.option_strings}
+    for name, parser in PARSERS.items()
+}
+NAMES = "eecompile|eeserve|eeworker|eebench"
+LINE = re.compile(rf"^[ >]*(?:[\w-]*\$ )?(?:\S*/bin/)?((?:{NAMES}) .+)$", re.MULTILINE)
+"""A command on a line of its own: in a block of code, after a prompt, or in a table of commands."""
+INLINE = re.compile(rf"`((?:{NAMES})(?: [^`]*)?)`")
+FLAG = re.compile(r"`(--[a-z][a-z0-9-]*)[ =`]")
+SCRIPTS = {"--only"}
+"""Flags of scripts that the documents name."""
+
+
+def printed(document: Path) -> Iterator[str]:
+    """Yield the commands on lines of their own, continued lines joined."""
+    if document.name == "CHANGELOG.md":
+        return  # tells of what was, too
+    text = re.sub(r"\\\n\s*", "", document.read_text(encoding="utf-8"))
+    yield from LINE.findall(text)
+
+
+def parser_of(words: list[str]) -> tuple[str, list[str]]:
+    """Return the name of the parser that reads a command, and the words that it reads."""
+    if " ".join(words[:2]) in PARSERS and words[0] != "eebench":
+        return " ".join(words[:2]), words[2:]
+    return words[0], words[1:]
+
+
+LINES = [(path.name, line) for path in DOCUMENTS for line in printed(path)]
+
+
+@pytest.mark.parametrize(("document", "line"), LINES)
+def test_a_printed_command_parses_and_its_files_exist(document: str, line: str) -> None:
+    name, words = parser_of(shlex.split(line, comments=True))
+    PARSERS[name].parse_args(words)
+    for word in words:
+        if word.startswith("examples/"):
+            assert (ROOT / word).exists()
+
+
+def test_commands_are_found_in_every_form() -> None:
+    assert len(LINES) > 40
+    assert LINE.findall("text\n    host-a$ eeserve m.ee --mode off  # off\n`eeserve x`\n") == [
+        "eeserve m.ee --mode off  # off"
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_flags_in_the_text_are_those_of_the_commands(document: Path) -> None:
+    if document.name == "CHANGELOG.md":
+        return
+    text = document.read_text(encoding="utf-8")
+    for command in INLINE.findall(text):
+        words = command.split()
+        known = FLAGS.get(" ".join(words[:2]), FLAGS[words[0]])
+        for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", command):
+            assert flag in known, f"{command}: there is no {flag}"
+    anywhere = set().union(*FLAGS.values()) | SCRIPTS
+    assert set(FLAG.findall(text)) - anywhere == set()

@@ -1,0 +1,76 @@
+"""The command line of eebench: illegal combinations row by row, and values that are refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from offramp.commands.combinations import Illegal
+from offramp.tools.bench import compare_command, load_command, simulate_command
+from offramp.tools.bench.cli import main, make_parser
+
+NEEDED = {
+    "compare": ["m.ee", "--data=d.npz"],
+    "load": ["host:1", "--model=m", "--data=d.npz"],
+    "simulate": ["m.ee"],
+    "adapt": ["m.ee", "--data=d.npz"],
+}
+TABLES = {
+    "compare": compare_command.ILLEGAL,
+    "load": load_command.ILLEGAL,
+    "simulate": simulate_command.ILLEGAL,
+}
+ROWS = [*itertools.chain.from_iterable([(c, r) for r in t] for c, t in TABLES.items())]
+VALUES = {"--trace": "poisson", "--bounds": "0.01", "--precision": "other.ee", "--no-deadline": ""}
+"""Values, which may be the defaults; of other options 0.5 or 1."""
+NUMBERS = ("--confidence", "--rate", "--base-rate", "--cv2", "--rate-to", "--acceleration")
+
+
+def word(flag: str) -> str:
+    value = VALUES.get(flag, "0.5" if flag in NUMBERS else "1")
+    return f"{flag}={value}" if value else flag
+
+
+@pytest.mark.parametrize(("command", "row"), ROWS, ids=lambda part: getattr(part, "option", part))
+def test_a_row_is_refused(command: str, row: Illegal, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = [word(row.beside)] if row.beside else []
+    with pytest.raises(SystemExit) as stopped:
+        make_parser().parse_args([command, *NEEDED[command], word(row.option), *beside])
+    assert stopped.value.code == 2
+    other = f"with {row.beside}" if row.beside else f"without {row.without}"
+    line, see = capsys.readouterr().err.splitlines()
+    assert line == f"eebench {command}: error: {row.option} {other}: {row.why}"
+    assert see == f"see eebench {command} --help"
+    excused = [word(row.without)] if row.without else []
+    if row.option != "--method-seed":  # which needs --method-data, and that needs --method
+        options = [word(row.option), *excused]
+        assert make_parser().parse_args([command, *NEEDED[command], *options]).run
+
+
+@pytest.mark.parametrize("command", NEEDED)
+def test_what_is_needed_is_enough(command: str) -> None:
+    assert make_parser().parse_args([command, *NEEDED[command]]).run
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["compare", "m.ee", "--data=d", "--rounds=0"], "'0' is not a whole number from 1 on"),
+        (["compare", "m.ee", "--data=d", "--rounds=x"], "'x' is not a whole number from 1 on"),
+        (["compare", "m.ee", "--data=d", "--batch-sizes=1,x"], "'x' is not a whole number from 1"),
+        (["compare", "m.ee", "--data=d", "--bounds=x"], "nan is not between 0 and 1"),
+        (["simulate", "m.ee", "--audit-probability=x"], "'x' is not a share: above 0, at most 1"),
+        (["simulate", "m.ee", "--polcy=delay"], "there is no option --polcy; did you mean --poli"),
+        (["simulat", "m.ee"], "invalid choice: 'simulat'"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    line, see = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert see.startswith("see eebench")
