@@ -59,6 +59,7 @@ class EngineKeywords(TypedDict, total=False):
     max_source_share: float
     never_beyond_compiled: bool
     answer: str | None
+    task: str | None
     learn: bool
     learn_samples: int
     learn_folder: PathLike | None

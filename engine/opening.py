@@ -85,7 +85,7 @@ async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: Wra
         )
     began_s = time.monotonic()
     _log.info("%s: reading %s, to serve it as it is", name, path)
-    bundle = await wrapped.bundle(path, answer=options.of(name).answer)
+    bundle = await wrapped.bundle(path, answer=options.of(name).answer, task=options.of(name).task)
     _log.info("%s: read after %.1f s", name, time.monotonic() - began_s)
     return bundle
 

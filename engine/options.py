@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from offramp.bundle.engines import PRECISIONS, Precision
+from offramp.bundle.tasks import TASK_KINDS
 from offramp.engine.cluster_serving import ServedCluster
 from offramp.engine.cluster_workers import MOST_WORKERS, ClusterWorkers
 from offramp.engine.control.engine_builds import BuildBudget
@@ -96,6 +97,9 @@ class ModelOptions:
     answer: str | None = None
     """Output to serve of an ONNX file that has several; bundles have one already."""
 
+    task: str | None = None
+    """Kind of the answer of an ONNX file, one of :data:`.TASK_KINDS`; ``None`` is by its shape."""
+
     share_weights: str = "auto"
     """One of :data:`SHARE_WEIGHTS`: whether the model and its variants run on one copy of their
     weights (:mod:`offramp.engine.weight_sharing`)."""
@@ -130,6 +134,11 @@ class ModelOptions:
             known = ", ".join(SHARE_WEIGHTS)
             raise ValueError(
                 f"share_weights is {self.share_weights!r:.60}, expected one of {known}"
+            )
+        if self.task is not None and self.task not in TASK_KINDS:
+            raise ValueError(
+                f"task is {self.task!r:.60}, expected one of {', '.join(TASK_KINDS)}; leave it out "
+                "where the answer's shape tells"
             )
 
 

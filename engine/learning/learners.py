@@ -139,6 +139,8 @@ def _asked(options: ModelOptions, bound: float) -> tuple[str, ...]:
     asked = [f"--max-disagreement={bound:g}", f"--confidence={options.confidence:g}"]
     if options.answer is not None:
         asked.append(f"--answer={options.answer}")
+    if options.task is not None:
+        asked.append(f"--task={options.task}")
     return (*asked, *(f"--custom-ops={each.path.absolute()}" for each in libraries()))
 
 

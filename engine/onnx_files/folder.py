@@ -31,11 +31,13 @@ class WrappedFiles:
         self._lock: FileLock | None = None
         self._count = 0
 
-    async def bundle(self, path: Path, *, answer: str | None = None) -> Path:
+    async def bundle(
+        self, path: Path, *, answer: str | None = None, task: str | None = None
+    ) -> Path:
         """Wrap a file and return the bundle's folder; errors as of :func:`.wrap`."""
         self._count += 1
         output = self._made() / str(self._count) / f"{path.stem}.ee"
-        await wrap(path, output, answer=answer)
+        await wrap(path, output, answer=answer, task=task)
         return output
 
     def remove(self, bundle: Path) -> None:

@@ -29,10 +29,13 @@ def is_onnx_file(path: Path) -> bool:
     return path.is_file() or (path.suffix == SUFFIX and not path.is_dir())
 
 
-async def wrap(path: Path, output: Path, *, answer: str | None = None) -> None:
+async def wrap(
+    path: Path, output: Path, *, answer: str | None = None, task: str | None = None
+) -> None:
     """Write the bundle of an ONNX file to ``output``, where nothing may be yet.
 
-    ``answer`` names the output to serve, which a file with several outputs needs. The libraries of
+    ``answer`` names the output to serve, which a file with several outputs needs; ``task`` is the
+    kind of the answer, by its shape where it is ``None``. The libraries of
     custom operators that this process uses are used there too. The process ends with this one, or
     when the caller is cancelled; ``output`` is a whole bundle or absent.
 
@@ -40,7 +43,7 @@ async def wrap(path: Path, output: Path, *, answer: str | None = None) -> None:
         OnnxFileError: The file cannot be wrapped, a package is missing, or no process starts.
     """
     try:
-        process = BuildProcess(_arguments(path, output, answer))
+        process = BuildProcess(_arguments(path, output, answer, task))
     except OSError as error:
         raise OnnxFileError(
             f"{path}: no process can be started to read it ({error}); free memory or processes, "
@@ -53,10 +56,12 @@ async def wrap(path: Path, output: Path, *, answer: str | None = None) -> None:
         process.end()
 
 
-def _arguments(path: Path, output: Path, answer: str | None) -> list[str]:
+def _arguments(path: Path, output: Path, answer: str | None, task: str | None) -> list[str]:
     found = ["wrap", str(path.absolute()), "--output", str(output.absolute())]
     if answer is not None:
         found.append(f"--answer={answer}")
+    if task is not None:
+        found.append(f"--task={task}")
     for library in libraries():
         found += ["--custom-ops", str(library.path.absolute())]
     return found

@@ -104,6 +104,11 @@ TABLE: Final = (
         why="all models are bundles, which have one answer; leave it out",
     ),
     Illegal(
+        option="--task",
+        without=ONNX_FILE,
+        why="all models are bundles, whose task is known; leave it out",
+    ),
+    Illegal(
         option="--ray-address",
         without="--cluster ray",
         why="a cluster file names the address itself, as ray_address; leave it out",

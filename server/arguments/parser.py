@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from offramp import __version__
+from offramp.bundle.tasks import TASK_KINDS
 from offramp.commands.parser import LayeredParser
 from offramp.engine.errors import BackendError
 from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
@@ -83,6 +84,14 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="OUTPUT",
         default=argparse.SUPPRESS,
         help="output to serve of ONNX files that have several",
+    )
+    group.add_argument(
+        "--task",
+        metavar="TASK",
+        choices=TASK_KINDS,
+        default=argparse.SUPPRESS,
+        help="kind of the answer of ONNX files, which decides when two answers agree: "
+        f"{', '.join(TASK_KINDS)} (default: by its shape)",
     )
     group.add_argument(
         "--config",

@@ -175,7 +175,7 @@ def test_it_records_compiles_switches_and_forgets(
     caplog.set_level(logging.INFO)
 
     async def story(scene: Scene) -> None:
-        await scene.begin(max_disagreement=0.02, answer="logits")
+        await scene.begin(max_disagreement=0.02, answer="logits", task="classification")
         assert scene.learner.path == scene.model
         assert stat.S_IMODE(scene.learned.stat().st_mode) == 0o700
         await scene.record(SAMPLES - 1)
@@ -192,6 +192,7 @@ def test_it_records_compiles_switches_and_forgets(
         assert argument(compilation.arguments, "max-disagreement") == "0.02"
         assert argument(compilation.arguments, "confidence") == "0.95"
         assert argument(compilation.arguments, "answer") == "logits"
+        assert argument(compilation.arguments, "task") == "classification"
         assert len(read_recording(scene.learned)) == SAMPLES
         progress = Path(argument(compilation.arguments, "progress-file"))
         write(progress, '{"step": 4, "steps": 9, "title": "Train", "share": 0.4}\n{"st')

@@ -16,6 +16,7 @@ from offramp.server.configuration import key_of
 
 GIVEN = {
     "--answer": "logits",
+    "--task": "regression",
     "--audit-budget": "0.1", "--confidence": "0.9", "--controller": "certified",
     "--criterion-module": "mine.py:sure", "--custom-ops": "lib.so", "--device": "cuda:1",
     "--engine-build-minutes": "0", "--json": "found.json", "--max-disagreement": "0.02",

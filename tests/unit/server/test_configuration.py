@@ -161,6 +161,7 @@ def test_an_empty_file_leaves_all_open(tmp_path: Path) -> None:
 
 VALUES = {
     "answer": ('"scores"', "scores"),
+    "task": ('"regression"', "regression"),
     "scheduling": ('"fixed:2"', PolicyName("fixed", 2)), "max_batch_size": ("3", 3),
     "max_queue_delay_ms": ("2", 2.0), "max_queue_samples": ("7", 7), "slo_ms": ("1.5", 1.5),
     "forced_exits": ("false", False), "weight": ("3", 3.0), "mode": ('"off"', Mode.OFF),

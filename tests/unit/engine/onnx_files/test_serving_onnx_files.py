@@ -117,6 +117,13 @@ def test_the_output_is_named_by_the_models_options(tmp_path: Path) -> None:
     assert asyncio.run(outputs(named)) == ["hidden1"]
 
 
+def test_the_task_is_named_where_the_shape_does_not_tell(model: Path, tmp_path: Path) -> None:
+    asyncio.run(wrap(model, tmp_path / "values.ee", task="regression"))
+    assert Bundle.open(tmp_path / "values.ee").manifest.answer.task.kind == "regression"
+    with pytest.raises(ValueError, match=r"^task is 'values', expected one of classification, mu"):
+        ModelOptions(task="values")
+
+
 def test_a_missing_package_is_named_with_the_remedy(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
