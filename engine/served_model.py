@@ -202,7 +202,7 @@ class ServedModel:
             exits=exits,
             profile_file=ProfileFile.of(bundle.path, name) if keeps_profile else None,
             split_by=deployments if splits else None,
-            notes=notes_on(bundle.manifest, uncertified=options.uncertified_exits),
+            notes=notes_on(name, bundle.manifest, options),
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:

@@ -30,7 +30,7 @@ def options_for(name: str, manifest: Manifest, options: EngineOptions) -> Engine
     """Return the engine's options with the mode and the batch size that fit a model; log notes."""
     level = logging.WARNING if manifest.calibration.random_inputs else logging.INFO
     uncertified = options.uncertified_exits
-    for note in notes_on(manifest, uncertified=uncertified):
+    for note in notes_on(name, manifest, options):
         _log.log(level, "%s: %s", name, note)
     mode = served_mode(manifest, options.mode, uncertified=uncertified)
     if mode is options.mode and not manifest.no_batching:
@@ -41,13 +41,13 @@ def options_for(name: str, manifest: Manifest, options: EngineOptions) -> Engine
     return replace(options, mode=mode, models={**options.models, name: of_model})
 
 
-def notes_on(manifest: Manifest, *, uncertified: bool = False) -> tuple[str, ...]:
+def notes_on(name: str, manifest: Manifest, options: EngineOptions) -> tuple[str, ...]:
     """Return sentences on how such a bundle is served, without full stops."""
     if manifest.calibration.random_inputs:
         answered = (
             "the unmodified model is served, in mode off; --uncertified-exits lets exits answer"
         )
-        if uncertified:
+        if options.uncertified_exits:
             answered = "exits answer, as --uncertified-exits asks for"
         return (f"compiled on random inputs: nothing is certified; {answered}",)
     if manifest.exits or manifest.variants:
@@ -56,6 +56,8 @@ def notes_on(manifest: Manifest, *, uncertified: bool = False) -> tuple[str, ...
     if manifest.is_plain:
         file = manifest.source.original_name
         way_on = f"exits come with --learn, or from eecompile {file} --data DATA"
+        if options.learning is not None and options.of(name).learn:
+            way_on = "exits are learned from what is asked"
     notes = [f"the unmodified model is served, in mode off: {way_on}"]
     if manifest.no_batching:
         notes.append(f"every sample runs in a batch of its own: {manifest.no_batching}")

@@ -89,6 +89,12 @@ TABLE: Final = (
     ),
     Illegal(
         option="--learn",
+        beside="--cluster",
+        why="a model that is split among workers cannot be replaced by one with exits while it is "
+        "served; leave one of them out, or take --workers",
+    ),
+    Illegal(
+        option="--learn",
         beside="--self-check",
         why="a self-check serves nothing; leave one of them out",
     ),

@@ -17,7 +17,7 @@ from offramp.server.configuration import key_of
 GIVEN = {
     "--answer": "logits",
     "--task": "regression",
-    "--audit-budget": "0.1", "--confidence": "0.9", "--controller": "certified",
+    "--audit-budget": "0.1", "--cluster": "ray", "--confidence": "0.9", "--controller": "certified",
     "--criterion-module": "mine.py:sure", "--custom-ops": "lib.so", "--device": "cuda:1",
     "--engine-build-minutes": "0", "--json": "found.json", "--max-disagreement": "0.02",
     "--learn": None, "--learn-folder": "there", "--learn-gib": "1", "--learn-keep": None,
@@ -55,7 +55,9 @@ def beside(row: Illegal, value: str) -> list[str]:
     if row.beside is None:
         return []
     flag, _, _ = row.beside.partition(" ")
-    return [f"{flag}={SPELLED.get(value, value)}" if value else flag]
+    if value:
+        return [f"{flag}={SPELLED.get(value, value)}"]
+    return words(flag) if flag in GIVEN else [flag]
 
 
 def identify(part: object) -> str:

@@ -24,6 +24,7 @@ from offramp.engine.engine_upgrades import BuildProcess
 from offramp.engine.errors import OptionsError
 from offramp.engine.onnx_files import OnnxFileError, WrappedFiles, is_onnx_file, wrap, wrapping
 from offramp.engine.onnx_files.folder import PREFIX
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.onnx_files.plain_serving import notes_on, options_for
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
@@ -95,8 +96,18 @@ def test_bundles_of_which_no_exit_paid_are_served_in_mode_off(bundle: Path) -> N
     manifest = Bundle.open(bundle).manifest
     bare = replace(manifest, exits=())
     assert options_for("m", bare, OPTIONS).mode is Mode.OFF
-    assert "no exits, as none was worth building" in notes_on(bare)[0]
+    assert "no exits, as none was worth building" in notes_on("m", bare, OPTIONS)[0]
     assert options_for("m", manifest, OPTIONS) is OPTIONS
+
+
+def test_a_note_says_where_exits_come_from(model: Path, tmp_path: Path) -> None:
+    asyncio.run(wrap(model, tmp_path / "plain.ee"))
+    manifest = Bundle.open(tmp_path / "plain.ee").manifest
+    learning = replace(OPTIONS, learning=LearnOptions())
+    left_out = replace(learning, models={"m": ModelOptions(learn=False)})
+    assert notes_on("m", manifest, learning)[0].endswith("exits are learned from what is asked")
+    for options in (OPTIONS, left_out):
+        assert "exits come with --learn, or from eecompile" in notes_on("m", manifest, options)[0]
 
 
 def test_the_output_is_named_by_the_models_options(tmp_path: Path) -> None:
