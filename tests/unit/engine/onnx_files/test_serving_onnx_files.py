@@ -22,9 +22,9 @@ from offramp.engine.cluster_workers import ClusterWorkers, WorkerPlace
 from offramp.engine.core import Engine
 from offramp.engine.engine_upgrades import BuildProcess
 from offramp.engine.errors import OptionsError
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.onnx_files import OnnxFileError, WrappedFiles, is_onnx_file, wrap, wrapping
 from offramp.engine.onnx_files.folder import PREFIX
-from offramp.engine.learning.options import LearnOptions
 from offramp.engine.onnx_files.plain_serving import notes_on, options_for
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
