@@ -38,6 +38,7 @@ CAMPAIGNS: Final[Mapping[str, str]] = {
     "onnx": "tests.fuzz.files:Onnx",
     "weights": "tests.fuzz.weights:Weights",
     "state": "tests.fuzz.state:State",
+    "recording": "tests.fuzz.recordings:Recordings",
     "cluster": "tests.fuzz.planning:ClusterFiles",
     "plan": "tests.fuzz.planning:PlanningJson",
     "frames": "tests.fuzz.frames:WorkerFrames",

@@ -48,6 +48,7 @@ COUNTS = {
     "onnx": 100,
     "weights": 1000,
     "state": 15,
+    "recording": 2000,
     "cluster": 400,
     "plan": 2000,
     "frames": 3000,
