@@ -74,7 +74,7 @@ def describe_promise(promise: Promise) -> str:
         f"disagreement with the unmodified model ≤ {promise.max_disagreement * 100:g} %{each} "
         f"on data like the calibration set, "
         f"certified with {promise.confidence_level * 100:g} % confidence "
-        f"on {promise.certify_samples:,} samples ({promise.certify_errors:,} errors)"
+        f"on {promise.certify_samples:,} samples ({promise.certify_errors:,} answered otherwise)"
     )
 
 

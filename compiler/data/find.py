@@ -12,6 +12,7 @@ from typing import Final
 from offramp.calibration.data_sources import DataSource, NpyFolderSource, NpzSource
 from offramp.calibration.errors import DataError
 from offramp.compiler.data.arrow import PARQUET, HuggingFaceSource, ParquetSource
+from offramp.compiler.data.first import first_of
 from offramp.compiler.data.functions import FunctionSource, names_function, source_of_value
 from offramp.compiler.data.images import SUFFIXES as IMAGE_SUFFIXES
 from offramp.compiler.data.images import ImageFolderSource
@@ -21,8 +22,8 @@ from offramp.compiler.data.spec import TOML_NAME, Family, PreprocessingSpec, rea
 from offramp.compiler.data.tables import CSV_SUFFIXES, JSONL_SUFFIXES, TextTableSource
 from offramp.engine.learning.recording import is_recording
 
-_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "samples"})
-_TYPED_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "samples", "images"})
+_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables"})
+_TYPED_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "images"})
 _SAVED: Final = ("state.json", "dataset_dict.json")
 """Files by which a folder is a data set that Hugging Face's package saved."""
 
@@ -79,20 +80,20 @@ KINDS: Final[tuple[DataKind, ...]] = (
         name="an npz file",
         form="FILE.npz with an array for each input",
         fits=lambda data: data.suffix == ".npz" or _is_zip(data),
-        make=lambda data, _: NpzSource(data.path),
+        make=lambda data, spec: first_of(NpzSource(data.path), spec.max_samples),
     ),
     DataKind(
         name="a folder of npy files",
         form="a folder with INPUT.npy for each input",
         fits=lambda data: ".npy" in data.suffixes,
-        make=lambda data, _: NpyFolderSource(data.path),
+        make=lambda data, spec: first_of(NpyFolderSource(data.path), spec.max_samples),
     ),
     DataKind(
         name="a folder of images",
         form="a folder of images (png, jpg, bmp, webp)",
         fits=lambda data: not IMAGE_SUFFIXES.isdisjoint(data.suffixes),
         make=lambda data, spec: ImageFolderSource(data.path, spec),
-        families=frozenset({"images", "samples"}),
+        families=frozenset({"images"}),
     ),
     DataKind(
         name="a CSV or JSONL file",
@@ -119,21 +120,19 @@ KINDS: Final[tuple[DataKind, ...]] = (
         name="a recording",
         form="a folder that eeserve --learn recorded inputs in",
         fits=lambda data: data.is_folder and is_recording(data.path),
-        make=lambda data, _: RecordingSource(data.path),
+        make=lambda data, spec: first_of(RecordingSource(data.path), spec.max_samples),
     ),
     DataKind(
         name="a function",
         form="module:function or FILE.py:function that yields batches",
         fits=lambda data: not data.exists and names_function(data.text),
         make=lambda data, spec: FunctionSource(data.text, spec.max_samples),
-        families=frozenset({"samples"}),
     ),
     DataKind(
         name="made inputs",
         form=f"{RANDOM} for a dry run on made inputs",
         fits=lambda data: not data.exists and data.text == RANDOM,
         make=lambda _, spec: RandomSource(spec.max_samples or SAMPLES),
-        families=frozenset({"samples"}),
     ),
 )
 """All kinds; a text must fit one of them alone."""
@@ -179,7 +178,7 @@ def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource
         return source
     if hasattr(data, "select_columns") and hasattr(data, "features"):
         return HuggingFaceSource(data, spec)
-    spec.check_used({"samples"}, "data")
+    spec.check_used((), "data")
     return source_of_value(data() if callable(data) else data, "data", spec.max_samples)
 
 

@@ -16,7 +16,7 @@ Layout: TypeAlias = Literal["nchw", "nhwc"]
 Resize: TypeAlias = Literal["crop", "stretch"]
 Resample: TypeAlias = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Family: TypeAlias = Literal["images", "texts", "tables", "samples"]
-"""Data that an option is for; ``samples`` are all that are read row by row."""
+"""Data that an option is for; ``samples`` are all kinds."""
 
 TOML_NAME: Final = "preprocessing.toml"
 """Name of the file in a folder of data that has options of reading them."""
@@ -63,7 +63,8 @@ class PreprocessingSpec:
     def check_used(self, families: Collection[Family], what: str) -> None:
         """Refuse, by a DataError, options that data called ``what`` make no use of."""
         for option in OPTIONS:
-            if getattr(self, option.field) is not None and option.family not in families:
+            used = option.family in {"samples", *families}
+            if getattr(self, option.field) is not None and not used:
                 raise DataError(
                     f"{what}: {option.flag} is for {option.family}, and is not used here; leave "
                     "it out"

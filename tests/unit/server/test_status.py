@@ -103,7 +103,7 @@ def test_the_page_says_what_is_served() -> None:
         "1,000 answered 0 queued 0 in flight Trouble 0 forced (0.0 %) 5 failed 0 cancelled",
         "3 backend error 2 given up early 6 retried 1 stream restarts",
         "Promise: disagreement with the unmodified model ≤ 1 % on data like the calibration set,",
-        "set, certified with 95 % confidence on 5,000 samples (12 errors).",
+        "set, certified with 95 % confidence on 5,000 samples (12 answered otherwise).",
     ):
         assert words in text
     for alarm in ("being forced", "out of service", "share forced"):

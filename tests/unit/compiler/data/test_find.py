@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.compiler.data.making import X, pixels, save_image, write_lines
+from tests.unit.compiler.data.making import X, load, load_hashed, pixels, save_image, write_lines
 
 from offramp.calibration.data_sources import NpyFolderSource, NpzSource
 from offramp.calibration.dataset import read_dataset
@@ -216,7 +216,22 @@ def test_wrong_files_are_named(tmp_path: Path, line: str | None, message: str) -
         read_toml(tmp_path / "p.toml")
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+def test_the_first_samples_of_arrays(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=A, label=np.arange(len(A)))
+    npy(tmp_path / "arrays")
+    whole, digest = load_hashed(tmp_path / "a.npz", X)
+    first, other = load_hashed(tmp_path / "a.npz", X, max_samples=2)
+    np.testing.assert_array_equal(first["x"], whole["x"][:2])
+    np.testing.assert_array_equal(first["label"], [0, 1])
+    assert digest != other
+    assert load_hashed(tmp_path / "a.npz", X, max_samples=len(A))[1] == digest
+    np.testing.assert_array_equal(load(tmp_path / "arrays", X, max_samples=1)["x"], A[:1])
+
+
+USEFUL = [option for option in OPTIONS if option.family != "samples"]
+
+
+@pytest.mark.parametrize("option", USEFUL, ids=lambda option: option.field)
 def test_an_option_of_no_use_is_refused(tmp_path: Path, option: Any) -> None:
     npz(tmp_path / "a.npz")
     value = {name: value for name, _, value in FLAGS}[option.field]
