@@ -52,8 +52,8 @@ def test_nothing_is_said_where_nothing_is_observed() -> None:
             (
                 "disagreement with the unmodified model ≤ 1 % on data like the calibration set, "
                 "certified with 95 % confidence on 5,000 samples (12 answered otherwise); not yet "
-                "confirmed by what is served. 310 samples were observed so far, 14 early answers among them "
-                "audited."
+                "confirmed by what is served. 310 samples were observed so far, 14 early answers "
+                "among them audited."
             ),
             False,
         ),
