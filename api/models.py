@@ -223,7 +223,7 @@ class AsyncModel(OpenedModel):
 
         Options and errors are those of :func:`offramp.load`.
         """
-        return Opening(path, engine_options("AsyncModel.open", options))
+        return Opening(path, engine_options("AsyncModel.open", options, [Path(path)]))
 
     async def __call__(self, inputs: ArrayLike, /) -> NDArray[Any]:
         """Return the answers to n samples of a model with one input; see :class:`Model`."""
@@ -297,4 +297,4 @@ def load(path: PathLike, **options: Unpack[EngineKeywords]) -> Model:
         BundleError: The bundle is absent, damaged or of another version.
         EngineError: The backend cannot run here, or an option does not fit the model.
     """
-    return Model(path, engine_options("load", options))
+    return Model(path, engine_options("load", options, [Path(path)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from offramp.api.keywords import (
     without_flags,
 )
 from offramp.engine.learning.options import LearnOptions
+from offramp.engine.onnx_files import is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
@@ -37,9 +38,12 @@ def model_name(path: PathLike) -> str:
 
 
 def engine_options(
-    function: str, given: Mapping[str, Any], kind: type = EngineKeywords
+    function: str,
+    given: Mapping[str, Any],
+    models: Iterable[Path],
+    kind: type = EngineKeywords,
 ) -> EngineOptions:
-    """Make the engine's options of the keyword arguments of a function.
+    """Make the engine's options of the keyword arguments of a function that opens models.
 
     Raises:
         TypeError: An option is unknown, or of another type.
@@ -47,11 +51,12 @@ def engine_options(
     """
     check_keywords(function, given, kind)
     if given:
-        from offramp.server.arguments.combinations import TABLE  # noqa: PLC0415 - heavy
+        from offramp.server.arguments.combinations import ONNX_FILE, TABLE  # noqa: PLC0415 - heavy
 
         # Whether a state is kept that is not there matters to nobody.
         asked = {name: value for name, value in given.items() if name != "state"}
-        refuse_illegal_keywords(TABLE, asked, _DEFAULTS)
+        files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
+        refuse_illegal_keywords(TABLE, asked, _DEFAULTS, also=files)
     named = dict(given)
     mode = Mode(named.pop("mode", Mode.AUDIT))
     try:
