@@ -83,8 +83,10 @@ class LayeredParser(argparse.ArgumentParser):
         known = {name.lstrip("-"): name for action in shown for name in action.option_strings}
         word = flag.lstrip("-")
         near = difflib.get_close_matches(word, known, n=1)
-        near += [name for name in known if word in name and len(word) >= _LEAST_WORD]
-        hint = f"; did you mean {known[near[0]]}?" if near else ""
+        longer = [name for name in known if word in name and len(word) >= _LEAST_WORD]
+        endings = [name for name in longer if name.endswith(f"-{word}")]
+        near = (near or longer[:1]) if len(endings) < 2 else endings
+        hint = f"; did you mean {' or '.join(known[name] for name in near)}?" if near else ""
         return f"there is no option {flag}{hint}"
 
     def options(self) -> Sequence[argparse.Action]:

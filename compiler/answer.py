@@ -29,6 +29,8 @@ _TRANSPARENT = frozenset(
     {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Clip", "Dropout", "ZipMap"}
 )
 """Operators through which the last one that computes can still be seen."""
+_LABELS = frozenset({"int32", "int64"})
+"""Types of outputs that name classes."""
 _PICKING = frozenset({"ArgMax", "TopK", "Hardmax"})
 _MOST_TAGS = 512
 """Classes of tokens, unless the task was asked for: more are a vocabulary."""
@@ -37,6 +39,30 @@ _PROJECTIONS = frozenset({"Add", "Gemm", "MatMul", "Mul"})
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 _FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
+
+
+def settle_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, str]:
+    """Return the name of the output that is the answer, and a note where that was decided here.
+
+    An only output is the answer, whatever ``answer`` is: a server has one name for all its files.
+    Of several the only floating-point one is it, where all others are integers: labels made of it.
+    """
+    outputs = {o.name: output_type(o) for o in proto.graph.output}
+    if len(outputs) == 1 and answer not in (None, *outputs):
+        (only,) = outputs
+        return only, f"--answer {answer} is not used: the only output is {only!r}"
+    scores = [name for name, found in outputs.items() if found in FLOATING]
+    labels = [name for name, found in outputs.items() if found in _LABELS]
+    if answer is None and len(scores) == 1 and 0 < len(labels) == len(outputs) - 1:
+        return scores[0], f"the answer is output {scores[0]!r}, not the labels {', '.join(labels)}"
+    return answer, ""
+
+
+def output_type(output: onnx.ValueInfoProto) -> str:
+    """Return the element type of an output, or the kind of one that is no tensor."""
+    if not output.type.HasField("tensor_type"):
+        return str(output.type.WhichOneof("value") or "unknown").removesuffix("_type")
+    return dtype_name(output.type.tensor_type.elem_type)
 
 
 def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
@@ -54,6 +80,10 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
         trees = {name: op for name, op in ends.items() if op is not None and op.kind in _TREES}
         if len(trees) == len(outputs):
             raise ModelError(_of_trees(*next(iter(trees.items()))))
+    answer, note = settle_output(proto, answer)
+    if note:
+        _log.warning("%s", note)
+    if answer is None and len(outputs) > 1:
         raise ModelError(
             f"{len(outputs)} outputs ({', '.join(outputs)}); {_likely(outputs.values())}"
         )

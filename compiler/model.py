@@ -198,6 +198,8 @@ def _prepare(
     specs(proto, [info.name for info in proto.graph.input])
     check_batch_in_front(proto.graph)
     check_inference(proto.graph)
+    if baked := fix_baked_sizes(proto):
+        _log.warning("%s", baked)
     free_batch(proto)
     if limit_s is not None:
         proto = preparation.simplified(proto, limit_s=limit_s, scratch=scratch)

@@ -27,6 +27,8 @@ MOST_SIMPLIFIED = 8000
 """Operators of a model that onnxslim is run on: it takes half a minute for so many."""
 _MOST_TIED = 1000
 """Operators of a model whose equal small constants it makes one: that takes quadratic time."""
+_SHOWN = 120
+"""Characters of the simplifier's error that are shown."""
 _BATCH = 2
 """Samples that a simplified model is compared on."""
 
@@ -112,15 +114,20 @@ def simplified(
     except (ModelError, ScratchError):
         raise
     except SimplifierError as error:
-        _log.warning("not simplified: %s", error)
+        _log.warning("not simplified, which is no error: %s", _one_line(error))
         return proto
     except Exception as error:  # whatever what it made is refused with
-        _log.warning("not simplified: onnxslim fails: %s", error)
+        _log.warning("not simplified, which is no error: %s", _one_line(error))
         return proto
     if not difference <= rounding_of(proto).batches:
         _log.warning("not simplified: onnxslim changes the outputs by %.1e", difference)
         return proto
     return simpler
+
+
+def _one_line(error: Exception) -> str:
+    """Return the beginning of an error: that of ONNX Runtime has several lines."""
+    return f"{' '.join(str(error).split()):.{_SHOWN}}"
 
 
 def _difference(proto: onnx.ModelProto, simpler: onnx.ModelProto) -> float:

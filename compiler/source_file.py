@@ -22,6 +22,8 @@ from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import bodies, sort_operators
 from offramp.compiler.standard_form import to_standard_form
 
+_TORCH = frozenset({".pt", ".pth", ".safetensors"})
+"""Suffixes of torch's files."""
 MAX_BYTES = 2**31 - 1
 """Limit of one protobuf message."""
 
@@ -37,7 +39,7 @@ def load_source(path: Path) -> tuple[onnx.ModelProto, str]:
     try:
         proto = onnx.load_model_from_string(data)
     except DecodeError as error:
-        raise ModelError(f"{path}: not an ONNX file; export the model to ONNX first") from error
+        raise ModelError(f"{path}: not an ONNX file; {_remedy(path)}") from error
     del data  # the checker makes two copies of its own
     if not proto.graph.node:
         raise ModelError(f"{path}: not an ONNX file, or one without operators")
@@ -61,7 +63,21 @@ def load_source(path: Path) -> tuple[onnx.ModelProto, str]:
     return proto, digest.hexdigest()
 
 
+def _remedy(path: Path) -> str:
+    if path.suffix in _TORCH:
+        return (
+            "it looks like a file of torch: export the model with torch.onnx.export, or call "
+            "offramp.compile(module, data) from Python"
+        )
+    return "export the model to ONNX first"
+
+
 def _read(path: Path) -> bytes:
+    if Path(path, "manifest.json").is_file():
+        raise ModelError(
+            f"{path}: is a bundle already; serve it with eeserve {path}, or look at it with "
+            f"eecompile inspect {path}"
+        )
     try:
         with open_regular(path) as file:
             _check_size(path, os.fstat(file.fileno()).st_size)

@@ -82,6 +82,12 @@ class BuildProcess:
         ours = [line for line in said if line.startswith("eecompile: ")]
         return (ours or said or ["nothing was said"])[-1][:most]
 
+    def lines(self, prefix: str) -> list[str]:
+        """Return the lines of its output that begin with a prefix, without it."""
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").splitlines()
+        return [line.removeprefix(prefix) for line in said if line.startswith(prefix)]
+
     def end(self) -> None:
         """Kill it: what it leaves behind is whole at any time."""
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.cluster_serving import plan_splits
 from offramp.engine.errors import BackendError, OptionsError
-from offramp.engine.onnx_files import WrappedFiles, is_onnx_file
+from offramp.engine.onnx_files import OnnxFileError, WrappedFiles, is_onnx_file
 from offramp.engine.onnx_files.plain_serving import served_mode
 from offramp.engine.options import WORKERS_ON_CPU, EngineOptions
 from offramp.engine.plan import Mode
@@ -70,7 +70,17 @@ async def bundles_of(
     models: Mapping[str, Path], options: EngineOptions, wrapped: WrappedFiles
 ) -> dict[str, Path]:
     """Return the paths of models' bundles; those of ONNX files are made, one after another."""
-    return {name: await _bundle_of(name, path, options, wrapped) for name, path in models.items()}
+    found, refused = dict[str, Path](), list[str]()
+    for name, path in models.items():
+        try:
+            found[name] = await _bundle_of(name, path, options, wrapped)
+        except OnnxFileError as error:
+            refused.append(str(error) if len(models) == 1 else f"{name}: {error}")
+    if not refused:
+        return found
+    if found:
+        refused.append(f"without it, {', '.join(found)} can be served: leave it out")
+    raise OnnxFileError("\n".join(refused))
 
 
 async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: WrappedFiles) -> Path:
@@ -84,6 +94,8 @@ async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: Wra
             f"eecompile wrap {path} --output {path.stem}.ee"
         )
     began_s = time.monotonic()
+    if not path.is_file():
+        raise OnnxFileError(f"{path}: there is no such file; give the path of an ONNX file")
     _log.info("%s: reading %s, to serve it as it is", name, path)
     bundle = await wrapped.bundle(path, answer=options.of(name).answer, task=options.of(name).task)
     _log.info("%s: read after %.1f s", name, time.monotonic() - began_s)
@@ -109,7 +121,8 @@ async def _open_bundles(
     try:
         for name, bundle in bundles.items():
             began_s = time.monotonic()
-            _log.info("%s: loading %s", name, bundle.path)
+            shown = "the model" if wrapped.holds(bundle.path) else bundle.path
+            _log.info("%s: loading %s", name, shown)
             splits = None
             if len(bundles) == 1:  # of several, every worker holds all
                 splits = await in_thread(_split, name, bundle, backend, options)

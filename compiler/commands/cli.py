@@ -194,10 +194,14 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
 
 def _wrap(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.plain.wrap import WrapOptions, wrap_model  # noqa: PLC0415
+    from offramp.engine.onnx_files.wrapping import NOTE  # noqa: PLC0415
 
-    output = options.output or output_of(options.model)
+    output, notes = options.output or output_of(options.model), list[str]()
     with TerminalProgress(console) as progress:
-        bundle = wrap_model(read_options(WrapOptions, options, output=output), progress)
+        asked = read_options(WrapOptions, options, output=output)
+        bundle = wrap_model(asked, progress, note=notes.append)
+    for text in notes:
+        print(f"{NOTE}{text}")
     print(describe_wrapped(bundle))
     return 0
 

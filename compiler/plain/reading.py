@@ -10,7 +10,7 @@ import onnx
 
 from offramp.bundle import Answer, AnswerTask, TensorSpec
 from offramp.compiler import preparation
-from offramp.compiler.answer import find_answer, keep_answer
+from offramp.compiler.answer import find_answer, keep_answer, output_type, settle_output
 from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.batch import fixed_size, free_batch, rename_batch
 from offramp.compiler.custom_ops import check_operators
@@ -20,7 +20,8 @@ from offramp.compiler.graph import copied, default_opset, refill
 from offramp.compiler.model import SourceModel, modern, specs
 from offramp.compiler.model_checks import check_batch_in_front, check_inputs
 from offramp.compiler.plain.rows import find_mixing, gives_rows
-from offramp.compiler.shapes import BATCH, FLOATING, annotate, dtype_name
+from offramp.compiler.plain.sizes import fix_baked_sizes
+from offramp.compiler.shapes import BATCH, FLOATING, annotate
 from offramp.compiler.source_file import load_source
 from offramp.compiler.unread_inputs import DeclaredInputs, drop_unread
 
@@ -38,6 +39,8 @@ class UnslicedModel:
     """Batch size that the file fixes; ``None`` where the batch is symbolic there."""
     no_batching: str
     """Reason why samples must not share a batch; empty where they may."""
+    notes: tuple[str, ...]
+    """What differs from what the file declares or the caller asked for, for people."""
     stated: tuple[onnx.ValueInfoProto, ...]
     """What the file states of tensors inside, where it is not of a fixed batch."""
 
@@ -82,7 +85,7 @@ def _read(
     check_operators(proto)
     preparation.unlist_initializers(proto)
     check_no_cache(proto)
-    _check_one_output(proto, answer)
+    answer, notes = _choose_output(proto, answer)
     proto = modern(proto)
     keep_answer(proto, answer)
     flat = preparation.give_column(proto)
@@ -93,6 +96,8 @@ def _read(
     specs(proto, [info.name for info in proto.graph.input])
     check_batch_in_front(proto.graph)
     fixed = fixed_size(proto)
+    if baked := fix_baked_sizes(proto):
+        notes.append(baked)
     stated = () if fixed else tuple(map(copied, proto.graph.value_info))
     proto, no_batching = _freed(proto, fixed)
     preparation.name_operators(proto)
@@ -111,21 +116,23 @@ def _read(
         ),
         fixed=fixed,
         no_batching=no_batching,
+        notes=tuple(notes),
         stated=stated,
     )
 
 
-def _check_one_output(proto: onnx.ModelProto, answer: str | None) -> None:
-    """Ask for the output to serve where there are several: ModelError."""
-    outputs = list(proto.graph.output)
-    if answer is not None or len(outputs) < 2:
-        return
-    scores = [o for o in outputs if dtype_name(o.type.tensor_type.elem_type) in FLOATING]
-    names = [output.name for output in outputs]
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, list[str]]:
+    """Return the output to serve, and notes on the choice; ModelError where it has to be named."""
+    answer, note = settle_output(proto, answer)
+    if answer is not None or len(proto.graph.output) < 2:
+        return answer, [note] if note else []
+    outputs = {o.name: output_type(o) for o in proto.graph.output}
+    scores = [name for name, found in outputs.items() if found in FLOATING]
+    names = ", ".join(f"{name} ({found})" for name, found in list(outputs.items())[:_LISTED])
+    more = f" and {len(outputs) - _LISTED} more" if len(outputs) > _LISTED else ""
     raise ModelError(
-        f"{len(names)} outputs ({', '.join(names[:_LISTED])}{more}), of which one can be served; "
-        f"name it, for instance --answer {(scores or outputs)[0].name}"
+        f"{len(outputs)} outputs ({names}{more}), of which one can be served; "
+        f"name it, for instance --answer {(scores or [*outputs])[0]}"
     )
 
 

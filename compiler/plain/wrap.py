@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,14 @@ class WrapOptions:
     """Of ONNX Runtime while the model is timed."""
 
 
-def wrap_model(options: WrapOptions, progress: Progress = SILENT) -> Bundle:
+def wrap_model(
+    options: WrapOptions,
+    progress: Progress = SILENT,
+    note: Callable[[str], None] = _log.warning,
+) -> Bundle:
     """Write the bundle of a model as it is: one segment, which is the model, and no exits.
+
+    ``note`` is called with each sentence on what is served otherwise than the file declares.
 
     Raises:
         ModelError: The model cannot be read or served.
@@ -63,6 +69,8 @@ def wrap_model(options: WrapOptions, progress: Progress = SILENT) -> Bundle:
     check_target(options.output, overwrite=options.overwrite)
     with progress.step("Read the model", 1):
         plain = read_plain(options.model, answer=options.answer, task=AskedTask(kind=options.task))
+    for each in plain.notes:
+        note(each)
     check_space(options.output, weight_bytes(plain.source.proto))
     graph = plain.graph().SerializeToString()
     unread = frozenset(each.spec.name for each in plain.source.unread)

@@ -111,8 +111,10 @@ def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
         except BackendError as error:
             reasons.append(str(error))
             continue
-        why = "; ".join(reasons) or "the fastest, and all is there for it"
+        why = "the best of those that can run here" if reasons else "the fastest of all"
         _LOG.info("backend: %s (%s)", backend.name, why)
+        for reason in reasons:
+            _LOG.debug("no other backend: %s", reason)
         return backend
     raise BackendError("; ".join(reasons))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Final
 
@@ -10,10 +11,14 @@ from offramp.engine.backends.custom_ops import libraries
 from offramp.engine.engine_upgrades import BuildProcess
 from offramp.engine.errors import EngineError
 
+_log = logging.getLogger(__name__)
+
 SUFFIX: Final = ".onnx"
 _MOST_WORDS: Final = 2000
 """Characters of the compiler's error that are passed on."""
 _PREFIX: Final = "eecompile: "
+NOTE: Final = "note: "
+"""Beginning of the lines of ``eecompile wrap`` on what is served otherwise than declared."""
 
 
 class OnnxFileError(EngineError):
@@ -52,6 +57,8 @@ async def wrap(
     try:
         if status := await asyncio.to_thread(process.wait):
             raise OnnxFileError(_reason(path, status, process.last_words(_MOST_WORDS)))
+        for note in process.lines(NOTE):
+            _log.info("%s: %s", path, note[:_MOST_WORDS])
     finally:
         process.end()
 
