@@ -14,14 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeGuard, Unpack
 
-from offramp.api.keywords import PathLike, check_keywords, options_from, without_flags
+from offramp.api.keywords import (
+    PathLike,
+    check_keywords,
+    options_from,
+    without_flags,
+)
 from offramp.bundle import Bundle
 from offramp.bundle.joint_training import Teacher
 from offramp.bundle.writing import check_target
 from offramp.calibration.dataset import LABEL_KEYS
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind
+from offramp.compiler.commands.illegal import check_options
 from offramp.compiler.data.spec import OPTIONS, Layout, PreprocessingSpec, Resample, Resize
+from offramp.compiler.errors import OptionsConflictError
 from offramp.compiler.options import (
     AskedPrecision,
     CompileOptions,
@@ -164,9 +171,11 @@ def _options(**given: Any) -> CompileOptions:
     try:
         training = options_from(TrainingOptions, given, {}, threads=available_cores())
         nowhere = {"model": Path(), "data": Path()}
-        return options_from(CompileOptions, given, _FIELDS, training=training, **nowhere)
-    except ValueError as error:
+        asked = options_from(CompileOptions, given, _FIELDS, training=training, **nowhere)
+        check_options(asked)
+    except (ValueError, OptionsConflictError) as error:
         raise ValueError(without_flags(str(error))) from error
+    return asked
 
 
 def _preprocessing(given: Mapping[str, Any]) -> PreprocessingSpec:

@@ -11,7 +11,7 @@ import difflib
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -41,6 +41,7 @@ class EngineKeywords(TypedDict, total=False):
     max_violations: float | None
     state: bool
     profile_window_s: float
+    uncertified_exits: bool
     policy: str
     slo_ms: float | None
     max_batch_size: int
@@ -55,6 +56,7 @@ class EngineKeywords(TypedDict, total=False):
     audit_budget: float
     ramp_budget: float | None
     trust_inputs: bool
+    uncertified_exits: bool
     max_source_share: float
     never_beyond_compiled: bool
     answer: str | None
@@ -148,14 +150,19 @@ def options_from(
 
 
 def refuse_illegal_keywords(
-    table: Sequence[Illegal], given: Mapping[str, object], defaults: Mapping[str, str]
+    table: Sequence[Illegal],
+    given: Mapping[str, object],
+    others: Mapping[str, str],
+    *,
+    also: Collection[str] = (),
 ) -> None:
     """Refuse, by a ValueError, keyword arguments that a command's table does not allow together.
 
-    ``defaults`` are the values by flag of options that are not given, where the table has them.
+    ``others`` are the values by flag of options that are not given, where the table has them,
+    and ``also`` what else the table takes for a flag that is given.
     """
-    values: dict[str, object] = dict(defaults)
-    flags = set()
+    values: dict[str, object] = dict(others)
+    flags = set(also)
     for name, value in given.items():
         if value is not None:
             flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"

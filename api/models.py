@@ -223,7 +223,8 @@ class AsyncModel(OpenedModel):
 
         Options and errors are those of :func:`offramp.load`.
         """
-        return Opening(path_of(model), engine_options("AsyncModel.open", options))
+        path = path_of(model)
+        return Opening(path, engine_options("AsyncModel.open", options, [path]))
 
     async def __call__(self, inputs: ArrayLike, /) -> NDArray[Any]:
         """Return the answers to n samples of a model with one input; see :class:`Model`."""
@@ -297,4 +298,5 @@ def load(model: PathLike | Bundle, /, **options: Unpack[EngineKeywords]) -> Mode
         BundleError: The bundle is absent, damaged or of another version.
         EngineError: The backend cannot run here, or an option does not fit the model.
     """
-    return Model(path_of(model), engine_options("load", options))
+    path = path_of(model)
+    return Model(path, engine_options("load", options, [path]))

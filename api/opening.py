@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from offramp.api.keywords import (
 )
 from offramp.bundle import Bundle
 from offramp.engine.learning.options import LearnOptions
+from offramp.engine.onnx_files import is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
@@ -45,11 +46,12 @@ def model_name(path: PathLike) -> str:
 def engine_options(
     function: str,
     given: Mapping[str, Any],
+    models: Iterable[Path],
     kind: type = EngineKeywords,
     *,
     named: Sequence[str] = (),
 ) -> EngineOptions:
-    """Make the engine's options of the keyword arguments of a function.
+    """Make the engine's options of the keyword arguments of a function that opens models.
 
     ``named`` are its keyword arguments that are no options of the engine.
 
@@ -59,11 +61,12 @@ def engine_options(
     """
     check_keywords(function, given, kind, named=named)
     if given:
-        from offramp.server.arguments.combinations import TABLE  # noqa: PLC0415 - heavy
+        from offramp.server.arguments.combinations import ONNX_FILE, TABLE  # noqa: PLC0415 - heavy
 
         # Whether a state is kept that is not there matters to nobody.
         asked = {name: value for name, value in given.items() if name != "state"}
-        refuse_illegal_keywords(TABLE, asked, _DEFAULTS)
+        files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
+        refuse_illegal_keywords(TABLE, asked, _DEFAULTS, also=files)
     values = dict(given)
     mode = Mode(values.pop("mode", Mode.AUDIT))
     try:

@@ -129,14 +129,17 @@ def serve(
         TypeError, ValueError, BundleError, EngineError: As for :func:`offramp.load`.
         StartError: A port cannot be listened on.
     """
-    engine = engine_options("serve", options, ServerKeywords, named=("grpc_port", "http_port"))
+    named = _named(models)
+    engine = engine_options(
+        "serve", options, named.values(), ServerKeywords, named=("grpc_port", "http_port")
+    )
     network: dict[str, Any] = {"grpc_port": grpc_port, "http_port": http_port, **options}
     try:
         # Whoever closes a server in this process need not be waited for, as load balancers are.
         server = options_from(ServerOptions, network, {}, drain_delay_s=0.0)
     except ValueError as error:
         raise ValueError(without_flags(str(error))) from error
-    return Server(_named(models), engine, server)
+    return Server(named, engine, server)
 
 
 def _named(models: ServedPaths) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from offramp.compiler.data.made import RandomSource
 from offramp.engine.options import MOST_SHARE, refuse_unless
 
 SEEDS = 2**63
-"""Number of seeds: torch takes no larger one, numpy no negative one."""
+"""Number of possible seeds: torch takes no larger one, numpy no negative one."""
 _INF = float("inf")
 
 DEFAULT_CONFIDENCE_LEVEL = 0.95
@@ -129,7 +129,7 @@ class CompileOptions:
     """GiB that features may take at once: the rest is recorded in later passes over the data."""
 
     def __post_init__(self) -> None:
-        a_share = "a share above 0, and below 1 by 1e-9 or more"
+        a_share = "a share above 0 and below 1"
         shares = ("max_disagreement", "max_class_disagreement", "confidence_level", "max_overhead")
         refuse_unless(
             self, lambda v: 0 < v <= MOST_SHARE, a_share, *shares, "joint_rate", "tolerance"

@@ -183,7 +183,7 @@ class ModelLearner:
         self._idle.look()
         counts = self._counts()
         self._tell(counts)
-        if self._recorder is not None and counts.wanted < self._least:
+        if self._recorder is not None and counts.wanted < self._least:  # the disk may hold no more
             await self._do(life.stop(self._too_large(counts)))
             return
         sample = Progressed(recorded=counts.recorded, wanted=counts.wanted)
@@ -200,10 +200,7 @@ class ModelLearner:
             case LearnAction.SWITCH:
                 await self._switch()
             case LearnAction.RECORD:
-                _log.warning(
-                    "%s: exits answer nothing any more; inputs are recorded to learn anew",
-                    self.name,
-                )
+                _log.warning("%s: exits answer nothing any more; learning again", self.name)
                 await asyncio.to_thread(self._folder.remove_recording)
                 self._told = 0
                 try:
@@ -228,7 +225,9 @@ class ModelLearner:
                 self.name, log.lost, log.path,
             )  # fmt: skip
         agreement = agreement_of(self._engine.model(self.name).answer)
-        self._recorder = InputRecorder(log, samples=self._wanted, decided=agreement.decided)
+        self._recorder = InputRecorder(
+            log, samples=self._wanted, decided=agreement.decided, least=self._least
+        )
         self._engine.observe_inputs(self.name, self._recorder.observe)
 
     async def _forget(self, *, keep: bool) -> None:

@@ -26,6 +26,10 @@ MOST_PENDING_BYTES: Final = 2**26
 """Of samples that wait to be written."""
 MOST_PENDING: Final = 4096
 _STOP_S: Final = 10.0
+_JUDGED: Final = 1000
+"""Samples drawn that tell whether inputs only repeat."""
+_REPEATING_SHARE: Final = 0.95
+"""Share of them that are recorded already, from which on they do."""
 
 
 class _Pending(NamedTuple):
@@ -56,6 +60,9 @@ class InputRecorder:
 
     ``decided`` says which answers [n, …] decide anything: what the model answers with NaN cannot
     be compiled with. All methods but the thread's own are called on the event loop.
+
+    The sample becomes smaller than asked for where the disk may hold no more, and where inputs only
+    repeat: then what is different among them is recorded, if it is at least ``least``.
     """
 
     def __init__(
@@ -64,13 +71,14 @@ class InputRecorder:
         *,
         samples: int,
         decided: Callable[[NDArray[Any]], NDArray[np.bool_]],
+        least: int = 1,
         seed: int | None = None,
     ) -> None:
         """Go on with the samples that the log has; starts the thread."""
         capacity = max(samples, 1 + max(log.live, default=0))  # more were asked for before
         self._reservoir = Reservoir(capacity, seen=log.seen, filled=log.live.keys(), seed=seed)
         self._names = [name for name, _ in log.header.inputs]
-        self._log, self._decided = log, decided
+        self._log, self._decided, self._least = log, decided, least
         self._pending: deque[_Pending | None] = deque()
         self._pending_bytes = 0
         self._wake = threading.Condition()
@@ -80,6 +88,9 @@ class InputRecorder:
         self._dropped = self._copies = self._unanswered = 0
         self._crowded = False
         """Whether the samples kept take all that they may."""
+        self._repeating = False
+        """Whether inputs only repeat."""
+        self._judged = self._repeated = 0
         self._failing = False
         self._thread = threading.Thread(target=self._work, name="recording", daemon=True)
         self._thread.start()
@@ -99,8 +110,7 @@ class InputRecorder:
 
     def counts(self) -> RecordedCounts:
         """Return how far the recording is."""
-        if self._crowded and not self._pending and self._log.live:
-            self._reservoir.shrink(self._log.live.keys())
+        self._shrink_if_due()
         return RecordedCounts(
             recorded=min(len(self._log.live), self._reservoir.capacity),
             wanted=self._reservoir.capacity,
@@ -109,6 +119,18 @@ class InputRecorder:
             unanswered=self._unanswered,
             size_bytes=self._log.size_bytes,
         )
+
+    def _shrink_if_due(self) -> None:
+        """Be content with the samples that are kept, where no more are to be had."""
+        kept, wanted = len(self._log.live), self._reservoir.capacity
+        repeats = self._repeating and kept >= self._least
+        if self._pending or not 0 < kept < wanted or not (self._crowded or repeats):
+            return
+        why = "the disk may hold no more" if self._crowded else "inputs only repeat"
+        _log.warning(
+            "%s: %d samples have to do in place of %d: %s", self._log.path, kept, wanted, why
+        )
+        self._reservoir.shrink(self._log.live.keys())
 
     def close(self, *, remove: bool = False) -> None:
         """Write what waits, and close the log, or remove it; blocks for moments."""
@@ -155,10 +177,12 @@ class InputRecorder:
             if not self._decided(pending.answer).all():
                 self._unanswered += 1
             elif self._log.append(pending.slot, pending.seen, pending.sample):
+                self._judge(is_copy=False)
                 self._failing = False
                 return
             else:
                 self._copies += 1
+                self._judge(is_copy=True)
         except NoRoomError:
             self._dropped += 1
             self._crowded = True
@@ -168,6 +192,12 @@ class InputRecorder:
                 _log.warning("%s: samples cannot be recorded: %s", self._log.path, error)
             self._failing = True
         self._return(pending.slot)
+
+    def _judge(self, *, is_copy: bool) -> None:
+        self._judged, self._repeated = self._judged + 1, self._repeated + is_copy
+        if self._judged == _JUDGED:
+            self._repeating = self._repeated >= _REPEATING_SHARE * _JUDGED
+            self._judged = self._repeated = 0
 
     def _return(self, slot: int) -> None:
         if slot not in self._log.live:

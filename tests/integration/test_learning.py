@@ -67,16 +67,21 @@ class Client:
         self._engine = engine
         self._session = ort.InferenceSession(model.read_bytes())
         self._rng = np.random.default_rng(3)
-        self._data = samples(3000, 17)
+        self.data = samples(3000, 17)
         self.results: list[tuple[EngineResult, np.ndarray]] = []
         self._task = asyncio.create_task(self._work())
 
     async def _work(self) -> None:
         while True:
-            rows = self._data[self._rng.integers(0, len(self._data), 3)]
+            rows = self.data[self._rng.integers(0, len(self.data), 3)]
             result = await self._engine.infer("m", {"x": rows})
             self.results.append((result, rows))
             await asyncio.sleep(0.001)
+
+    def drift(self) -> None:
+        """Ask of inputs that calibration never saw the like of, from now on."""
+        self.data = self._rng.uniform(-6, 6, (3000, 16)).astype(np.float32)
+        self.results.clear()
 
     async def stop(self) -> None:
         assert not self._task.done(), "a request failed"
@@ -113,12 +118,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def serving(place: Path, options: EngineOptions = OPTIONS) -> AsyncIterator[Engine]:
+async def serving(
+    place: Path, options: EngineOptions = OPTIONS
+) -> AsyncIterator[tuple[Engine, Client]]:
     """An engine under load, all of whose answers are checked."""
     engine = await Engine.open({"m": place / "m.onnx"}, options)
     try:
         client = Client(engine, place / "m.onnx")
-        yield engine
+        yield engine, client
         await client.stop()
         client.check()
     finally:
@@ -150,7 +157,7 @@ def test_it_learns_and_switches_under_load(place: Path, compiled: tuple[Bundle, 
     fake(place, f"copy {compiled[0].path}")
 
     async def story() -> None:
-        async with serving(place) as engine:
+        async with serving(place) as (engine, _):
             assert statistics(engine).mode == "off"
             await until(lambda: phase(engine) == "serving")
             assert statistics(engine).mode == "audit"
@@ -158,7 +165,7 @@ def test_it_learns_and_switches_under_load(place: Path, compiled: tuple[Bundle, 
             await until(lambda: statistics(engine).answered > before + 300)
             assert statistics(engine).exit_shares()["final"] < 0.9
             assert not is_recording(place / "m.learn")
-        async with serving(place) as engine:
+        async with serving(place) as (engine, _):
             assert (phase(engine), statistics(engine).mode) == ("serving", "audit")
             before = statistics(engine).answered
             await until(lambda: statistics(engine).answered > before + 100)
@@ -172,7 +179,7 @@ def test_a_compilation_that_fails_or_is_killed_is_tried_again(
     fake(place, "fail the disk is full")
 
     async def story() -> None:
-        async with serving(place) as engine:
+        async with serving(place) as (engine, _):
             await until(lambda: phase(engine) == "waiting")
             learning = statistics(engine).learning
             assert learning is not None
@@ -198,7 +205,7 @@ def test_a_compilation_ends_with_the_server(place: Path) -> None:
     fake(place, "hang")
 
     async def story() -> int:
-        async with serving(place) as engine:
+        async with serving(place) as (engine, _):
             pid = await child_of(engine)
             assert runs(pid)
             return pid
@@ -213,7 +220,7 @@ def test_nothing_that_pays_leaves_the_model_as_it_is(
     fake(place, f"copy {idle_copy(compiled[0], tmp_path / 'idle.ee').path}")
 
     async def story() -> None:
-        async with serving(place) as engine:
+        async with serving(place) as (engine, _):
             await until(lambda: phase(engine) == "nothing_pays")
             learning = statistics(engine).learning
             assert learning is not None
@@ -227,7 +234,7 @@ def test_inputs_that_the_model_answers_with_nan_are_not_recorded(place: Path) ->
     fake(place, "hang")
 
     async def story() -> None:
-        async with serving(place) as engine:
+        async with serving(place) as (engine, _):
             for _ in range(10):
                 await engine.infer("m", {"x": np.full((5, 16), np.nan, np.float32)})
             await until(lambda: phase(engine) == "compiling")
@@ -238,9 +245,30 @@ def test_inputs_that_the_model_answers_with_nan_are_not_recorded(place: Path) ->
     asyncio.run(story())
 
 
+def test_inputs_that_drifted_are_recorded_and_learned(
+    place: Path, compiled: tuple[Bundle, Path]
+) -> None:
+    fake(place, f"copy {compiled[0].path}")
+
+    async def story() -> None:
+        async with serving(place) as (engine, client):
+            await until(lambda: phase(engine) == "serving")
+            before = statistics(engine).answered
+            await until(lambda: statistics(engine).answered > before + 1000)
+            client.drift()
+            await until(lambda: phase(engine) == "relearning")
+            control = statistics(engine).control
+            assert control is not None
+            assert control.alarms > 0
+            # the exits are certified again, or those of a new bundle answer
+            await until(lambda: phase(engine) == "serving")
+
+    asyncio.run(story())
+
+
 def test_two_servers_do_not_share_a_folder(place: Path) -> None:
     async def story() -> None:
-        async with serving(place) as engine:
+        async with serving(place) as (engine, _):
             await until(lambda: statistics(engine).answered > 0)
             with pytest.raises(OptionsError, match="in use by another server"):
                 await Engine.open({"m": place / "m.onnx"}, OPTIONS)
@@ -267,7 +295,7 @@ def test_the_compiler_compiles_what_was_recorded(
     options = replace(OPTIONS, learning=LearnOptions(samples=SAMPLES, keep=True))
 
     async def story() -> None:
-        async with serving(tmp_path, options) as engine:
+        async with serving(tmp_path, options) as (engine, _):
             deadline_s, steps = time.monotonic() + 240, set()
             while phase(engine) in ("recording", "compiling", "switching"):
                 assert time.monotonic() < deadline_s

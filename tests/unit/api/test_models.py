@@ -27,9 +27,11 @@ from tests.small_bert import small_bert
 import offramp
 from offramp.api import ForkedError, ModelClosedError
 from offramp.api.keywords import ServerKeywords
+from offramp.api.opening import engine_options
 from offramp.bundle import BundleNotFoundError
 from offramp.engine.core import Engine
 from offramp.engine.errors import BadInputError, DeadlineExceededError
+from offramp.engine.learning.options import LearnOptions
 from offramp.engine.options import EngineOptions
 from offramp.engine.plan import Mode
 from offramp.server.arguments import make_parser
@@ -297,7 +299,11 @@ def test_wrong_calls(
             ValueError,
             r"^learn_samples without learn: nothing is recorded; leave it out, or add learn$",
         ),
-        ({"learn": True, "learn_samples": 0}, ValueError, r"samples 0 is not in 1 to"),
+        (
+            {"learn": True},
+            ValueError,
+            r"^learn without MODEL\.onnx: all models are bundles",
+        ),
         ({"backend": "tpu"}, Exception, r"'tpu'"),
     ],
 )
@@ -328,6 +334,19 @@ def test_an_onnx_file_is_answered_by_the_model_as_it_is(tmp_path: Path) -> None:
     assert np.allclose(result.outputs["logits"], wanted, rtol=1e-5, atol=1e-6)
     assert set(result.exits) == {-1}
     assert [each.name for each in tmp_path.iterdir()] == ["plain.onnx"]
+
+
+def test_learning_is_asked_for_by_the_flags_names(tmp_path: Path) -> None:
+    path = tmp_path / "plain.onnx"
+    onnx.save(mlp(layers=2, classes=3), path)
+    with pytest.raises(ValueError, match="samples 0 is not in 1 to"):
+        offramp.load(path, learn=True, learn_samples=0)
+    options = engine_options(
+        "load",
+        {"learn": True, "learn_samples": 700, "learn_folder": str(tmp_path), "learn_gib": 1.5},
+        [path],
+    )
+    assert options.learning == LearnOptions(samples=700, folder=tmp_path, max_gib=1.5)
 
 
 def test_a_path_without_a_bundle(tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ def recorder_in(
     samples: int = 50,
     limit: int = 2**20,
     judge: Callable[[NDArray[Any]], NDArray[np.bool_]] = decided,
+    least: int = 1,
 ) -> InputRecorder:
     log = RecordingLog(folder, HEADER, limit_bytes=limit)
-    return InputRecorder(log, samples=samples, decided=judge, seed=1)
+    return InputRecorder(log, samples=samples, decided=judge, least=least, seed=1)
 
 
 def rows(first: int, count: int, width: int = 4) -> dict[str, NDArray[np.float32]]:
@@ -100,6 +101,27 @@ def test_copies_are_recorded_once(tmp_path: Path) -> None:
     recorder.observe(rows(5, 8), answers(8))
     recorder.close()
     assert len(set(recorded(tmp_path))) == len(recorded(tmp_path))
+
+
+@pytest.mark.parametrize(("least", "wanted"), [(20, 30), (40, 50)])
+def test_inputs_that_only_repeat_make_the_sample_smaller(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    least: int,
+    wanted: int,
+) -> None:
+    monkeypatch.setattr(recorder_module, "_JUDGED", 100)
+    recorder = recorder_in(tmp_path, least=least)
+    while recorder.counts().copies < 300 and recorder.counts().wanted == 50:
+        recorder.observe(rows(0, 30), answers(30))
+        until(lambda: not recorder._pending)
+    assert (recorder.counts().recorded, recorder.counts().wanted) == (30, wanted)
+    told = [record.message for record in caplog.records]
+    assert any("30 samples have to do in place of 50: inputs only rep" in t for t in told) == (
+        wanted == 30
+    )
+    recorder.close()
 
 
 def test_what_the_caller_does_with_its_arrays_later_does_not_matter(tmp_path: Path) -> None:
