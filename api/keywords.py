@@ -41,7 +41,6 @@ class EngineKeywords(TypedDict, total=False):
     max_violations: float | None
     state: bool
     profile_window_s: float
-    uncertified_exits: bool
     policy: str
     slo_ms: float | None
     max_batch_size: int

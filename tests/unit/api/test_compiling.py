@@ -448,8 +448,6 @@ NOT_KEYWORDS = {
     "--custom-ops": "code: offramp.engine.backends.custom_ops.using_libraries",
     "--criterion-module": "code: offramp.engine.criteria.register",
     "--preprocessing": "its content has keywords",
-    "--backend": "engines are built by eecompile build",
-    "--completion": "of the command line",
     "--progress-file": "of the process that a server starts",
 }
 
@@ -457,7 +455,7 @@ NOT_KEYWORDS = {
 def test_every_flag_is_a_keyword() -> None:
     flags = {
         flag
-        for action in COMPILE.parser()._actions
+        for action in compile_parser()._actions
         for flag in action.option_strings
         if flag.startswith("--")
     }
