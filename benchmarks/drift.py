@@ -49,10 +49,8 @@ from offramp.engine.control.suspicion import Suspicion
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 BOUND: Final = 0.01
-CHUNK: Final = 200
-"""Samples from one look of the controller to the next: 20 looks a second at 4,000 samples/s."""
-BEFORE: Final = 10_000
-"""Samples without drift."""
+CHUNK: Final = 200  # samples from one look of the controller to the next
+BEFORE: Final = 10_000  # samples without drift
 MOST: Final = 40_000
 """Samples after which drift counts as not noticed."""
 RAMP: Final = 20_000

@@ -174,7 +174,7 @@ class LayeredParser(argparse.ArgumentParser):
 
 
 class HelpLines(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of descriptions, and adds a default that the help of an option lacks.
+    """Wraps paragraphs of descriptions, and adds a default that the help of an option lacks.
 
     The help of an option may have several lines: the short layer shows the first, and the default.
     """
@@ -184,11 +184,14 @@ class HelpLines(argparse.RawDescriptionHelpFormatter):
         self.first_lines = False
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Keep the lines of a text, and wrap those that are too long."""
-        return "\n".join(
-            textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent)
-            for line in text.splitlines()
+        """Wrap the paragraphs of a text; lines of one with indented lines stay as they are."""
+        filled = (
+            textwrap.indent(part, indent)
+            if re.search(r"^\s", part, re.MULTILINE)
+            else textwrap.fill(part, width, initial_indent=indent, subsequent_indent=indent)
+            for part in re.split(r"\n\s*\n", text.strip("\n"))
         )
+        return "\n\n".join(filled)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default, text = action.default, action.help or ""

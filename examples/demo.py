@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,9 @@ def main() -> int:
     _title("Look at")
     console.print(f"report:       {BUNDLE / 'report.html'}")
     console.print(f"status page:  eeserve {BUNDLE}, then the HTTP port; or make demo KEEP=1")
+    if shutil.which("eeserve") is None:
+        activate = Path(sys.prefix, "bin", "activate")
+        console.print(f"eeserve and the other commands are found after:  . {activate}")
     console.print(f"{time.monotonic() - started_s:.0f} s in all")
     return 0
 

@@ -227,7 +227,7 @@ def _load(path: Path) -> dict[str, Any]:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: is not UTF-8, as TOML has to be: {error}") from error
-    except ValueError as error:  # a date that is none, besides errors of TOML
+    except (ValueError, RecursionError) as error:  # a date that is none, lists too deep
         raise ConfigurationError(f"{path}: is not TOML: {error}") from error
 
 

@@ -1,12 +1,15 @@
-"""A server that learns is killed in every phase, and goes on each time without a wrong answer."""
+"""A server learns exits while it serves; killed in any phase, it goes on without a wrong answer."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +103,44 @@ def compiler_of(server: Server) -> int | None:
         except OSError:
             continue
     return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_exits_are_learned_from_load_and_no_request_fails(launch: Launch, model: Path) -> None:
+    """From the ONNX file to certified exits; how long it takes is benchmarks/learning.py's."""
+    server = launch(model, "--learn", "--learn-samples=6000", "--threads=1")
+    with np.load(EXAMPLE / "calibration.npz") as archive:
+        images = archive["image"]
+    answered, stopped = 0, threading.Event()
+
+    def load() -> None:
+        nonlocal answered
+        with Client(server.address) as client:
+            for start in itertools.cycle(range(0, len(images) - 16, 16)):
+                if stopped.wait(0.02):
+                    return
+                client.infer(MODEL, {"image": images[start : start + 16]})
+                answered += 16
+
+    with ThreadPoolExecutor(1) as sender:
+        loading = sender.submit(load)
+        try:
+            wait_until(lambda: loading.done() or phase(server) == "serving", 800.0)
+        finally:
+            stopped.set()
+        loading.result()  # raises where a request failed
+    assert phase(server) == "serving"
+    assert "certified: disagreement ≤ 1 % at 95 %" in server.log.read_text()
+    assert answered >= 6000
+
+    asker = Asker(model)
+    asker.ask(server, 3960)  # of 4,000 that the server never saw
+    early = server.metric("offramp_answers_total", model=MODEL) - server.metric(
+        "offramp_answers_total", model=MODEL, exit="final"
+    )
+    assert early > 0.5 * 3960
+    assert np.mean(asker.agreed) >= 0.985, "the promise's 0.99, less the noise of 3,960 samples"
 
 
 @pytest.mark.slow

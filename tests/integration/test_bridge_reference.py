@@ -180,7 +180,7 @@ def test_such_bridges_are_compiled_and_served(tmp_path: Path) -> None:
         rng = np.random.default_rng(seed)
         return {"image": rng.standard_normal((samples, 3, 16, 16)).astype(np.float32)}
 
-    asked = {"agree_share": 0.1, "max_disagreement": 0.4, "exits": ("90%",)}
+    asked = {"agree_share": 0.1, "max_disagreement": 0.4, "exits": ("90%",), "candidates": 12}
     bundle = compiled(exported, images, tmp_path, **asked)
     (exit_,) = bundle.manifest.exits
     assert exit_.head.kind == "bridge"

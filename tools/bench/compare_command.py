@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import Progress
 
+from offramp.bundle.policy import Promise
 from offramp.calibration.dataset import read_samples
 from offramp.commands.combinations import Illegal
 from offramp.compiler.data.arguments import add_data_arguments, source_of
@@ -52,6 +54,8 @@ _FRONTIER: Final = (
     "it is for comparing with an int8 copy; leave it out, or add --precision, which says how to "
     "make one"
 )
+_NORMAL_95: Final = 1.96
+"""Standard deviations within which 95 % of a normal distribution lie."""
 ILLEGAL: Final = (
     *(
         Illegal(option=option, without="--precision", why=_FRONTIER)
@@ -229,6 +233,8 @@ def run(options: argparse.Namespace) -> int:
     )
     title = f"{options.bundle}: measured on {backend.name}"
     print_rows(console, rows, title=title, baseline=baseline)
+    if promise := bundle.policy.promise:
+        console.print(chance_of(promise, rows, min(options.samples, len(measured))), soft_wrap=True)
     for method in methods:
         console.print(method.describe(), soft_wrap=True)
     if methods:
@@ -246,6 +252,17 @@ def _described(method: TunedMethod) -> dict[str, Any]:
         "disagreement_there": method.disagreement,
         "predicted_savings_there": method.predicted_savings,
     }
+
+
+def chance_of(promise: Promise, rows: Sequence[Row], samples: int) -> str:
+    """Say how far chance moves the agreement that is measured on some samples, at 95 %."""
+    agreement = min(row.agreement for row in rows if row.system == OFFRAMP)
+    points = 100 * _NORMAL_95 * math.sqrt(agreement * (1 - agreement) / samples)
+    return (
+        f"On {samples:,} samples chance moves agreement by ±{points:.1f} points. The promise, "
+        f"disagreement of at most {promise.max_disagreement:.2g}, is about all samples that are "
+        "like those of calibration."
+    )
 
 
 def print_rows(console: Console, rows: Sequence[Row], *, title: str, baseline: str) -> None:

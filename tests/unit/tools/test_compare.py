@@ -16,14 +16,14 @@ from tests.cuda_fakes import fake_cuda
 from tests.engines import engine_bundle
 from tests.sliced import dataset_of, sliced
 
-from offramp.bundle import Bundle
+from offramp.bundle import Bundle, Promise
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Departure
 from offramp.engine.plan import StageSpec
 from offramp.tools.bench import compare as module
 from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE, Row, baseline_of, compare
-from offramp.tools.bench.compare_command import print_rows
+from offramp.tools.bench.compare_command import chance_of, print_rows
 
 HOW: dict[str, Any] = {"threads": 1, "batch_sizes": (2, 4), "rounds": 2, "samples": 32}
 
@@ -117,6 +117,20 @@ def test_the_table_says_what_it_compares_with() -> None:
     said = io.StringIO()
     print_rows(Console(file=said, width=200), [row], title="t", baseline="one engine of x")
     assert "×ratio to source (one engine of x)" in " ".join(said.getvalue().split())
+
+
+def test_the_agreement_is_shown_with_what_chance_makes_of_it() -> None:
+    row = Row(
+        system=OFFRAMP, batch_size=1, mean_ms=1.0, median_ms=1.0, p95_ms=1.0, p99_ms=1.0,
+        busy_ms_per_sample=1.0, agreement=0.9885, accuracy=None, exit_shares={},
+    )  # fmt: skip
+    promise = Promise(
+        max_disagreement=0.01, confidence_level=0.95, certify_samples=2000, certify_errors=10,
+        p_value=0.01, predicted_savings=0.6,
+    )  # fmt: skip
+    said = chance_of(promise, [row], 2000)
+    assert said.startswith("On 2,000 samples chance moves agreement by ±0.5 points. The promise, ")
+    assert "disagreement of at most 0.01" in said
 
 
 def test_another_clock_measures_all_systems(bundle: Bundle) -> None:

@@ -631,12 +631,6 @@ def test_a_dry_run_without_a_gpu_says_what_is_known(
         bench.build()
 
 
-def test_int8_needs_data_at_once(bench: Bench) -> None:
-    options = EngineBuildOptions(precision="int8")
-    with pytest.raises(EngineOptionsError, match="--precision int8 needs --data NPZ"):
-        build_bundle(BuildOptions(bundle=Path("nowhere"), engines=options))
-
-
 def test_fp16_without_data_says_what_is_not_measured(bench: Bench) -> None:
     options = replace(SOURCE_FIRST, precision="fp16")
     results, (line,) = bench.build(options)
