@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _FIELDS: Final = {"confidence": "confidence_level"}
 """Fields that are not called as their keyword is."""
+_ARGUMENTS: Final = ("output", "example_inputs", "max_disagreement", "overwrite", "progress")
+"""Keyword arguments of :func:`compile` itself."""
 
 
 class CompileKeywords(TypedDict, total=False):
@@ -137,7 +139,7 @@ def compile(  # noqa: A001 - the name that users expect
         BundleExistsError: There is something at ``output`` already.
         ImportError: A package of the extra ``compile`` is missing.
     """
-    check_keywords("compile", options, CompileKeywords)
+    check_keywords("compile", options, CompileKeywords, named=_ARGUMENTS)
     asked = _options(
         output=_output_of(model, output),
         overwrite=overwrite,

@@ -78,8 +78,12 @@ class ServerKeywords(EngineKeywords, total=False):
     shutdown_timeout_s: float
 
 
-def check_keywords(function: str, given: Mapping[str, object], kind: type) -> None:
+def check_keywords(
+    function: str, given: Mapping[str, object], kind: type, *, named: Sequence[str] = ()
+) -> None:
     """Check the names and types of keyword arguments against a table.
+
+    ``named`` are the keyword arguments that the function has besides those of the table.
 
     Raises:
         TypeError: There is no such option, or its value is of another type.
@@ -88,10 +92,10 @@ def check_keywords(function: str, given: Mapping[str, object], kind: type) -> No
     hints = get_type_hints(kind)
     for name, value in given.items():
         if name not in hints:
-            close = difflib.get_close_matches(name, hints, n=2, cutoff=0.5)
-            hint = f"did you mean {' or '.join(close)}? " if close else ""
-            known = ", ".join(sorted(hints))
-            raise TypeError(f"{function}() has no option {name!r}; {hint}There are: {known}")
+            names = sorted({*hints, *named})
+            close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names)}"
+            raise TypeError(f"{function}() has no option {name!r}; {hint}")
         if not _fits(value, hints[name]):
             expected = f"{name} is {value!r:.80}, expected {_words(hints[name])}"
             raise ValueError(expected) if isinstance(value, str) else TypeError(expected)

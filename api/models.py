@@ -15,8 +15,8 @@ from offramp.api.errors import ModelClosedError
 from offramp.api.event_loop import LoopThread
 from offramp.api.html import describe_model, model_html
 from offramp.api.keywords import EngineKeywords, PathLike
-from offramp.api.opening import engine_options, model_name
-from offramp.bundle import TensorSpec
+from offramp.api.opening import engine_options, model_name, path_of
+from offramp.bundle import Bundle, TensorSpec
 from offramp.engine.core import Engine
 from offramp.engine.errors import BadInputError
 from offramp.engine.options import EngineOptions
@@ -218,12 +218,13 @@ class AsyncModel(OpenedModel):
     """
 
     @classmethod
-    def open(cls, path: PathLike, **options: Unpack[EngineKeywords]) -> Opening:
+    def open(cls, model: PathLike | Bundle, /, **options: Unpack[EngineKeywords]) -> Opening:
         """Open a bundle or an ONNX file: for ``async with``, or ``await`` and :meth:`close`.
 
         Options and errors are those of :func:`offramp.load`.
         """
-        return Opening(path, engine_options("AsyncModel.open", options, [Path(path)]))
+        path = path_of(model)
+        return Opening(path, engine_options("AsyncModel.open", options, [path]))
 
     async def __call__(self, inputs: ArrayLike, /) -> NDArray[Any]:
         """Return the answers to n samples of a model with one input; see :class:`Model`."""
@@ -283,8 +284,8 @@ class Opening:
             await self._model.close()
 
 
-def load(path: PathLike, **options: Unpack[EngineKeywords]) -> Model:
-    """Open a bundle, or an ONNX file, in this process.
+def load(model: PathLike | Bundle, /, **options: Unpack[EngineKeywords]) -> Model:
+    """Open a bundle, or an ONNX file, in this process: its path, or what ``compile`` returned.
 
     Takes seconds; use the model as a context manager, or close it. It answers as ``eeserve`` does
     with the same options, which have the names of its flags: ``--max-batch-size 16`` is
@@ -297,4 +298,5 @@ def load(path: PathLike, **options: Unpack[EngineKeywords]) -> Model:
         BundleError: The bundle is absent, damaged or of another version.
         EngineError: The backend cannot run here, or an option does not fit the model.
     """
-    return Model(path, engine_options("load", options, [Path(path)]))
+    path = path_of(model)
+    return Model(path, engine_options("load", options, [path]))

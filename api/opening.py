@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from offramp.api.keywords import (
     refuse_illegal_keywords,
     without_flags,
 )
+from offramp.bundle import Bundle
 from offramp.engine.learning.options import LearnOptions
 from offramp.engine.onnx_files import is_onnx_file
 from offramp.engine.options import EngineOptions, ModelOptions
@@ -32,6 +33,11 @@ _LEARNING: Final = {
 _DEFAULTS: Final = {"--mode": Mode.AUDIT.value, "--policy": "run-through", "--backend": "auto"}
 
 
+def path_of(model: PathLike | Bundle) -> Path:
+    """Return where a model is: its path, or that of a bundle such as ``compile`` returns."""
+    return model.path if isinstance(model, Bundle) else Path(model)
+
+
 def model_name(path: PathLike) -> str:
     """Return the name that a bundle or an ONNX file is served under."""
     return Path(path).resolve().name.removesuffix(".ee").removesuffix(".onnx")
@@ -42,14 +48,18 @@ def engine_options(
     given: Mapping[str, Any],
     models: Iterable[Path],
     kind: type = EngineKeywords,
+    *,
+    named: Sequence[str] = (),
 ) -> EngineOptions:
     """Make the engine's options of the keyword arguments of a function that opens models.
+
+    ``named`` are its keyword arguments that are no options of the engine.
 
     Raises:
         TypeError: An option is unknown, or of another type.
         ValueError: A value is out of range, or two options exclude each other.
     """
-    check_keywords(function, given, kind)
+    check_keywords(function, given, kind, named=named)
     if given:
         from offramp.server.arguments.combinations import ONNX_FILE, TABLE  # noqa: PLC0415 - heavy
 
@@ -57,16 +67,16 @@ def engine_options(
         asked = {name: value for name, value in given.items() if name != "state"}
         files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
         refuse_illegal_keywords(TABLE, asked, _DEFAULTS, also=files)
-    named = dict(given)
-    mode = Mode(named.pop("mode", Mode.AUDIT))
+    values = dict(given)
+    mode = Mode(values.pop("mode", Mode.AUDIT))
     try:
-        if "policy" in named:
-            named["policy"] = PolicyName.parse(named["policy"])
-        if "forbid_forced_exits" in named:
-            named["forced_exits"] = not named.pop("forbid_forced_exits")
-        more = {"mode": mode, "learning": _learning(named)}
-        defaults = options_from(ModelOptions, named, _FIELDS)
-        return options_from(EngineOptions, named, _FIELDS, defaults=defaults, **more)
+        if "policy" in values:
+            values["policy"] = PolicyName.parse(values["policy"])
+        if "forbid_forced_exits" in values:
+            values["forced_exits"] = not values.pop("forbid_forced_exits")
+        more = {"mode": mode, "learning": _learning(values)}
+        defaults = options_from(ModelOptions, values, _FIELDS)
+        return options_from(EngineOptions, values, _FIELDS, defaults=defaults, **more)
     except ValueError as error:
         raise ValueError(without_flags(str(error))) from error
 

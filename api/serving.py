@@ -10,12 +10,18 @@ from typing import Any, Self, Unpack
 
 from offramp.api.event_loop import LoopThread
 from offramp.api.keywords import PathLike, ServerKeywords, options_from, without_flags
-from offramp.api.opening import engine_options, model_name
+from offramp.api.opening import engine_options, model_name, path_of
+from offramp.bundle import Bundle
 from offramp.engine.core import Engine
 from offramp.engine.options import EngineOptions
 from offramp.server.app import Listening, StopSignals, serve_until_stopped
 from offramp.server.options import ServerOptions
 from offramp.server.served import ServedEngine
+
+ServedPaths = (
+    PathLike | Bundle | Sequence[PathLike | Bundle] | Mapping[str, PathLike] | Mapping[str, Bundle]
+)
+"""One model, several, or models by name."""
 
 
 class _Serving:
@@ -104,7 +110,7 @@ def _close(serving: _Serving, thread: LoopThread) -> None:
 
 
 def serve(
-    models: PathLike | Sequence[PathLike] | Mapping[str, PathLike],
+    models: ServedPaths,
     *,
     grpc_port: int = 0,
     http_port: int = 0,
@@ -113,7 +119,8 @@ def serve(
     """Serve bundles or ONNX files in a thread of this process, as ``eeserve`` does.
 
     Args:
-        models: One path, several, or paths by the name to serve them under.
+        models: One path, several, or paths by the name to serve them under; a bundle that
+            ``compile`` returned stands for its path.
         grpc_port: 0 takes a free port.
         http_port: The same, for status page, health and metrics.
         **options: Flags of ``eeserve``, named as for :func:`offramp.load`.
@@ -123,7 +130,9 @@ def serve(
         StartError: A port cannot be listened on.
     """
     named = _named(models)
-    engine = engine_options("serve", options, named.values(), ServerKeywords)
+    engine = engine_options(
+        "serve", options, named.values(), ServerKeywords, named=("grpc_port", "http_port")
+    )
     network: dict[str, Any] = {"grpc_port": grpc_port, "http_port": http_port, **options}
     try:
         # Whoever closes a server in this process need not be waited for, as load balancers are.
@@ -133,21 +142,21 @@ def serve(
     return Server(named, engine, server)
 
 
-def _named(models: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> dict[str, Path]:
+def _named(models: ServedPaths) -> dict[str, Path]:
     """Return paths by model name: ValueError if there is none, or two have the same name."""
     if isinstance(models, Mapping):
-        named = {name: Path(path) for name, path in models.items()}
+        named = {name: path_of(model) for name, model in models.items()}
     else:
         paths = models if isinstance(models, Sequence) and not isinstance(models, str) else [models]
         named = {}
-        for path in paths:
+        for path in map(path_of, paths):
             name = model_name(path)
             if name in named:
                 raise ValueError(
                     f"two models are named {name!r}: {named[name]} and {path}; give names: "
                     f"serve({{{name!r}: …, {name + '-2'!r}: …}})"
                 )
-            named[name] = Path(path)
+            named[name] = path
     if not named:
         raise ValueError('there is no model to serve; name a bundle: serve("model.ee")')
     return named

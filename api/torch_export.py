@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import onnx
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from offramp.api.errors import ExportCheckError, ModuleExportError
 from offramp.compiler.runtime import GraphRunner
@@ -23,19 +25,25 @@ from offramp.engine.differences import compare
 _log = logging.getLogger(__name__)
 
 ROWS: Final = 4
-"""Samples of the example inputs that are exported with and checked."""
+"""Samples of the example inputs that are exported with."""
+_BATCHES: Final = (slice(0, 64), *(slice(i, i + 1) for i in range(8)), slice(8, 11), slice(11, 18))
+"""Batches of the example inputs that are checked, as far as there are so many samples."""
 _TOLERANCE: Final = 1e-3
 _TOLERANCE_OF_HALF: Final = 5e-2
 """Shares of an output's scale that two runtimes may differ by."""
+_LOGGERS: Final = ("torch.onnx", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+"""Loggers of torch that the exporters write to."""
 
 
 class ExampleCall:
     """A call of a module's ``forward`` with a few samples of the example inputs."""
 
-    def __init__(self, module: nn.Module, inputs: object) -> None:
+    def __init__(self, module: nn.Module, inputs: object, rows: slice | None = None) -> None:
         """Bind inputs to parameters: a tensor, a tuple in their order, or a mapping by name.
 
-        TypeError if they do not fit.
+        ``rows`` are the samples to take; ``None`` is those to export with, of which there are two
+        at least, as torch's exporter takes a batch of one for a fixed size. TypeError if the inputs
+        do not fit.
         """
         self.module = module
         self._bound = _bind(module, inputs)
@@ -44,7 +52,7 @@ class ExampleCall:
         """Rows by input name, in the order of ``forward``."""
         for name, value in self._bound.arguments.items():
             self._bound.arguments[name] = self._mapped(
-                name, value, lambda n, v: _rows(n, v, device)
+                name, value, lambda n, v: _rows(n, v, device, rows)
             )
         for name, value in self._bound.arguments.items():
             self._mapped(name, value, self.tensors.__setitem__)
@@ -125,9 +133,8 @@ def export_module(module: nn.Module, example_inputs: object, path: Path) -> None
     """
     call = ExampleCall(module, example_inputs)
     with _evaluating(module), torch.no_grad():
-        wanted = {name: tensor.cpu().numpy() for name, tensor in call.outputs().items()}
-        _export(call, list(wanted), path)
-        _check(call, wanted, path)
+        _export(call, list(call.outputs()), path)
+        _check(module, example_inputs, path)
 
 
 def _export(call: ExampleCall, outputs: Sequence[str], path: Path) -> None:
@@ -139,6 +146,13 @@ def _export(call: ExampleCall, outputs: Sequence[str], path: Path) -> None:
         except ImportError:
             raise
         except Exception as first:
+            if _depends_on_values(first):
+                # The older exporter would write the branch that the example takes, for all inputs.
+                raise ModuleExportError(
+                    f"{kind}.forward chooses by the values of its inputs what it computes, as in "
+                    "`if x.sum() > 0`, which an ONNX file of torch cannot express; compute both "
+                    "and choose with torch.where, or take the choice out of the module"
+                ) from first
             try:
                 call.export(path, outputs, dynamo=False)
             except Exception as second:
@@ -146,39 +160,57 @@ def _export(call: ExampleCall, outputs: Sequence[str], path: Path) -> None:
                     f"{kind} cannot be exported to ONNX: {_line(first)}. The older exporter: "
                     f"{_line(second)}. Export it yourself with torch.onnx.export, and give the file"
                 ) from first
-            _log.warning(
-                "%s was exported with torch's older exporter, as the newer one failed: %s",
-                kind,
-                _line(first),
-            )
+            older = (kind, _line(first))
+        else:
+            older = None
+    if older is not None:  # said here, where nothing is silenced any more
+        _log.warning(
+            "%s was exported with torch's older exporter, as the newer one failed: %s", *older
+        )
 
 
-def _check(call: ExampleCall, wanted: Mapping[str, NDArray[Any]], path: Path) -> None:
-    """Compare the exported model with the module, on all example samples and on the first."""
-    kind = type(call.module).__name__
-    inputs = {name: tensor.cpu().numpy() for name, tensor in call.tensors.items()}
+def _depends_on_values(error: BaseException | None) -> bool:
+    """Whether an exporter failed because the module's Python code looks at values of tensors."""
+    while error is not None:
+        if isinstance(error, GuardOnDataDependentSymNode):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _check(module: nn.Module, example_inputs: object, path: Path) -> None:
+    """Compare the exported model with the module on batches of several samples and of one."""
     runner = GraphRunner(onnx.load(path))
-    for rows in (slice(None), slice(1)):
-        given = {name: array[rows] for name, array in inputs.items()}
-        count = len(next(iter(given.values())))
-        try:
-            found = runner.run(given)
-        except (RuntimeError, KeyError) as error:
+    count = len(next(iter(ExampleCall(module, example_inputs, slice(None)).tensors.values())))
+    for rows in _BATCHES:
+        if rows.start < count:
+            _check_batch(ExampleCall(module, example_inputs, rows), runner)
+
+
+def _check_batch(call: ExampleCall, runner: GraphRunner) -> None:
+    kind = type(call.module).__name__
+    given = {name: tensor.cpu().numpy() for name, tensor in call.tensors.items()}
+    samples = _samples(len(next(iter(given.values()))))
+    wanted = {name: tensor.cpu().numpy() for name, tensor in call.outputs().items()}
+    try:
+        found = runner.run(given)
+    except (RuntimeError, KeyError) as error:
+        raise ExportCheckError(
+            f"{kind}: the exported model fails on a batch of {samples} ({_line(error)}), the "
+            "module does not; its batch has to be free: use no sizes of the first dimension as "
+            "plain numbers in forward"
+        ) from error
+    for name, array in wanted.items():
+        allowed = _TOLERANCE_OF_HALF if array.dtype == np.float16 else _TOLERANCE
+        difference = compare(found[name], array)
+        if difference.share > allowed:
             raise ExportCheckError(
-                f"{kind}: the exported model fails on {count} of the example samples "
-                f"({_line(error)}), the module does not; its batch has to be free: use no sizes of "
-                "the first dimension as plain numbers in forward"
-            ) from error
-        for name, array in wanted.items():
-            allowed = _TOLERANCE_OF_HALF if array.dtype == np.float16 else _TOLERANCE
-            difference = compare(found[name], array[rows])
-            if difference.share > allowed:
-                raise ExportCheckError(
-                    f"{kind}: the exported model's {name} differs from the module's on {count} of "
-                    f"the example samples by {difference.describe()}, expected at most {allowed:g} "
-                    "of the scale; forward must compute with torch alone, and give each sample the "
-                    "same answer every time, whatever else is in its batch"
-                )
+                f"{kind}: the exported model's {name} differs from the module's on a batch of "
+                f"{samples} by {difference.describe()}, expected at most {allowed:g} of the "
+                "scale; forward must compute with torch alone, choose nothing by the values of "
+                "its inputs in Python, and give each sample the same answer every time, whatever "
+                "else is in its batch"
+            )
 
 
 def _bind(module: nn.Module, inputs: object) -> inspect.BoundArguments:
@@ -195,11 +227,14 @@ def _bind(module: nn.Module, inputs: object) -> inspect.BoundArguments:
         ) from error
 
 
-def _rows(name: str, value: object, device: torch.device | None) -> torch.Tensor:
-    """Return a few samples of an input on the module's device, and at least two.
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
 
-    Torch's exporter takes a batch of one for a fixed size.
-    """
+
+def _rows(
+    name: str, value: object, device: torch.device | None, rows: slice | None
+) -> torch.Tensor:
+    """Return samples of an input on the module's device."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -211,8 +246,11 @@ def _rows(name: str, value: object, device: torch.device | None) -> torch.Tensor
             f"example_inputs: {name} has shape {list(tensor.shape)}, expected [batch, …] with at "
             "least one sample"
         )
-    rows = tensor[:ROWS] if len(tensor) > 1 else torch.cat([tensor, tensor])
-    return rows.detach().to(device)
+    if rows is None:
+        taken = tensor[:ROWS] if len(tensor) > 1 else torch.cat([tensor, tensor])
+    else:
+        taken = tensor[rows]
+    return taken.detach().to(device)
 
 
 @contextmanager
@@ -229,19 +267,30 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep warnings of torch about its own ways from the user."""
-    exporter = logging.getLogger("torch.onnx")
-    level = exporter.level
-    exporter.setLevel(logging.ERROR)
+    """Keep from the user what torch's exporters print, log and warn of."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
-        exporter.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
-def _line(error: Exception) -> str:
-    """Return the first line of an error's message, with its kind."""
+def _line(error: BaseException) -> str:
+    """Return the first line of an error's message, with its kind.
+
+    An error of torch's newer exporter is told by what caused it: itself it names a step of three.
+    """
+    if type(error).__name__ == "TorchExportError" and error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__

@@ -63,7 +63,7 @@ _read_checked = partial(read_checked, listing="manifest", mend=MEND)
 _read = partial(read_regular, mend=MEND)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Bundle:
     """An opened bundle, every file of which was checked."""
 
@@ -94,6 +94,10 @@ class Bundle:
         bundle = cls(path=root, manifest=manifest, policy=policy, _weights=weights)
         bundle.variants()  # which reads their policies
         return bundle
+
+    def __repr__(self) -> str:
+        exits = f"{len(self.policy.active)} of {len(self.manifest.exits)} exits in use"
+        return f"<Bundle {self.path}: {exits}>"
 
     def held(self) -> Bundle:
         """Hold the files, so that they can be read though the path names another bundle by then.

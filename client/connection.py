@@ -53,6 +53,12 @@ class ConnectionSettings:
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
+        scheme, separator, rest = self.address.partition("://")
+        if separator and scheme in ("http", "https", "grpc", "grpcs"):
+            raise ValueError(
+                f"address {self.address!r} has a scheme; expected host:port of the server's gRPC "
+                f"side, for instance {rest.rstrip('/') or '127.0.0.1:8001'}"
+            )
         if not host or not port.isdecimal():
             raise ValueError(
                 f"address {self.address!r} is not host:port, for instance 127.0.0.1:8001"

@@ -43,11 +43,17 @@ def build_request(
     otherwise the server gives one, after those to all requests before.
 
     Raises:
-        InvalidInputError: An input has a dtype that cannot be sent, or ``priority`` is negative.
+        InvalidInputError: An input has a dtype that cannot be sent, or ``priority`` is negative;
+            or ``inputs`` are not by name.
     """
     if priority < 0:
         raise InvalidInputError(
             f"priority {priority} is below 0; 1 is served first, 0 is the server's default"
+        )
+    if not isinstance(inputs, Mapping):
+        raise InvalidInputError(
+            f"inputs are a {type(inputs).__name__}, expected arrays by input name, such as "
+            "{'INPUT': array}; client.metadata(MODEL).inputs has the names"
         )
     request = ModelInferRequest(model_name=model)
     try:

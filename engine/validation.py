@@ -86,7 +86,10 @@ def _check_tensor(
     spec: TensorSpec, tensor: NDArray[Any], bound: dict[str, tuple[int, str]]
 ) -> str | None:
     if tensor.dtype != np.dtype(spec.dtype):
-        return f"{_differs(spec, tensor)}; convert it with .astype({spec.dtype!r})"
+        scaled = ""
+        if tensor.dtype.kind in "iu" and np.dtype(spec.dtype).kind == "f":
+            scaled = ", and scale its values as in training"
+        return f"{_differs(spec, tensor)}; convert it with .astype({spec.dtype!r}){scaled}"
     if tensor.ndim != len(spec.shape):
         hint = ""
         if tensor.ndim == len(spec.shape) - 1:
@@ -97,7 +100,7 @@ def _check_tensor(
             if size != wanted:
                 return (
                     f"{_found(spec, tensor)}: size {size} of dimension {axis} is not {wanted}; "
-                    f"expected {spec.describe()}"
+                    f"expected {spec.describe()}{_layout_hint(spec, tensor)}"
                 )
             continue
         if size < 1:
@@ -109,6 +112,19 @@ def _check_tensor(
                 "it must be the same"
             )
     return None
+
+
+def _layout_hint(spec: TensorSpec, tensor: NDArray[Any]) -> str:
+    """Return the remedy where the channels of images are last and the model wants them first."""
+    if tensor.ndim != 4 or not all(
+        not isinstance(wanted, int) or size == wanted
+        for size, wanted in zip(np.array(tensor.shape)[[0, 3, 1, 2]], spec.shape, strict=True)
+    ):
+        return ""
+    return (
+        "; it looks like [batch, height, width, channels]: put the channels first with "
+        ".transpose(0, 3, 1, 2)"
+    )
 
 
 def _differs(spec: TensorSpec, tensor: NDArray[Any]) -> str:

@@ -163,11 +163,19 @@ class ByArguments(nn.Module):
         return tensors[0] + tensors[1], 2 * named["last"]
 
 
-class OldStyle(nn.Module):
-    """Only the older exporter can do it: the newer one does not trace a choice by a value."""
+class Branching(nn.Module):
+    """The older exporter writes one branch; the newer one names the choice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if x.abs().sum() > 0 else x - 1
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Tested(nn.Module):
+    """Takes another branch outside the exporters, where a sum is below 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = type(x) is Tensor and not torch.compiler.is_exporting() and bool(x.sum() < 0)
+        return x - 1 if other else x + 1
 
 
 class Unlike(nn.Module):
@@ -222,12 +230,43 @@ def test_a_module_with_free_arguments_and_several_outputs(asked: Asked, tmp_path
 
 
 def test_the_older_exporter_helps_out_and_a_line_says_so(
-    asked: Asked, caplog: pytest.LogCaptureFixture
+    asked: Asked,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    offramp.compile(OldStyle(), {"x": X})
+    export = ExampleCall.export
+
+    def failing(call: ExampleCall, path: Path, outputs: list[str], *, dynamo: bool) -> None:
+        if dynamo:
+            print("torch says much")
+            raise RuntimeError("no such operator\nand more")
+        export(call, path, outputs, dynamo=dynamo)
+
+    monkeypatch.setattr(ExampleCall, "export", failing)
+    offramp.compile(Net(), {"x": X})
     assert names(asked.model) == ["x"]
     (told,) = [r.getMessage() for r in caplog.records if r.name == "offramp.api.torch_export"]
-    assert told.startswith("OldStyle was exported with torch's older exporter, as the newer one")
+    assert told == (
+        "Net was exported with torch's older exporter, as the newer one failed: RuntimeError: no "
+        "such operator"
+    )
+    assert capfd.readouterr().out == ""
+
+
+def test_a_choice_by_values_is_refused_in_one_line(
+    asked: Asked, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModuleExportError, match=r"^Branching\.forward chooses by the values of"):
+        offramp.compile(Branching(), {"x": X})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_export_is_checked_on_batches_of_one_and_of_several(tmp_path: Path) -> None:
+    rows = np.ones((20, 16), np.float32)
+    rows[6] = -1  # the whole batch, and the example, take the branch of the others
+    with pytest.raises(ExportCheckError, match=r"differs from the module's on a batch of 1 sample"):
+        export_module(Tested(), rows, tmp_path / "m.onnx")
 
 
 Call = Callable[[], object]
@@ -239,7 +278,7 @@ Call = Callable[[], object]
         (
             lambda: offramp.compile("m.onnx", X, max_disagrement=0.01),  # type: ignore[call-arg]
             TypeError,
-            r"compile\(\) has no option 'max_disagrement'; did you mean max_class_disagreement",
+            r"compile\(\) has no option 'max_disagrement'; did you mean max_disagreement",
         ),
         (
             lambda: offramp.compile("m.onnx", X, max_disagreement=2),
@@ -344,12 +383,12 @@ Call = Callable[[], object]
         (
             lambda: offramp.compile(Unlike(), X),
             ExportCheckError,
-            r"Unlike: the exported model's output differs .* on 4 of the .*; .* same answer every",
+            r"Unlike: the exported model's output differs .* on a batch of .*; .* same answer every",
         ),
         (
             lambda: offramp.compile(ByNumpy(), X),
             ExportCheckError,
-            r"ByNumpy: .* on 1 of the .* shape \[4, 16\], expected \[1, 16\].* with torch alone",
+            r"ByNumpy: .* on a batch of .* shape \[4, 16\], expected \[1, 16\].* with torch alone",
         ),
         (
             lambda: offramp.compile(3, X),  # type: ignore[arg-type]
