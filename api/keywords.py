@@ -94,8 +94,10 @@ def check_keywords(
         if name not in hints:
             names = sorted({*hints, *named})
             close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names)}"
-            raise TypeError(f"{function}() has no option {name!r}; {hint}")
+            known = (
+                f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
+            )
+            raise TypeError(f"{function}() has no option {name!r}; {known}")
         if not _fits(value, hints[name]):
             expected = f"{name} is {value!r:.80}, expected {_words(hints[name])}"
             raise ValueError(expected) if isinstance(value, str) else TypeError(expected)

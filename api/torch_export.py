@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import onnx
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -139,34 +138,40 @@ def export_module(module: nn.Module, example_inputs: object, path: Path) -> None
 
 def _export(call: ExampleCall, outputs: Sequence[str], path: Path) -> None:
     """Export with the exporter that torch recommends, and where that fails with the older one."""
-    kind = type(call.module).__name__
     with _quiet():
-        try:
-            call.export(path, outputs, dynamo=True)
-        except ImportError:
-            raise
-        except Exception as first:
-            if _depends_on_values(first):
-                # The older exporter would write the branch that the example takes, for all inputs.
-                raise ModuleExportError(
-                    f"{kind}.forward chooses by the values of its inputs what it computes, as in "
-                    "`if x.sum() > 0`, which an ONNX file of torch cannot express; compute both "
-                    "and choose with torch.where, or take the choice out of the module"
-                ) from first
-            try:
-                call.export(path, outputs, dynamo=False)
-            except Exception as second:
-                raise ModuleExportError(
-                    f"{kind} cannot be exported to ONNX: {_line(first)}. The older exporter: "
-                    f"{_line(second)}. Export it yourself with torch.onnx.export, and give the file"
-                ) from first
-            older = (kind, _line(first))
-        else:
-            older = None
-    if older is not None:  # said here, where nothing is silenced any more
+        failure = _try_exporters(call, outputs, path)
+    if failure:
         _log.warning(
-            "%s was exported with torch's older exporter, as the newer one failed: %s", *older
+            "%s was exported with torch's older exporter, as the newer one failed: %s",
+            type(call.module).__name__,
+            failure,
         )
+
+
+def _try_exporters(call: ExampleCall, outputs: Sequence[str], path: Path) -> str:
+    """Export, and return what the newer exporter failed with; empty where it did not."""
+    kind = type(call.module).__name__
+    try:
+        call.export(path, outputs, dynamo=True)
+    except ImportError:
+        raise
+    except Exception as first:
+        if _depends_on_values(first):
+            # The older exporter would write the branch that the example takes, for all inputs.
+            raise ModuleExportError(
+                f"{kind}.forward chooses by the values of its inputs what it computes, as in "
+                "`if x.sum() > 0`, which an ONNX file of torch cannot express; compute both "
+                "and choose with torch.where, or take the choice out of the module"
+            ) from first
+        try:
+            call.export(path, outputs, dynamo=False)
+        except Exception as second:
+            raise ModuleExportError(
+                f"{kind} cannot be exported to ONNX: {_line(first)}. The older exporter: "
+                f"{_line(second)}. Export it yourself with torch.onnx.export, and give the file"
+            ) from first
+        return _line(first)
+    return ""
 
 
 def _depends_on_values(error: BaseException | None) -> bool:

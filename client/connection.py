@@ -57,7 +57,7 @@ class ConnectionSettings:
         if separator and scheme in ("http", "https", "grpc", "grpcs"):
             raise ValueError(
                 f"address {self.address!r} has a scheme; expected host:port of the server's gRPC "
-                f"side, for instance {rest.rstrip('/') or '127.0.0.1:8001'}"
+                f"side, for instance {rest.partition(':')[0].rstrip('/') or '127.0.0.1'}:8001"
             )
         if not host or not port.isdecimal():
             raise ValueError(

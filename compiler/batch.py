@@ -1,9 +1,17 @@
-"""Freeing the batch dimension of a model, and trying whether it then computes the same."""
+"""Sizes of a model's inputs: the batch, which is made free, and free ones that its graph fixes.
+
+Exporters that trace a model bake the length of the example into constants, mostly into those of
+Reshape. ONNX Runtime then runs the model at this length alone, although the file declares it free.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Final
+
 import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from offramp.compiler.batch_conditions import check_conditions
 from offramp.compiler.batch_repair import REMEDY, repair
@@ -14,6 +22,13 @@ from offramp.compiler.rows import check_rows
 from offramp.compiler.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.shapes import BATCH, annotate, forget_shapes
 from offramp.engine.differences import compare
+
+_COMMON: Final = (8, 32, 64, 128, 224, 256, 384, 512)
+"""Sizes that are tried after those that constants of the graph name."""
+_TRIED: Final = 24
+_LARGEST: Final = 4096
+_SHORT: Final = 8
+"""Elements of a constant that may be a shape."""
 
 
 def free_batch(proto: onnx.ModelProto) -> None:
@@ -115,3 +130,78 @@ def _name_mixing(freed: onnx.ModelProto, remedy: str) -> None:
         check_rows(freed)
     except ModelError as error:
         raise ModelError(f"{remedy}. At another size {error}") from error
+
+
+def fix_baked_sizes(proto: onnx.ModelProto) -> str:
+    """Fix the free sizes of the inputs, in place, where the model runs at one size alone.
+
+    Returns what was found, for people; empty where the free sizes are left as they are. All free
+    sizes but the batch are tried with the same number.
+    """
+    trial = copied(proto)
+    if fixed_size(trial) is None:
+        rename_batch(trial.graph)
+    free = _free(trial.graph)
+    if not free:
+        return ""
+    try:
+        runner = GraphRunner(trial)
+    except RuntimeError:  # whoever loads it next names the reason
+        return ""
+    if _runs(runner, trial):
+        return ""
+    found: list[int] = []
+    for size in _candidates(trial):
+        for dim in free:
+            dim.dim_value = size
+        if _runs(runner, trial):
+            found.append(size)
+        if len(found) > 1:  # not fixed: whatever fails has another reason
+            return ""
+    if not found:
+        return ""
+    names = dict.fromkeys(dim.dim_param for dim in _free(proto.graph))
+    _fix(proto.graph, set(names), found[0])
+    sizes = ", ".join(f"{name or 'a size without a name'} = {found[0]}" for name in names)
+    return (
+        f"the model runs at {sizes} only, although the file declares it free: other sizes are "
+        "refused. Export it with another exporter (torch.onnx.export(..., dynamo=True)) to free it"
+    )
+
+
+def _free(graph: onnx.GraphProto) -> list[onnx.TensorShapeProto.Dimension]:
+    return [
+        dim
+        for info in graph.input
+        for dim in info.type.tensor_type.shape.dim[1:]
+        if not dim.HasField("dim_value") and dim.dim_param != BATCH
+    ]
+
+
+def _fix(graph: onnx.GraphProto, names: set[str], size: int) -> None:
+    for dim in _free(graph):
+        dim.dim_value = size
+    for info in (*graph.value_info, *graph.output):
+        for dim in info.type.tensor_type.shape.dim:
+            if dim.dim_param and dim.dim_param in names:
+                dim.dim_value = size
+
+
+def _runs(runner: GraphRunner, proto: onnx.ModelProto) -> bool:
+    try:
+        runner.run(random_inputs(proto, 1))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _candidates(proto: onnx.ModelProto) -> list[int]:
+    """Return the sizes to try: what short integer constants hold, the most frequent first."""
+    constants = list(proto.graph.initializer)
+    constants += [a.t for n in proto.graph.node if n.op_type == "Constant" for a in n.attribute]
+    counts: Counter[int] = Counter()
+    for tensor in constants:
+        if tensor.data_type == onnx.TensorProto.INT64 and sum(tensor.dims) <= _SHORT:
+            counts.update(numpy_helper.to_array(tensor).ravel().tolist())
+    named = [size for size, _ in counts.most_common() if 1 < size <= _LARGEST]
+    return list(dict.fromkeys([*named[: _TRIED - len(_COMMON)], *_COMMON]))

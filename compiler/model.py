@@ -24,7 +24,7 @@ from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
 from offramp.compiler.answer_tokens import answer_with_tokens
 from offramp.compiler.asked_task import AskedTask
-from offramp.compiler.batch import free_batch
+from offramp.compiler.batch import fix_baked_sizes, free_batch
 from offramp.compiler.class_map import answer_with_classes
 from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.cuts import MAX_CUT_TENSORS

@@ -79,7 +79,8 @@ async def bundles_of(
     if not refused:
         return found
     if found:
-        refused.append(f"without it, {', '.join(found)} can be served: leave it out")
+        those, them = ("it", "it") if len(refused) == 1 else ("these", "them")
+        refused.append(f"without {those}, {', '.join(found)} can be served: leave {them} out")
     raise OnnxFileError("\n".join(refused))
 
 
@@ -94,7 +95,7 @@ async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: Wra
             f"eecompile wrap {path} --output {path.stem}.ee"
         )
     began_s = time.monotonic()
-    if not path.is_file():
+    if not await asyncio.to_thread(path.is_file):
         raise OnnxFileError(f"{path}: there is no such file; give the path of an ONNX file")
     _log.info("%s: reading %s, to serve it as it is", name, path)
     bundle = await wrapped.bundle(path, answer=options.of(name).answer, task=options.of(name).task)

@@ -4,7 +4,6 @@
 
     wrap        the steps, from the file to the bundle
     reading     the reader: as that of compiling, without what only exits need
-    sizes       sizes declared free that the graph fixes
     rows        whether samples may share a batch, found on made inputs
     trial       the graph as it is served: compared with the file, timed
     command     ``eecompile wrap``

@@ -12,7 +12,7 @@ from offramp.bundle import Answer, AnswerTask, TensorSpec
 from offramp.compiler import preparation
 from offramp.compiler.answer import find_answer, keep_answer, output_type, settle_output
 from offramp.compiler.asked_task import AskedTask
-from offramp.compiler.batch import fixed_size, free_batch, rename_batch
+from offramp.compiler.batch import fix_baked_sizes, fixed_size, free_batch, rename_batch
 from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.decoder_cache import check_no_cache
 from offramp.compiler.errors import ModelError
@@ -20,7 +20,6 @@ from offramp.compiler.graph import copied, default_opset, refill
 from offramp.compiler.model import SourceModel, modern, specs
 from offramp.compiler.model_checks import check_batch_in_front, check_inputs
 from offramp.compiler.plain.rows import find_mixing, gives_rows
-from offramp.compiler.plain.sizes import fix_baked_sizes
 from offramp.compiler.shapes import BATCH, FLOATING, annotate
 from offramp.compiler.source_file import load_source
 from offramp.compiler.unread_inputs import DeclaredInputs, drop_unread

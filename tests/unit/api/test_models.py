@@ -54,6 +54,11 @@ def model(small: tuple[Path, Inputs]) -> Iterator[offramp.Model]:
         yield model
 
 
+def test_a_bundle_that_was_compiled_is_loaded(small: tuple[Path, Inputs]) -> None:
+    with offramp.load(offramp.Bundle.open(small[0]), mode="leave") as model:
+        assert model(small[1][:2]).shape == (2, 3)
+
+
 def by_engine(path: Path, x: Inputs) -> tuple[NDArray[Any], NDArray[np.int32]]:
     async def answer() -> tuple[NDArray[Any], NDArray[np.int32]]:
         async with await Engine.open({"m": path}, EngineOptions(mode=Mode.LEAVE)) as engine:

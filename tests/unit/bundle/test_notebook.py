@@ -27,6 +27,10 @@ def test_a_report_is_a_document_in_a_frame_of_its_own(small: Bundle) -> None:
     assert "<style" not in shown  # it is within the attribute
 
 
+def test_a_bundle_is_a_line_elsewhere(small: Bundle) -> None:
+    assert repr(small) == f"<Bundle {small.path}: 1 of {len(small.manifest.exits)} exits in use>"
+
+
 def test_a_bundle_shows_its_exits_and_its_promise(small: Bundle) -> None:
     (active,) = small.policy.active
     shown = small._repr_html_()

@@ -70,7 +70,12 @@ def test_nobody_there_says_so() -> None:
     ("settings", "message"),
     [
         ({"address": "localhost"}, "'localhost' is not host:port"),
-        ({"address": "http://localhost"}, "is not host:port"),
+        (
+            {"address": "http://localhost:8000/"},
+            "address 'http://localhost:8000/' has a scheme; expected host:port of the server's",
+        ),
+        ({"address": "grpc://a"}, "side, for instance a:8001$"),
+        ({"address": "unix://a"}, "is not host:port"),
         ({"address": "a:1", "timeout_s": 0}, "timeout_s 0 is not above 0"),
         ({"address": "a:1", "max_message_mib": 0}, "max_message_mib 0 is below 1"),
     ],

@@ -64,7 +64,11 @@ def test_defaults_are_left_to_the_server() -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "priority", "message"),
-    [({"a": ["text"]}, 0, "tensor 'a' has numpy dtype <U4"), ({}, -1, "priority -1 is below 0")],
+    [
+        ({"a": ["text"]}, 0, "tensor 'a' has numpy dtype <U4"),
+        ({}, -1, "priority -1 is below 0"),
+        (np.zeros(3), 0, "inputs are a ndarray, expected arrays by input name, such as"),
+    ],
 )
 def test_what_cannot_be_sent_is_refused(inputs: Any, priority: int, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):

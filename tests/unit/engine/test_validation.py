@@ -12,6 +12,7 @@ from offramp.engine.validation import check_request, check_tensors
 
 IDS = TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence"))
 MASK = TensorSpec(name="attention_mask", dtype="int64", shape=("batch", "sequence"))
+FLOATS = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
 IMAGE = TensorSpec(name="image", dtype="uint8", shape=("batch", 1, 28, 28))
 
 
@@ -91,6 +92,23 @@ def test_what_fits_has_nothing_wrong(batch: int, sequence: int) -> None:
             (
                 "input 'image' is uint8 [2, 1, 28, 27]: size 27 of dimension 3 is not 28; "
                 "expected image: uint8 [batch, 1, 28, 28]"
+            ),
+        ),
+        (
+            [IMAGE],
+            {"image": image(2, 28, 28, 1)},
+            (
+                "input 'image' is uint8 [2, 28, 28, 1]: size 28 of dimension 1 is not 1; expected "
+                "image: uint8 [batch, 1, 28, 28]; it looks like [batch, height, width, channels]: "
+                "put the channels first with .transpose(0, 3, 1, 2)"
+            ),
+        ),
+        (
+            [FLOATS],
+            {"x": image(2, 4)},
+            (
+                "input 'x' is uint8 [2, 4], expected x: float32 [batch, 4]; convert it with "
+                ".astype('float32'), and scale its values as in training"
             ),
         ),
         (

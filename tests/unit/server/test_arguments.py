@@ -216,6 +216,7 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
             "m.ee --self-check --json no/x.json",
             "no/x.json cannot be written: there is no folder no",
         ),
+        ("m.ee --port 8", "there is no option --port; did you mean --grpc-port or --http-port?"),
         ("m.ee --batch 8", "there is no option --batch; did you mean --max-batch-size?"),
     ],
 )

@@ -249,7 +249,10 @@ def no_dimensions() -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("model", "error"),
     [
-        (two_outputs, "2 outputs (hidden1, logits), of which one can be served; name it, for inst"),
+        (
+            two_outputs,
+            "2 outputs (hidden1 (float32), logits (float32)), of which one can be served",
+        ),
         (text_input, "input 'x' has elements of type string"),
         (no_dimensions, "input 'scale' has no dimensions"),
         (batch_summed, "reduce over other dimensions than the first, which has to be the batch"),
@@ -269,6 +272,68 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 def test_the_output_that_is_named_is_served(wrap: Any) -> None:
     assert wrap(two_outputs(), answer="logits").manifest.outputs[0].name == "logits"
+
+
+def labelled() -> onnx.ModelProto:
+    """As scikit-learn's exporter writes it: labels first, then the scores that they are made of."""
+    model = models.mlp()
+    output = model.graph.output[0].name
+    model.graph.node.append(helper.make_node("ArgMax", [output], ["label"], axis=1, keepdims=0))
+    model.graph.output.insert(
+        0, helper.make_tensor_value_info("label", TensorProto.INT64, ["batch"])
+    )
+    return model
+
+
+def test_scores_beside_labels_are_the_answer(wrap: Any, tmp_path: Path) -> None:
+    scores = models.mlp().graph.output[0].name
+    assert wrap(labelled()).manifest.outputs[0].name == scores
+    path, notes = tmp_path / "labelled.onnx", list[str]()
+    onnx.save(labelled(), path)
+    wrap_model(WrapOptions(model=path, output=tmp_path / "a.ee"), note=notes.append)
+    assert notes == [f"the answer is output {scores!r}, not the labels label"]
+
+
+def test_a_name_is_not_used_where_there_is_one_output(tmp_path: Path) -> None:
+    path, notes = tmp_path / "model.onnx", list[str]()
+    onnx.save(models.mlp(), path)
+    options = WrapOptions(model=path, output=tmp_path / "a.ee", answer="other")
+    scores = models.mlp().graph.output[0].name
+    assert wrap_model(options, note=notes.append).manifest.outputs[0].name == scores
+    assert notes == [f"--answer other is not used: the only output is {scores!r}"]
+
+
+def traced(tokens: int) -> onnx.ModelProto:
+    """Declares its length free, and has it in a Reshape, as exporters that trace write it."""
+    b = Builder()
+    x = b.input("x", ["batch", "tokens", 8])
+    split = b.node("Reshape", x, b.constant([0, tokens, 2, 4], np.int64))
+    b.linear(b.node("ReduceMean", split, axes=[1, 3], keepdims=0), 2, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build(opset=17)
+
+
+def test_a_length_that_the_graph_fixes_is_served_as_fixed(tmp_path: Path) -> None:
+    path, notes = tmp_path / "model.onnx", list[str]()
+    onnx.save(traced(6), path)
+    bundle = wrap_model(WrapOptions(model=path, output=tmp_path / "a.ee"), note=notes.append)
+    assert bundle.manifest.inputs[0].shape == ("batch", 6, 8)
+    (note,) = notes
+    assert note.startswith("the model runs at tokens = 6 only, although the file declares it free")
+
+
+def test_what_is_no_model_is_told_what_it_is(tmp_path: Path) -> None:
+    torch_file, bundle = tmp_path / "model.pt", tmp_path / "model.ee"
+    torch_file.write_bytes(b"PK weights")
+    bundle.mkdir()
+    (bundle / "manifest.json").write_text("{}")
+    output = tmp_path / "out.ee"
+    with pytest.raises(
+        ModelError, match=r"model\.pt: not an ONNX file; it looks like a file of to"
+    ):
+        wrap_model(WrapOptions(model=torch_file, output=output))
+    with pytest.raises(ModelError, match=r"model\.ee: is a bundle already; serve it with eeserve"):
+        wrap_model(WrapOptions(model=bundle, output=output))
 
 
 def test_a_task_that_is_asked_for_has_to_fit(wrap: Any) -> None:

@@ -100,6 +100,22 @@ def test_bundles_of_which_no_exit_paid_are_served_in_mode_off(bundle: Path) -> N
     assert options_for("m", manifest, OPTIONS) is OPTIONS
 
 
+def test_all_files_that_cannot_be_served_are_named(model: Path, tmp_path: Path) -> None:
+    broken, missing = tmp_path / "broken.onnx", tmp_path / "missing.onnx"
+    broken.write_text("no model")
+
+    async def open_all() -> None:
+        async with await Engine.open({"a": broken, "b": model, "c": missing}, OPTIONS):
+            pass
+
+    with pytest.raises(OnnxFileError) as caught:
+        asyncio.run(open_all())
+    first, second, last = str(caught.value).splitlines()
+    assert first.startswith(f"a: {broken}: not an ONNX file")
+    assert second == f"c: {missing}: there is no such file; give the path of an ONNX file"
+    assert last == "without these, b can be served: leave them out"
+
+
 def test_a_note_says_where_exits_come_from(model: Path, tmp_path: Path) -> None:
     asyncio.run(wrap(model, tmp_path / "plain.ee"))
     manifest = Bundle.open(tmp_path / "plain.ee").manifest
