@@ -66,7 +66,10 @@ def numpy_source(path: Path) -> DataSource:
 
 @dataclass(frozen=True, slots=True)
 class NpzSource:
-    """An npz file with an array for each input; ``label`` or ``labels`` holds the classes."""
+    """An npz file with an array for each input; ``label`` or ``labels`` holds the classes.
+
+    An npy file is the one array that it holds, by the name of the file.
+    """
 
     path: Path
 
@@ -85,11 +88,10 @@ class NpzSource:
         """Map the arrays, where they are large; what is compressed is unpacked into scratch."""
         try:
             with open_regular(self.path) as file:
-                if file.read(6) == b"\x93NUMPY":
-                    raise DataError(
-                        f"{self.path} is a single array; save named ones with numpy.savez"
-                    )
-                arrays = self._arrays(file, scratch)
+                single = file.read(6) == b"\x93NUMPY"
+                arrays = (
+                    {self.path.stem: map_npy(self.path)} if single else self._arrays(file, scratch)
+                )
                 file.seek(0)
                 return arrays, _hash(file)
         except FileNotFoundError as error:

@@ -168,14 +168,28 @@ def read_dataset(
         groups = None if group is None else group.take(arrays, names)
     except ValueError as error:
         raise DataError(f"{name}: {error}") from error
+    rename = _only_input(specs, arrays)
+    if rename and len(arrays) == 1:
+        arrays = {specs[0].name: arrays[rename]}
     if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
-        raise DataError(f"{name}: {wrong}{group_hint(arrays, names | aside)}")
+        hint = group_hint(arrays, names | aside)
+        if rename and len(arrays) > 1:
+            hint = f"; {rename!r} would fit: save it as {specs[0].name!r}, alone or with labels"
+        raise DataError(f"{name}: {wrong}{hint}")
     arrays = {key: array for key, array in arrays.items() if key not in aside}
     if labels is not None and labels.ndim == 0:
         raise DataError(f"{name}: labels are one number, expected one for each sample")
     _check_lengths(name, arrays, labels)
     truth = None if labels is None else _codes_of(name, labels, answer)
     return Dataset(inputs=arrays, labels=truth, group=groups, sha256=digest)
+
+
+def _only_input(specs: Sequence[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Return the name of the array that alone fits a model's only input, which has no array."""
+    if len(specs) != 1 or specs[0].name in arrays:
+        return ""
+    fitting = [n for n, a in arrays.items() if check_tensors(specs, {specs[0].name: a}) is None]
+    return fitting[0] if len(fitting) == 1 else ""
 
 
 def _check_lengths(

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle.measured import Measured
 from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
@@ -31,6 +32,22 @@ class BindingLimit:
     kind: Literal["agreement", "costs", "overhead", "data"]
     message: str
     """A sentence with the value that was found, the one that was allowed, and the remedy."""
+
+
+def measured_loss(measured: Measured, batch_size: int) -> BindingLimit | None:
+    """Return the limit where exits surely took more time than they saved, as it was measured.
+
+    That is decided at the batch size that is nearest to the one they were chosen for.
+    """
+    at = measured.nearest(batch_size)
+    if at.busy.value - at.busy.half_width <= 1:
+        return None
+    return BindingLimit(
+        "costs",
+        f"with exits the model took {at.busy.value:.2f} ± {at.busy.half_width:.2f} of its own time "
+        f"at batch {at.batch_size}, measured here, though savings were predicted; compile again on "
+        "a quiet machine, or on the one that will serve",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,8 @@ class LayeredParser(argparse.ArgumentParser):
         for word in unknown:
             if word.startswith("-"):
                 self.error(self._unknown(word.partition("=")[0]))
+            if "--data" in self._option_string_actions:
+                self.error(f"{word} is one argument too many; did you mean --data {word}?")
         if self._illegal:
             try:
                 refuse_illegal(self._illegal, self.values(options), self.given(args))

@@ -44,13 +44,9 @@ _FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-
 def settle_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, str]:
     """Return the name of the output that is the answer, and a note where that was decided here.
 
-    An only output is the answer, whatever ``answer`` is: a server has one name for all its files.
     Of several the only floating-point one is it, where all others are integers: labels made of it.
     """
     outputs = {o.name: output_type(o) for o in proto.graph.output}
-    if len(outputs) == 1 and answer not in (None, *outputs):
-        (only,) = outputs
-        return only, f"--answer {answer} is not used: the only output is {only!r}"
     scores = [name for name, found in outputs.items() if found in FLOATING]
     labels = [name for name, found in outputs.items() if found in _LABELS]
     if answer is None and len(scores) == 1 and 0 < len(labels) == len(outputs) - 1:

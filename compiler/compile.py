@@ -11,7 +11,9 @@ from pathlib import Path
 
 from offramp.bundle import (
     Bundle,
+    ExitPolicy,
     InputRanges,
+    Measured,
     Padding,
     SharingCost,
     write_bundle,
@@ -236,6 +238,13 @@ def _certify_and_write(
     check_ranges(chosen.sliced.model, certify.ranges, [e.exit for e in policy.active], slack=slack)
     if chosen.frozen is not None and not policy.active:
         return _certify_and_write(_withheld(chosen.frozen), found, run)
+    limit = chosen.limit
+    measured = _measured(chosen, policy, certify, run) if policy.active else None
+    size = options.reference_batch_size
+    loss = None if measured is None else limits.measured_loss(measured, size)
+    if loss is not None and not options.is_dry_run:
+        limit, measured = loss, None
+        policy = replace(policy, active=(), promise=None)
     rehearsed = None
     if path.rehearsal is not None:
         shipped = choice.forecast(policy, certify, path.rehearsal.settings)
@@ -244,27 +253,14 @@ def _certify_and_write(
         )
     variants = [build_variant(n, variant, run, len(drawn)) for n, variant in enumerate(drawn, 1)]
     sharing = _measure_sharing(chosen, drawn, run)
-    measured = None
-    if policy.active:
-        stages = plan_stages(draft, draft.read, policy.active)
-        with progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
-            measured = measure_policy(
-                chosen.timer.source,
-                Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE),
-                parts.certify,
-                stages_of_samples(policy, certify),
-                answer=draft.answer,
-                threads=options.threads,
-                progress=advance,
-            )
-    limit = chosen.limit
     if not policy.active:
         limit = limit or _limit(chosen, found, options, certify)
         nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
         _log.warning(nothing, limit.message)
     for note in choice.profile.disturbed:
         _log.warning("The machine was disturbed while it was measured: %s.", note)
-    warn_of_violations(rehearsed)
+    if rehearsed is not None and (late := rehearsed.too_late):
+        _log.warning("%s", late)
 
     with progress.step("Look at the range of the data", 1):
         ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
@@ -305,6 +301,23 @@ def _certify_and_write(
             variants=variants,
         )
         return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
+
+
+def _measured(
+    chosen: Blueprint, policy: ExitPolicy, certify: ExitRecords, run: CompileRun
+) -> Measured:
+    """Run the policy beside the unmodified model."""
+    stages = plan_stages(chosen.draft, chosen.draft.read, policy.active)
+    with run.progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
+        return measure_policy(
+            chosen.timer.source,
+            Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE),
+            run.parts.certify,
+            stages_of_samples(policy, certify),
+            answer=chosen.draft.answer,
+            threads=run.options.threads,
+            progress=advance,
+        )
 
 
 def _measure_sharing(
@@ -358,22 +371,6 @@ def _limit(
     if not path.active and options.selection == "pame":
         return limits.limit_of_rehearsal(options.max_violations)
     return choice.limit(path, chosen.tune, certify, options.max_overhead)
-
-
-def warn_of_violations(rehearsed: Rehearsed | None) -> None:
-    """Say if the certified thresholds, higher than those rehearsed, make too many batches late."""
-    if rehearsed is None:
-        return
-    late, tolerated = rehearsed.shipped.violations, rehearsed.rehearsal.settings.max_violations
-    if late > tolerated:
-        _log.warning(
-            "%.1f %% of the batches are predicted to be later than without exits, more than the "
-            "%g %% of --max-violations: thresholds that could be certified let more samples go on "
-            "than those rehearsed. More calibration data helps; so does a larger "
-            "--max-disagreement.",
-            100 * late,
-            100 * tolerated,
-        )
 
 
 @contextmanager

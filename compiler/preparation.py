@@ -114,10 +114,10 @@ def simplified(
     except (ModelError, ScratchError):
         raise
     except SimplifierError as error:
-        _log.warning("not simplified, which is no error: %s", _one_line(error))
+        _log.warning("not simplified: %s", _one_line(error))
         return proto
     except Exception as error:  # whatever what it made is refused with
-        _log.warning("not simplified, which is no error: %s", _one_line(error))
+        _log.warning("not simplified: onnxslim fails: %s", _one_line(error))
         return proto
     if not difference <= rounding_of(proto).batches:
         _log.warning("not simplified: onnxslim changes the outputs by %.1e", difference)

@@ -73,9 +73,12 @@ def _of_policy(bundle: Bundle, policy: ExitPolicy) -> Iterator[str]:
     manifest, promise = bundle.manifest, policy.promise
     if manifest.calibration.random_inputs:
         yield "[bold red]DRY RUN[/bold red]: compiled on random inputs, nothing is certified."
-    built = f"[bold]{escape(str(bundle.path))}[/bold]: {len(manifest.exits)} exits built"
+    exits = numbers.plural(len(manifest.exits), "exit")
+    built = f"[bold]{escape(str(bundle.path))}[/bold]: {exits} built"
     if not policy.active:
         yield f"{built}, [bold red]none active[/bold red]: serves the unmodified model"
+        if manifest.idle_reason:
+            yield f"  Reason: {escape(manifest.idle_reason)}."
         return
     yield f"{built}, {len(policy.active)} active"
     for active in policy.active:

@@ -127,6 +127,19 @@ class Rehearsed:
     data_sha256: str
     """Of the file that both splits are from."""
 
+    @property
+    def too_late(self) -> str:
+        """The sentence on too many batches that the certified policy makes late; empty if few."""
+        late, tolerated = self.shipped.violations, self.rehearsal.settings.max_violations
+        if late <= tolerated:
+            return ""
+        return (
+            f"{late:.1%} of the batches are predicted to be later than without exits, more than "
+            f"the {tolerated:.3g} of --max-violations: thresholds that could be certified let more "
+            "samples go on than those rehearsed; give more calibration data, or a larger "
+            "--max-disagreement"
+        )
+
     def dump(self) -> bytes:
         """Give the content of the file."""
         return (json.dumps(to_plain(self), allow_nan=False) + "\n").encode()

@@ -77,9 +77,9 @@ class DataKind:
 
 KINDS: Final[tuple[DataKind, ...]] = (
     DataKind(
-        name="an npz file",
-        form="FILE.npz with an array for each input",
-        fits=lambda data: data.suffix == ".npz" or _is_zip(data),
+        name="an npz or npy file",
+        form="FILE.npz with an array for each input, or FILE.npy for the only one",
+        fits=lambda data: data.suffix in {".npz", ".npy"} or _is_zip(data),
         make=lambda data, spec: first_of(NpzSource(data.path), spec.max_samples),
     ),
     DataKind(

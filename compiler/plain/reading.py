@@ -121,7 +121,14 @@ def _read(
 
 
 def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, list[str]]:
-    """Return the output to serve, and notes on the choice; ModelError where it has to be named."""
+    """Return the output to serve, and notes on the choice; ModelError where it has to be named.
+
+    An only output is served whatever ``answer`` is: a server has one name for all its files.
+    """
+    if len(proto.graph.output) == 1:
+        (only,) = (output.name for output in proto.graph.output)
+        unused = f"--answer {answer} is not used: the only output is {only!r}"
+        return only, [] if answer in (None, only) else [unused]
     answer, note = settle_output(proto, answer)
     if answer is not None or len(proto.graph.output) < 2:
         return answer, [note] if note else []

@@ -103,7 +103,7 @@ def test_data_that_is_not_there(capfd) -> None:
 
 
 def test_data_of_another_name(capfd) -> None:
-    save("xx")
+    save("xx", dtype="float64")
     line = compiling(capfd)
     assert "there is no input 'xx' (did you mean 'x'?); expected x: float32 [batch, 16]" in line
 
@@ -320,7 +320,7 @@ def test_a_bundle_is_written_and_summed_up(capfd, name: str) -> None:
     assert f"eeserve {name}" in out
     assert Path(name, "report.html").is_file()
     exits = len(Bundle.open(name).manifest.exits)
-    assert f"{exits} exits built" in out
+    assert f"{exits} exit" in out
     assert "Certify the policy" in err
     assert [p.name for p in Path().iterdir() if p.name.startswith(".")] == []
 
@@ -337,7 +337,7 @@ def test_the_summary_claims_what_was_promised_and_no_more(tmp_path: Path) -> Non
     written = io.StringIO()
     print_bundle(bundle, Console(file=written, width=300))
     lines = written.getvalue().splitlines()
-    assert lines[0] == f"{bundle.path}: 1 exits built, 1 active"
+    assert lines[0] == f"{bundle.path}: 1 exit built, 1 active"
     assert lines[1] == "  exit 0 after segment 0: 2×2 grid, hidden 64; leaves at confidence ≥ 0.900"
     assert lines[2] == (
         "Disagreement with the unmodified model ≤ 0.004% on unseen data like the calibration set, "

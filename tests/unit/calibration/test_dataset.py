@@ -144,10 +144,28 @@ def test_nan_is_found_in_half_precision_too(tmp_path: Path) -> None:
     assert read_dataset(tmp_path / "d.npz", [spec]).not_finite().tolist() == [2, 3]
 
 
-def test_a_single_array_is_no_data_set(tmp_path: Path) -> None:
-    np.save(tmp_path / "d.npy", np.ones(3))
-    with pytest.raises(DataError, match=r"is a single array; save named ones with numpy.savez"):
-        read_dataset(tmp_path / "d.npy", SPECS)
+ONE = TensorSpec(name="image", dtype="float32", shape=("batch", 3))
+
+
+def test_an_array_of_any_name_is_the_only_input(tmp_path: Path) -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    np.save(tmp_path / "d.npy", rows)
+    np.savez(tmp_path / "d.npz", x=rows, label=np.arange(4))
+    for name in ("d.npy", "d.npz"):
+        found = read_dataset(tmp_path / name, [ONE])
+        np.testing.assert_array_equal(found.inputs["image"], rows)
+    assert found.labels is not None
+
+
+def test_an_array_that_would_fit_is_named_beside_others(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=np.ones((4, 3), np.float32), y=np.ones(4))
+    with pytest.raises(
+        DataError, match=r"no input '.'.*; 'x' would fit: save it as 'image', alone"
+    ):
+        read_dataset(tmp_path / "d.npz", [ONE])
+    np.save(tmp_path / "two.npy", np.ones((4, 3), np.float32))
+    with pytest.raises(DataError, match=r"there is no input 'two'"):
+        read_dataset(tmp_path / "two.npy", SPECS)
 
 
 def test_pickled_objects_are_not_loaded(tmp_path: Path) -> None:

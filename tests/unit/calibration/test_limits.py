@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offramp.bundle import Head
+from offramp.bundle import Head, Measured, MeasuredSize, Ratio
 from offramp.bundle.parts import HeadScore
 from offramp.calibration.limits import (
     PolicyTerms,
@@ -16,10 +16,37 @@ from offramp.calibration.limits import (
     limit_of_heads,
     limit_of_rehearsal,
     limit_of_samples,
+    measured_loss,
 )
 from offramp.calibration.records import ExitRecords
 from offramp.certify import allowed_errors, tuning_path
 from offramp.engine.control.costs import CostModel
+
+ONE = Ratio(value=1.0, half_width=0.1)
+
+
+@pytest.mark.parametrize(
+    ("busy", "half_width", "lost"), [(1.66, 0.04, True), (1.66, 0.7, False), (0.4, 0.01, False)]
+)
+def test_exits_that_were_surely_measured_to_lose_are_not_used(
+    busy: float, half_width: float, lost: bool
+) -> None:
+    def size(batch_size: int, ratio: Ratio) -> MeasuredSize:
+        return MeasuredSize(
+            batch_size=batch_size, rounds=12, samples=600, mean=ONE, median=ONE, busy=ratio,
+            nothing_exits=ONE,
+        )  # fmt: skip
+
+    sizes = (size(1, ONE), size(16, Ratio(value=busy, half_width=half_width)))
+    measured = Measured(device="cpu", threads=1, samples=100, agreement=1.0, sizes=sizes)
+    assert measured_loss(measured, 1) is None
+    limit = measured_loss(measured, 8)
+    assert (limit is not None) == lost
+    if limit is not None:
+        assert limit.kind == "costs"
+        told = "with exits the model took 1.66 ± 0.04 of its own time at batch 16, measured here"
+        assert limit.message.startswith(told)
+
 
 TERMS = PolicyTerms(max_disagreement=0.05, confidence_level=0.9, max_overhead=None, batch_size=8)
 COST = CostModel(

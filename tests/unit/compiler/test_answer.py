@@ -204,12 +204,22 @@ def trees(*, zipmap: bool = False):
 def test_of_several_outputs_one_that_may_be_the_answer_is_suggested(read):
     b = models.Builder()
     logits = b.linear(b.input("x", ["batch", 8]), 8, 4, out="chances")
+    b.node("Unsqueeze", logits, b.constant([2], np.int64), out="maps")
+    b.output("chances", ["batch", 4])
+    b.output("maps", ["batch", 4, 1])
+    told = r"2 outputs \(chances, maps\); say which one is the answer, .* answer='chances'"
+    with pytest.raises(ModelError, match=told):
+        read(b.build())
+
+
+def test_scores_beside_labels_made_of_them_are_the_answer(read, caplog):
+    b = models.Builder()
+    logits = b.linear(b.input("x", ["batch", 8]), 8, 4, out="chances")
     b.node("ArgMax", logits, out="label", axis=1)
     b.output("label", ["batch", 1], TensorProto.INT64)
     b.output("chances", ["batch", 4])
-    told = r"2 outputs \(label, chances\); say which one is the answer, .* answer='chances'"
-    with pytest.raises(ModelError, match=told):
-        read(b.build())
+    assert read(b.build()).answer.output == "chances"
+    assert "the answer is output 'chances', not the labels label" in caplog.messages
 
 
 def test_outputs_none_of_which_may_be_the_answer(read):

@@ -103,6 +103,13 @@ def test_it_names_some_of_many_inputs(capfd) -> None:
     assert not any("x6" in line for line in screen)
 
 
+def test_data_without_its_flag_are_told_how_to_be_given(capfd) -> None:
+    with pytest.raises(SystemExit):
+        main(["model.onnx", "few.npz"])
+    told = "eecompile: error: few.npz is one argument too many; did you mean --data few.npz?\n"
+    assert capfd.readouterr().err.startswith(told)
+
+
 @pytest.mark.parametrize("content", [b"", b"<html>"])
 def test_a_model_that_cannot_be_read_is_the_readers_error(capfd, content: bytes) -> None:
     Path("model.onnx").write_bytes(content)
