@@ -285,7 +285,7 @@ class _Followed:
         leads = f", and {_name(user)} goes by it" if user is not None else ""
         return ModelError(
             f"{_name(op)} chooses for a whole batch by the data of its samples, at "
-            f"{tensor!r}{entered}{leads}: a sample would be answered otherwise among others; "
+            f"{tensor!r}{entered}{leads}: a sample might be answered otherwise among others; "
             f"{_REMEDY}"
         )
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offramp.certify import samples_needed
-from offramp.certify.splits import CERTIFY_SHARE, TUNE_SHARE, least_to_split
+from offramp.certify.splits import least_to_split
 from offramp.compiler.asked_task import AskedTask
 
 if TYPE_CHECKING:  # they import onnx
@@ -88,15 +88,12 @@ def _places(analysis: CutAnalysis, chosen: tuple[CutPoint, ...]) -> str:
 
 
 def _print_samples(max_disagreement: float, confidence_level: float, console: Console) -> None:
-    certify = samples_needed(max_disagreement, confidence_level)
-    least = least_to_split(certify)
+    least = least_to_split(samples_needed(max_disagreement, confidence_level))
     console.print(
         f"\nA promise that at most {100 * max_disagreement:g} % of its answers change, with "
         f"{100 * confidence_level:g} % confidence, takes\n"
         f"[bold]{least:,} samples[/] at least; {max(SERVE_WELL, 2 * least):,} serve well. Labels "
-        f"are not needed. {CERTIFY_SHARE:.0%}, or {certify:,}\n"
-        f"at least, certify, {TUNE_SHARE:.0%} tune, and the others train. They should be like "
-        "those that\nwill be served.",
+        "are not needed.\nThey should be like those that will be served.",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from offramp.compiler.batch import fix_baked_sizes, fixed_size, free_batch, rena
 from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.decoder_cache import check_no_cache
 from offramp.compiler.errors import ModelError
+from offramp.compiler.export.nesting import METADATA
 from offramp.compiler.graph import copied, default_opset, refill
 from offramp.compiler.model import SourceModel, modern, specs
 from offramp.compiler.model_checks import check_batch_in_front, check_inputs
@@ -85,6 +86,11 @@ def _read(
     preparation.unlist_initializers(proto)
     check_no_cache(proto)
     answer, notes = _choose_output(proto, answer)
+    if any(entry.key.startswith(METADATA) for entry in proto.metadata_props):
+        notes.append(
+            "the file was exported from a bundle, with its exits inside: nothing audits their "
+            "answers; serve the bundle in place of it"
+        )
     proto = modern(proto)
     keep_answer(proto, answer)
     flat = preparation.give_column(proto)

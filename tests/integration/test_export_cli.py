@@ -21,6 +21,7 @@ from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration import profiling
 from offramp.compiler.commands.cli import main
 from offramp.compiler.export import export, nesting
+from offramp.compiler.plain.wrap import WrapOptions, wrap_model
 
 
 def answering(model: onnx.ModelProto, elem_type: int, *, opset: int = 17) -> onnx.ModelProto:
@@ -75,6 +76,15 @@ def bundle(compiled: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def run(*arguments: str) -> int:
     return main(["export", *arguments])
+
+
+def test_an_exported_file_that_is_served_says_what_is_lost(bundle: Bundle) -> None:
+    assert run("two.ee", "--data", "data.npz", "--output", "fast.onnx") == 0
+    notes = list[str]()
+    wrap_model(WrapOptions(model=Path("fast.onnx"), output=Path("fast.ee")), note=notes.append)
+    assert notes[0].startswith(
+        "the file was exported from a bundle, with its exits inside: nothing"
+    )
 
 
 def test_a_compiled_bundle_becomes_one_file(

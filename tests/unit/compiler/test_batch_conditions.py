@@ -239,7 +239,7 @@ def test_a_branchynet_is_refused_however_it_was_exported(batch: int | str) -> No
         free_batch(proto)
     assert str(caught.value) == (
         "'large' (Greater) chooses for a whole batch by the data of its samples, at 'sure', which "
-        "'sure' (ReduceMax) makes of several samples, and 'exit' (If) goes by it: a sample would "
+        "'sure' (ReduceMax) makes of several samples, and 'exit' (If) goes by it: a sample might "
         "be answered otherwise among others; let each sample choose for itself (torch.where, with "
         "a condition for each row), or export the model without that choice: exits are what "
         "eecompile adds"
