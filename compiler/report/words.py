@@ -362,7 +362,7 @@ def measured_ratios(measured: Measured) -> str:
         f"busy {at.busy.value:.2f}, nothing exits {at.nothing_exits.value:.2f}"
         for at in measured.sizes
     )
-    samples = numbers.plural(measured.samples, "certify sample")
+    samples = numbers.plural(measured.samples, "sample")
     return f"Measured here on {samples}, as a ratio to the unmodified model: {sizes}."
 
 

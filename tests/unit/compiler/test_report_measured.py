@@ -79,7 +79,7 @@ def test_judged_is_the_size_nearest_to_the_reference(reference: int, nearest: in
 
 def test_all_ratios_are_in_a_line() -> None:
     assert measured_ratios(MEASUREMENT) == (
-        "Measured here on 1,000 certify samples, as a ratio to the unmodified model: "
+        "Measured here on 1,000 samples, as a ratio to the unmodified model: "
         "batch 1: mean 0.31, median 0.08, busy 0.31, nothing exits 1.06; "
         "batch 8: mean 0.31, median 0.08, busy 0.35, nothing exits 1.06."
     )
@@ -167,7 +167,7 @@ def summary_of(tmp_path: Path, measured: Measured, profile: Profile = PROFILE) -
 def test_eecompile_ends_with_what_was_measured(tmp_path: Path) -> None:
     sizes = (measured_size(1, 0.31), measured_size(8, 0.66))
     lines = summary_of(tmp_path, replace(MEASUREMENT, sizes=sizes))
-    assert lines[0].startswith("Measured here on 1,000 certify samples")
+    assert lines[0].startswith("Measured here on 1,000 samples")
     # half leave after 5 + 0.75 ms of 20, half end after 20.75: 33.75 % are saved
     assert lines[1] == "Predicted savings 33.8%, measured 34.0% ±1.0% (batch 8)."
     assert lines[2].startswith("Report: ")
