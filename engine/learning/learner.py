@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -339,10 +340,11 @@ class ModelLearner:
         size = sample_bytes((spec.shape, spec.dtype) for spec in read)
         room = int(LIVE_SHARE * self._options.limit_bytes) // size if size else self._wanted
         if room < self._least:
+            takes = math.ceil(100 * self._least * size / LIVE_SHARE / 2**30) / 100
             raise OptionsError(
                 f"{self.name}: {self._options.max_gib:g} GiB hold {room:,} samples of "
                 f"{size:,} bytes, and the promise takes at least {self._least:,}; give "
-                f"--learn-gib {self._least * size / LIVE_SHARE / 2**30:.1f} or more"
+                f"--learn-gib {takes:g} or more"
             )
         if room < self._wanted:
             _log.warning(
