@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle
-from offramp.calibration import profiling
+from offramp.calibration import limits, profiling
 from tests.bundles import compile_tiny
 from tests.models import mlp
 
@@ -23,6 +23,7 @@ def equal_times() -> Iterator[None]:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
         patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
+        patched.setattr(limits, "measured_loss", lambda *_: None)
         yield
 
 

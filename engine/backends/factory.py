@@ -111,10 +111,8 @@ def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
         except BackendError as error:
             reasons.append(str(error))
             continue
-        why = "the best of those that can run here" if reasons else "the fastest of all"
+        why = "; ".join(reasons) or "the fastest, and all is there for it"
         _LOG.info("backend: %s (%s)", backend.name, why)
-        for reason in reasons:
-            _LOG.debug("no other backend: %s", reason)
         return backend
     raise BackendError("; ".join(reasons))
 

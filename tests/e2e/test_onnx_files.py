@@ -89,9 +89,9 @@ def test_errors_are_one_line(refused: Any, tmp_path: Path) -> None:
     )
     onnx.save(model, two)
     for arguments, expected in (
-        ([two], f"{two}: 2 outputs (logits, hidden1), of which one can be served; name it, for"),
+        ([two], f"{two}: 2 outputs (logits (float32), hidden1 (float32)), of which"),
         ([two, "--answer=other"], f"{two}: no output 'other'; the model has "),
-        ([tmp_path / "none.onnx"], f"{tmp_path / 'none.onnx'}: cannot be read: No such file"),
+        ([tmp_path / "none.onnx"], f"{tmp_path / 'none.onnx'}: there is no such file; give"),
     ):
         status, said = refused(*arguments)
         assert status == 1

@@ -151,7 +151,7 @@ def test_a_wrong_file_is_one_line(refused: Any, tmp_path: Path) -> None:
         "(expected: path, policy, max_batch_size, max_queue_delay_ms, max_queue_samples, "
         "padding, slo_ms, forced_exits, weight, controller, max_disagreement, confidence, "
         "audit_budget, ramp_budget, trust_inputs, max_source_share, never_beyond_compiled, "
-        "learn, answer, share_weights)\n"
+        "learn, answer, task, share_weights)\n"
     )
 
 

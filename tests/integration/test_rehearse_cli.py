@@ -250,7 +250,7 @@ def fails(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_what_can_be_wrong(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
     np.savez("few.npz", image=images(80)["image"])
-    np.savez("other.npz", picture=images(80)["image"])
+    np.savez("other.npz", picture=images(80)["image"], second=images(80)["image"])
     Path("folder.ee").mkdir()
     assert "nothing.ee is not a bundle" in fails(capfd, "nothing.ee", "--data", "same.npz")
     assert "nothing.npz: no such file" in fails(capfd, "tiny.ee", "--data", "nothing.npz")

@@ -64,6 +64,11 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+def threads() -> int:
+    """How many threads there are; those of asyncio's pool do not count, which grows as it likes."""
+    return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
+
+
 class Held:
     """What a process holds; all is to be as it was after each removal."""
 
@@ -77,7 +82,7 @@ class Held:
         self.found.append(
             (
                 descriptors(),
-                threading.active_count(),
+                threads(),
                 len(backend._sessions),
                 len(engine._executor._models),
                 len(engine._control._states),

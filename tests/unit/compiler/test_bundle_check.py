@@ -162,7 +162,7 @@ def test_another_answer_at_the_models_end_is_an_error(
 
 
 def test_data_that_do_not_fit_are_told(bundle: Bundle, tmp_path: Path) -> None:
-    np.savez(tmp_path / "no.npz", other=np.zeros((4, 16), np.float32))
+    np.savez(tmp_path / "no.npz", other=np.zeros((4, 3), np.float32))
     with pytest.raises(DataError):
         check(bundle, tmp_path / "no.npz")
 

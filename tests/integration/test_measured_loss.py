@@ -1,0 +1,63 @@
+"""Exits that were measured to cost more than they save are built, and left out of use."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from rich.console import Console
+from tests.models import mlp
+from tests.small import _vectors, equal_times
+
+from offramp.bundle import Bundle
+from offramp.bundle.measured import Measured, MeasuredSize, Ratio
+from offramp.calibration import limits
+from offramp.calibration.training_options import TrainingOptions
+from offramp.compiler import compile as compiling
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.printing import print_bundle
+
+MEASURED_LOSS = limits.measured_loss
+ONE = Ratio(value=1.0, half_width=0.1)
+LOSS = MeasuredSize(
+    batch_size=16, rounds=12, samples=600, mean=ONE, median=ONE, nothing_exits=ONE,
+    busy=Ratio(value=1.4, half_width=0.1),
+)  # fmt: skip
+
+
+def test_the_bundle_serves_the_unmodified_model_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnx.save(mlp(layers=4, classes=3), tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", x=_vectors(1400, 0))
+    asked = []
+
+    def measured(_chosen: Any, policy: Any, *_: Any) -> Measured:
+        asked.append(policy.active)
+        return Measured(device="cpu", threads=1, samples=600, agreement=1.0, sizes=(LOSS,))
+
+    with equal_times():
+        monkeypatch.setattr(limits, "measured_loss", MEASURED_LOSS)
+        monkeypatch.setattr(compiling, "_measured", measured)
+        options = CompileOptions(
+            model=tmp_path / "model.onnx",
+            data=tmp_path / "data.npz",
+            output=tmp_path / "lost.ee",
+            max_disagreement=0.05,
+            max_overhead=0.99,
+            training=TrainingOptions(epochs=1, batch_size=64),
+        )
+        compiling.compile_model(options)
+    assert asked and asked[0], "exits were chosen, certified, and measured"
+    bundle = Bundle.open(tmp_path / "lost.ee")
+    assert bundle.manifest.exits
+    assert (bundle.policy.active, bundle.policy.promise) == ((), None)
+    reason = "with exits the model took 1.40 ± 0.10 of its own time at batch 16, measured here"
+    assert bundle.manifest.idle_reason.startswith(reason)
+    said = io.StringIO()
+    print_bundle(bundle, Console(file=said))
+    assert f"\n  Reason: {reason}" in said.getvalue()
