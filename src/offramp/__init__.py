@@ -12,6 +12,7 @@ The subpackages follow the data: :mod:`offramp.compiler` (with
 :mod:`offramp.client` calls; :mod:`offramp.api` has the functions above.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from offramp.bundle import Bundle
 
     __version__: str
+
+# ONNX Runtime 1.31 and later report to its makers how it is used, unless this is set before it is
+# imported. A server of other people's models asks first: whoever wants that sets it to 0.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __all__ = ["AsyncModel", "Bundle", "Model", "__version__", "compile", "load", "serve"]
 _MODULES = {

@@ -83,3 +83,22 @@ def test_the_installed_commands_start_there() -> None:
     assert scripts["eeserve"] == "offramp.start:eeserve"
     assert scripts["eeworker"] == "offramp.start:eeworker"
     assert scripts["eebench"] == "offramp.start:eebench"
+
+
+@pytest.mark.parametrize(("own", "found"), [(None, "1"), ("0", "0")])
+def test_nothing_reports_to_the_makers_of_onnxruntime(
+    tmp_path: Path, own: str | None, found: str
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "ORT_DISABLE_TELEMETRY"}
+    code = (
+        "import os, offramp, onnxruntime\nprint(os.environ['ORT_DISABLE_TELEMETRY'])\n"
+        f"assert {own == '0'} or not os.listdir('.'), 'its session file'"
+    )
+    environment |= {"TMPDIR": str(tmp_path)} | ({"ORT_DISABLE_TELEMETRY": own} if own else {})
+    for name in ("CI", "GITHUB_ACTIONS"):  # there it is off anyway
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (f"{found}\n", "")
