@@ -66,13 +66,14 @@ class StopSignals:
             handled.append(signal.SIGHUP)
 
         def handle(number: signal.Signals) -> None:
-            self.request(number.name)
-            if self.forced.is_set():
+            if not self.serving or self.requested.is_set():
+                # Before it is told: the next signal may come as soon as the log says so.
                 restore()
                 for each in handled:
                     signal.signal(each, signal.SIG_DFL)
-                if not self.serving:
-                    signal.raise_signal(number)
+            self.request(number.name)
+            if self.forced.is_set() and not self.serving:
+                signal.raise_signal(number)
 
         def restore() -> None:
             for number in handled:

@@ -14,11 +14,14 @@ from offramp.compiler.interruption import SignalledError, Target, raising_signal
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_what_is_done(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(SignalledError) as stopped, raising_signals():
-        os.kill(os.getpid(), number)
+    before = signal.signal(number, signal.SIG_DFL)  # other tests leave handlers of libraries
+    try:
+        with pytest.raises(SignalledError) as stopped, raising_signals():
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_DFL
         assert signal.getsignal(number) is signal.SIG_DFL
-    assert signal.getsignal(number) is before
+    finally:
+        signal.signal(number, before)
     assert str(stopped.value) == f"stopped by {number.name}"
     assert status_of(stopped.value) == 128 + number
 
