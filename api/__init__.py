@@ -1,8 +1,4 @@
-"""The Python API: compile, load and serve; its main names are those of :mod:`offramp`.
-
-May import: bundle, calibration, commands, compiler, compiler.data, engine, engine.learning,
-engine.scheduling, server.
-"""
+"""The Python API: compile, load and serve; its main names are those of :mod:`offramp`."""
 
 from offramp.api.errors import (
     ExportCheckError,

@@ -21,24 +21,24 @@ from offramp.api.keywords import (
     without_flags,
 )
 from offramp.bundle import Bundle
-from offramp.bundle.joint_training import Teacher
+from offramp.bundle.schema.joint_training import Teacher
 from offramp.bundle.writing import check_target
-from offramp.calibration.dataset import LABEL_KEYS
-from offramp.calibration.training_options import TrainingOptions
-from offramp.compiler.asked_task import AskedKind
-from offramp.compiler.commands.illegal import check_options
-from offramp.compiler.data.spec import OPTIONS, Layout, PreprocessingSpec, Resample, Resize
-from offramp.compiler.errors import OptionsConflictError
-from offramp.compiler.options import (
+from offramp.calibration.data.dataset import LABEL_KEYS
+from offramp.calibration.data.training_options import TrainingOptions
+from offramp.compiler.common.asked_task import AskedKind
+from offramp.compiler.common.errors import OptionsConflictError
+from offramp.compiler.common.illegal import check_options
+from offramp.compiler.common.options import (
     AskedPrecision,
     CompileOptions,
     HeadFamily,
     Selection,
     Training,
 )
-from offramp.compiler.progress import Progress
-from offramp.engine.criteria import known_criterion
-from offramp.engine.options import available_cores
+from offramp.compiler.common.progress import Progress
+from offramp.compiler.data.spec import OPTIONS, Layout, PreprocessingSpec, Resample, Resize
+from offramp.engine.answers.criteria import known_criterion
+from offramp.engine.common.environment import available_cores
 
 if TYPE_CHECKING:
     import onnx
@@ -149,9 +149,11 @@ def compile(  # noqa: A001 - the name that users expect
     spec = _preprocessing(options)
     check_target(asked.output, overwrite=overwrite)
     with _needing_extra():
-        from offramp.calibration.scratch import ScratchSpace  # noqa: PLC0415 - the extra has it
-        from offramp.compiler.compile import compile_model  # noqa: PLC0415
+        from offramp.calibration.data.scratch import (  # noqa: PLC0415 - the extra has it
+            ScratchSpace,
+        )
         from offramp.compiler.data import as_source  # noqa: PLC0415
+        from offramp.compiler.steps.compile import compile_model  # noqa: PLC0415
 
         if example_inputs is None and _is_module(model):
             example_inputs, data = _first_batch(model, data)
@@ -297,7 +299,7 @@ def _shown(progress: bool | None) -> Iterator[Progress]:  # noqa: FBT001
     """Show steps on standard error, where somebody looks or it is asked for."""
     from rich.console import Console  # noqa: PLC0415 - slow to import
 
-    from offramp.compiler.progress import SILENT, TerminalProgress  # noqa: PLC0415
+    from offramp.compiler.common.progress import SILENT, TerminalProgress  # noqa: PLC0415
 
     console = Console(stderr=True)
     if progress is None:

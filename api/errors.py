@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offramp.compiler.errors import CompileError
+from offramp.compiler.common.errors import CompileError
 
 
 class ModelClosedError(RuntimeError):

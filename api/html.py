@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from offramp.bundle import NEVER
 from offramp.bundle.notebook import describe_promise, table_html
-from offramp.engine.results import ModelInfo
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.requests.results import ModelInfo
+from offramp.engine.requests.statistics import ModelStatistics
 
 
 def describe_model(info: ModelInfo) -> str:

@@ -17,11 +17,11 @@ from offramp.api.html import describe_model, model_html
 from offramp.api.keywords import EngineKeywords, PathLike
 from offramp.api.opening import engine_options, model_name, path_of
 from offramp.bundle import Bundle, TensorSpec
+from offramp.engine.common.errors import BadInputError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BadInputError
-from offramp.engine.options import EngineOptions
-from offramp.engine.results import EngineResult, ModelInfo
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.requests.results import EngineResult, ModelInfo
+from offramp.engine.requests.statistics import ModelStatistics
 
 
 class OpenedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,11 +16,12 @@ from offramp.api.keywords import (
     without_flags,
 )
 from offramp.bundle import Bundle
-from offramp.engine.learning.options import LearnOptions
+from offramp.engine.common.extensions import extensions_for
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.onnx_files import is_onnx_file
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.stages.plan import Mode
 
 _FIELDS: Final = {"state": "keep_state", "cuda_graphs": "graphs", "policy": "scheduling"}
 """Fields that are not called as their keyword is."""
@@ -61,12 +63,12 @@ def engine_options(
     """
     check_keywords(function, given, kind, named=named)
     if given:
-        from offramp.server.arguments.combinations import ONNX_FILE, TABLE  # noqa: PLC0415 - heavy
+        from offramp.server.arguments.combinations import ONNX_FILE, combinations  # noqa: PLC0415
 
         # Whether a state is kept that is not there matters to nobody.
         asked = {name: value for name, value in given.items() if name != "state"}
         files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
-        refuse_illegal_keywords(TABLE, asked, _DEFAULTS, also=files)
+        refuse_illegal_keywords(combinations(), asked, _DEFAULTS, also=files)
     values = dict(given)
     mode = Mode(values.pop("mode", Mode.AUDIT))
     try:
@@ -74,11 +76,22 @@ def engine_options(
             values["policy"] = PolicyName.parse(values["policy"])
         if "forbid_forced_exits" in values:
             values["forced_exits"] = not values.pop("forbid_forced_exits")
-        more = {"mode": mode, "learning": _learning(values)}
+        more = {"mode": mode, "learning": _learning(values), **_of_extensions(values)}
         defaults = options_from(ModelOptions, values, _FIELDS)
         return options_from(EngineOptions, values, _FIELDS, defaults=defaults, **more)
     except ValueError as error:
         raise ValueError(without_flags(str(error))) from error
+
+
+def _of_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the engine's options that extensions make of theirs."""
+    found: dict[str, Any] = {}
+    for extension in extensions_for("server"):
+        names = {field.name for field in fields(extension.settings)}
+        own = {name: value for name, value in given.items() if name in names}
+        if own:
+            found |= extension.engine_options({}, own, None)
+    return found
 
 
 def _learning(named: Mapping[str, Any]) -> LearnOptions | None:

@@ -13,10 +13,10 @@ from offramp.api.keywords import PathLike, ServerKeywords, options_from, without
 from offramp.api.opening import engine_options, model_name, path_of
 from offramp.bundle import Bundle
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions
+from offramp.engine.models.options import EngineOptions
 from offramp.server.app import Listening, StopSignals, serve_until_stopped
-from offramp.server.options import ServerOptions
-from offramp.server.served import ServedEngine
+from offramp.server.arguments.options import ServerOptions
+from offramp.server.page.served import ServedEngine
 
 ServedPaths = (
     PathLike | Bundle | Sequence[PathLike | Bundle] | Mapping[str, PathLike] | Mapping[str, Bundle]

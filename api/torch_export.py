@@ -18,8 +18,8 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from offramp.api.errors import ExportCheckError, ModuleExportError
-from offramp.compiler.runtime import GraphRunner
-from offramp.engine.differences import compare
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.engine.answers.differences import compare
 
 _log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from benchmarks.common import make_parser, time_ms
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.engine.control.adjustment import Reason, adjust
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 EXITS = 13
 SEED = 0

@@ -39,7 +39,7 @@ from offramp.bundle import Bundle
 from offramp.client.wire import build_request
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferRequest
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 LIMIT_MS: Final = 100.0
 AFTERWARDS_S: Final = 15.0

@@ -38,8 +38,8 @@ from rich.table import Table
 from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, shrink_arena
-from offramp.engine.plan import Mode, make_plan
-from offramp.tools.bench.output import (
+from offramp.engine.stages.plan import Mode, make_plan
+from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
     wide_console,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
+from offramp.cluster.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
 from offramp.engine.scheduling import DeviceLink
 
 LAYERS = 12

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offramp.engine.planning.cluster_plan import ClusterPlan
+from offramp.cluster.planning.cluster_plan import ClusterPlan
 
 
 def make_parser(

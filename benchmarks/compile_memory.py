@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks.common import make_parser
 from rich.table import Table
 
-from offramp.tools.bench.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 CLASSES, SIDE = 10, 64
 MODELS = ("bert", "resnet50", "convolutions")
@@ -206,11 +206,11 @@ def _memory(process: int) -> tuple[int, int]:
 
 
 def _compile(options: argparse.Namespace) -> None:
-    from offramp.calibration import measuring, profiling  # noqa: PLC0415
-    from offramp.calibration.training_options import TrainingOptions  # noqa: PLC0415
-    from offramp.compiler.compile import compile_model  # noqa: PLC0415
-    from offramp.compiler.options import CompileOptions  # noqa: PLC0415
-    from offramp.engine.timing import Effort  # noqa: PLC0415
+    from offramp.calibration.data.training_options import TrainingOptions  # noqa: PLC0415
+    from offramp.calibration.measure import measuring, profiling  # noqa: PLC0415
+    from offramp.compiler.common.options import CompileOptions  # noqa: PLC0415
+    from offramp.compiler.steps.compile import compile_model  # noqa: PLC0415
+    from offramp.engine.common.timing import Effort  # noqa: PLC0415
 
     if options.sweeps is not None:  # times are then worth nothing, and memory is the same
         profiling.Effort = partial(Effort, least=options.sweeps, most=options.sweeps)

@@ -24,12 +24,12 @@ from benchmarks.replay import Replay, single_samples
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.data.dataset import read_dataset
 from offramp.engine.control.evidence_window import REMEMBERED
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.tools.bench.output import describe_environment, wide_console, write_json
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.plan import Mode
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 MODEL = "model"
 CONCURRENCY = 64

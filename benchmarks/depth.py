@@ -20,20 +20,21 @@ from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
 from offramp.certify.decision import MODEL_END
-from offramp.engine.deployment import STAGE_OVERHEAD_S
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.scheduling import OperatingPoint, PolicyName, make_scheduler
-from offramp.tools.bench.outcomes import Summary, summarise
-from offramp.tools.bench.output import (
+from offramp.engine.models.deployment import STAGE_OVERHEAD_S
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.scheduling import OperatingPoint
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.engine.stages.plan import Mode
+from offramp.tools.bench.common.outcomes import Summary, summarise
+from offramp.tools.bench.common.output import (
     describe_environment,
     print_summaries,
     wide_console,
     write_json,
 )
+from offramp.tools.bench.common.traces import Trace, constant, gamma, poisson
 from offramp.tools.bench.simulated_model import SimulatedModel, model_of
 from offramp.tools.bench.simulation import draw_load, simulate
-from offramp.tools.bench.traces import Trace, constant, gamma, poisson
 
 IDLE_RPS = 20.0
 POISSON = (0.25, 0.5, 0.75, 0.95, 1.5, 2.0, 4.0)

@@ -46,7 +46,7 @@ from offramp.engine.control.drift import DEFAULT_RATE, DriftAlarm
 from offramp.engine.control.exit_proposals import ExitProposals
 from offramp.engine.control.shift_guard import ShiftGuard
 from offramp.engine.control.suspicion import Suspicion
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 BOUND: Final = 0.01
 CHUNK: Final = 200  # samples from one look of the controller to the next

@@ -42,14 +42,14 @@ from benchmarks.e3_systems import (
 )
 from rich.table import Table
 
-from offramp.engine.planning.cluster import Cluster, ModelFacts
-from offramp.engine.planning.cluster_plan import ClusterPlan
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.optimiser import make_cluster_plan
-from offramp.engine.planning.prediction import predict
-from offramp.tools.bench.outcomes import summarise
-from offramp.tools.bench.output import describe_environment, wide_console, write_json
-from offramp.tools.bench.traces import azure
+from offramp.cluster.planning.cluster import Cluster, ModelFacts
+from offramp.cluster.planning.cluster_plan import ClusterPlan
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.optimiser import make_cluster_plan
+from offramp.cluster.planning.prediction import predict
+from offramp.tools.bench.common.outcomes import summarise
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.traces import azure
 
 EASY: Final = (0.8, 0.5, 0.2)
 SIZES: Final = (1, 4, 16, 64)

@@ -18,18 +18,13 @@ import numpy as np
 from benchmarks.common import make_parser
 
 from offramp.certify.decision import MODEL_END
-from offramp.engine.scheduling import (
-    Latencies,
-    OperatingPoint,
-    OperatingPoints,
-    PolicyName,
-    make_scheduler,
-)
-from offramp.tools.bench.outcomes import Summary, summarise
-from offramp.tools.bench.output import describe_environment, write_json
+from offramp.engine.scheduling import Latencies, OperatingPoint, OperatingPoints
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.tools.bench.common.outcomes import Summary, summarise
+from offramp.tools.bench.common.output import describe_environment, write_json
+from offramp.tools.bench.common.traces import constant
 from offramp.tools.bench.simulated_model import Behaviour
 from offramp.tools.bench.simulation import draw_load, simulate
-from offramp.tools.bench.traces import constant
 
 DEVICES, SLO_MS = 16, 100.0
 EASY = (0.8, 0.5)

@@ -28,13 +28,13 @@ from benchmarks.clusters import (
 from benchmarks.common import described, make_parser
 from rich.table import Table
 
-from offramp.engine.planning.cluster import Cluster, ModelFacts
-from offramp.engine.planning.cluster_plan import InfeasiblePlanError
-from offramp.engine.planning.goal import PlanningGoal, PlanningResult
-from offramp.engine.planning.optimiser import make_cluster_plan
-from offramp.engine.planning.prediction import predict
-from offramp.engine.planning.stage_times import split_times
-from offramp.tools.bench.output import describe_environment, wide_console, write_json
+from offramp.cluster.planning.cluster import Cluster, ModelFacts
+from offramp.cluster.planning.cluster_plan import InfeasiblePlanError
+from offramp.cluster.planning.goal import PlanningGoal, PlanningResult
+from offramp.cluster.planning.optimiser import make_cluster_plan
+from offramp.cluster.planning.prediction import predict
+from offramp.cluster.planning.stage_times import split_times
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 EASY: Final = (0.8, 0.5, 0.2)
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64)

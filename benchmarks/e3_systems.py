@@ -9,23 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.certify.decision import MODEL_END
-from offramp.engine.planning.cluster import Cluster, ModelFacts
-from offramp.engine.planning.cluster_plan import ClusterPlan
-from offramp.engine.planning.placing import StageSpan, place_plan, roles_for, stage_times
+from offramp.cluster.planning.cluster import Cluster, ModelFacts
+from offramp.cluster.planning.cluster_plan import ClusterPlan
+from offramp.cluster.planning.placing import StageSpan, place_plan, roles_for, stage_times
 from offramp.engine.scheduling import (
     DeviceKind,
     Latencies,
     OperatingPoint,
     OperatingPoints,
     Placement,
-    PolicyName,
     StreamPlacement,
-    make_scheduler,
 )
-from offramp.tools.bench.outcomes import Outcomes
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.tools.bench.common.outcomes import Outcomes
+from offramp.tools.bench.common.traces import Trace, constant
 from offramp.tools.bench.simulated_model import Behaviour
 from offramp.tools.bench.simulation import draw_load, simulate
-from offramp.tools.bench.traces import Trace, constant
 
 RECORDS = 4_096
 MOST_WAITING = 10**6

@@ -24,24 +24,17 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
 from offramp.certify.decision import MODEL_END
-from offramp.engine.backends.base import StageResult, TensorBatch
 from offramp.engine.core import Engine
-from offramp.engine.deployment import Deployment
-from offramp.engine.options import ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, StageSpec
-from offramp.engine.scheduling import (
-    Latencies,
-    OperatingPoint,
-    OperatingPoints,
-    PolicyName,
-    Run,
-    Submission,
-    make_scheduler,
-)
-from offramp.engine.served_model import ServedModel
+from offramp.engine.models.deployment import Deployment
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.scheduling import Latencies, OperatingPoint, OperatingPoints, Run, Submission
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.engine.stages.base import StageResult, TensorBatch
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, StageSpec
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
-from offramp.tools.bench.output import describe_environment, write_json
+from offramp.tools.bench.common.output import describe_environment, write_json
 
 BATCH = 8
 STAGES = 4

@@ -25,8 +25,8 @@ from benchmarks.trained_models import compile_by_default, exits_of, measure
 from rich.table import Table
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import read_dataset
-from offramp.tools.bench.output import (
+from offramp.calibration.data.dataset import read_dataset
+from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
     wide_console,

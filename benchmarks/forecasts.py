@@ -39,20 +39,20 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from offramp.bundle import Bundle
-from offramp.engine.planning.arima import Arima
-from offramp.engine.planning.cluster import Cluster, ModelFacts
-from offramp.engine.planning.cluster_plan import ClusterPlan
-from offramp.engine.planning.forecasting import (
+from offramp.cluster.planning.arima import Arima
+from offramp.cluster.planning.cluster import Cluster, ModelFacts
+from offramp.cluster.planning.cluster_plan import ClusterPlan
+from offramp.cluster.planning.forecasting import (
     Autoregressive,
     Ewma,
     Forecaster,
     LastValue,
     forecast_share,
 )
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.optimiser import make_cluster_plan
-from offramp.engine.planning.prediction import predict
-from offramp.tools.bench.output import describe_environment, wide_console, write_json
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.optimiser import make_cluster_plan
+from offramp.cluster.planning.prediction import predict
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 WINDOW_S = 120.0
 EXITS = (2, 4, 5)

@@ -38,7 +38,7 @@ from offramp.certify.betting import Wealth
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 BOUND = 0.01
 CHUNK = 512

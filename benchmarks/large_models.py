@@ -25,13 +25,13 @@ from markupsafe import Markup
 from onnx import helper, numpy_helper
 from rich.table import Table
 
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import read_model
-from offramp.compiler.placement import choose_candidates
-from offramp.compiler.preparation import MOST_SIMPLIFIED
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.placement import choose_candidates
+from offramp.compiler.cuts.slicing import split
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.frontend.preparation import MOST_SIMPLIFIED
 from offramp.compiler.report.svg import Scale, axes, drawing, element, path, text
-from offramp.compiler.slicing import split
-from offramp.tools.bench.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 WIDTH, CLASSES = 16, 10
 _STYLE = (

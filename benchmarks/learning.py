@@ -35,7 +35,7 @@ from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.client import Client
-from offramp.tools.bench.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 READY = re.compile(r"ready: gRPC on (\S+), status page on (\S+)/, serving (\S+)")
 PHASE = re.compile(r'^offramp_learning_phase\{(?=.*phase="(\w+)").*\} 1\.0$', re.MULTILINE)

@@ -32,12 +32,13 @@ from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, InputRanges, write_bundle
-from offramp.compiler.padding import find_paddings
+from offramp.compiler.samples.padding import find_paddings
+from offramp.engine.common.environment import available_cores
 from offramp.engine.core import Engine
-from offramp.engine.lengths import STEP
-from offramp.engine.options import EngineOptions, ModelOptions, available_cores
-from offramp.engine.plan import Mode
-from offramp.tools.bench.output import describe_environment, write_json
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.requests.lengths import STEP
+from offramp.engine.stages.plan import Mode
+from offramp.tools.bench.common.output import describe_environment, write_json
 from offramp.tools.gpu import berts
 from offramp.tools.gpu.models import tokens
 from offramp.tools.gpu.staged import CutModel, plain_bundle

@@ -23,15 +23,15 @@ import onnxruntime as ort
 from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
-from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.data.dataset import Dataset, read_dataset
+from offramp.calibration.measure.profiling import TimedGraph
 from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
-from offramp.calibration.profiling import TimedGraph
-from offramp.compiler.model import read_model
+from offramp.compiler.frontend.model import read_model
 from offramp.engine.backends.openvino import OpenVinoBackend
-from offramp.engine.environment import cpu_features, package_version
-from offramp.engine.timing import Effort, disturbances, repeats_of, time_rounds
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.engine.common.environment import cpu_features, package_version
+from offramp.engine.common.timing import Effort, disturbances, repeats_of, time_rounds
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 SCALE_SAMPLES = 256
 SEED = 0

@@ -22,14 +22,14 @@ import uvloop
 from benchmarks.common import make_parser
 from benchmarks.policies import MAX_BATCH, Bench, median_of
 
-from offramp.tools.bench.outcomes import Summary
-from offramp.tools.bench.output import (
+from offramp.tools.bench.common.outcomes import Summary
+from offramp.tools.bench.common.output import (
     describe_environment,
     print_summaries,
     wide_console,
     write_json,
 )
-from offramp.tools.bench.traces import gamma, poisson
+from offramp.tools.bench.common.traces import gamma, poisson
 
 SHARES = (0.8, 1.0, 1.5, 2.0, 4.0)
 OVERLOADED = ("source:clockwork", "run-through", "slackfit")

@@ -21,11 +21,11 @@ from benchmarks.e3_plans import timed
 from markupsafe import Markup
 from rich.table import Table
 
+from offramp.cluster.planning.cluster import Cluster
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.optimiser import make_cluster_plan
 from offramp.compiler.report.svg import Scale, axes, drawing, element, path, text
-from offramp.engine.planning.cluster import Cluster
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.optimiser import make_cluster_plan
-from offramp.tools.bench.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 SIZES = (8, 16, 32, 64)
 COLOURS = {"one type": "#30475e", "three types": "#5a9a59"}

@@ -30,18 +30,18 @@ from benchmarks.replay import Replay, single_samples
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.data.dataset import read_dataset
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.tools.bench.outcomes import Summary, summarise
-from offramp.tools.bench.output import (
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.tools.bench.common.outcomes import Summary, summarise
+from offramp.tools.bench.common.output import (
     describe_environment,
     print_summaries,
     wide_console,
     write_json,
 )
+from offramp.tools.bench.common.traces import Trace, azure, constant, gamma, poisson
 from offramp.tools.bench.simulate_command import SystemUnderTest
-from offramp.tools.bench.traces import Trace, azure, constant, gamma, poisson
 
 SYSTEMS = (
     "source:clockwork",

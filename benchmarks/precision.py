@@ -22,13 +22,13 @@ import onnxruntime as ort
 from benchmarks.common import make_parser
 from onnx import TensorProto, helper
 
-from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.data.dataset import Dataset, read_dataset
 from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice, choose_kind
 from offramp.calibration.precision.kinds import CpuPrecision
-from offramp.compiler.model import read_model
-from offramp.engine.environment import cpu_features
-from offramp.engine.timing import Effort
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.compiler.frontend.model import read_model
+from offramp.engine.common.environment import cpu_features
+from offramp.engine.common.timing import Effort
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 SEED = 0
 

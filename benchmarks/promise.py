@@ -19,14 +19,14 @@ from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration.dataset import read_samples
-from offramp.calibration.records import ExitRecords
-from offramp.calibration.selection import certified_policy
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.selection import certified_policy
+from offramp.calibration.data.dataset import read_samples
 from offramp.certify import evaluate
-from offramp.compiler.policy import PolicyChoice
-from offramp.engine.options import available_cores
+from offramp.compiler.exits.policy import PolicyChoice
+from offramp.engine.common.environment import available_cores
 from offramp.tools.bench.adapt.scenarios import answering
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 
 def main() -> None:

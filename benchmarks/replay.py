@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
+from offramp.engine.common.errors import CapacityError, DeadlineExceededError, EngineError
 from offramp.engine.core import Engine
-from offramp.engine.errors import CapacityError, DeadlineExceededError, EngineError
+from offramp.tools.bench.common.outcomes import Outcomes, Status
 from offramp.tools.bench.load.alarm import make_alarm
 from offramp.tools.bench.load.request_log import Reply, RequestLog, percentiles_ms
-from offramp.tools.bench.outcomes import Outcomes, Status
 
 _HEAD_START_S = 0.05
 """Before the first arrival: the load is set up by then."""

@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Profile
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration.estimates import backbone_of, heads_of, sets_of_exits, stages_of
-from offramp.calibration.selection import Candidates, certified_policy
+from offramp.calibration.choose.selection import Candidates, certified_policy
+from offramp.calibration.measure.estimates import backbone_of, heads_of, sets_of_exits, stages_of
 from offramp.certify import count_answers, first_exit, savings_of, tuning_path
+from offramp.engine.common.timing import Rounds, repeats_of
 from offramp.engine.control.costs import CostModel
-from offramp.engine.timing import Rounds, repeats_of
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 FloatArray = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, FloatArray], FloatArray]

@@ -14,15 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, Bundle
-from offramp.calibration.dataset import read_samples
+from offramp.calibration.data.dataset import read_samples
 from offramp.certify import MODEL_END
+from offramp.cluster.planning.batch_profile import BatchProfile, BatchProfileRecorder
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control.costs import CostModel
-from offramp.engine.planning.batch_profile import (
-    BatchProfile,
-    BatchProfileRecorder,
-    Departures,
-)
+from offramp.engine.requests.departures import Departures
 from offramp.tools.bench.adapt.contenders import Workplace, make_contender
 from offramp.tools.bench.adapt.replay import (
     Contender,

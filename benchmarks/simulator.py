@@ -34,15 +34,15 @@ from benchmarks.common import make_parser
 from benchmarks.policies import MAX_BATCH, Bench
 
 from offramp.bundle import Bundle
-from offramp.engine.deployment import STAGE_OVERHEAD_S
-from offramp.engine.options import ModelOptions
-from offramp.engine.served_model import scheduler_of
-from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
-from offramp.tools.bench.output import describe_environment, write_json
+from offramp.engine.models.deployment import STAGE_OVERHEAD_S
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.served_model import scheduler_of
+from offramp.tools.bench.common.outcomes import Outcomes, Summary, summarise
+from offramp.tools.bench.common.output import describe_environment, write_json
+from offramp.tools.bench.common.traces import Trace, constant, poisson
 from offramp.tools.bench.simulate_command import SystemUnderTest
 from offramp.tools.bench.simulated_model import SimulatedModel, model_of
 from offramp.tools.bench.simulation import draw_load, simulate
-from offramp.tools.bench.traces import Trace, constant, poisson
 
 POLICIES = ("run-through", "source:clockwork")
 LOADS = (0.3, 0.6)

@@ -22,9 +22,9 @@ from benchmarks.common import make_parser
 from benchmarks.trained_models import compiled, measure, show
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 from offramp.tools.zoo import small_decoder
 
 _BATCH = 50

@@ -3,7 +3,7 @@
     python -m benchmarks.subnets SUPERNET.ee --data TEST.npz [--batch-sizes 1,8,16] [--points 10]
         [--rounds 6] [--samples 4000] [--json FILE]
 
-Four ways of making the model faster (:mod:`offramp.calibration.trade_offs`): the full model's
+Four ways of making the model faster (:mod:`.choose.trade_offs`): the full model's
 exits; subnets to their own ends; every subnet with exits of its own; and subnets that hand on to
 the full model what they are not sure of, which no policy serves yet. Thresholds lie on the paths of
 the tuning split. For each batch size, and of each way, points on the fronts of accuracy and of
@@ -30,10 +30,8 @@ from benchmarks.common import make_parser
 from rich.console import Console
 
 from offramp.bundle import Bundle, ExitPolicy
-from offramp.calibration.dataset import Dataset, read_dataset
-from offramp.calibration.paired import BatchRunner, ComparedSystem, PlainModel, StagedModel
-from offramp.calibration.records import ExitRecords, record_answers
-from offramp.calibration.trade_offs import (
+from offramp.calibration.choose.records import ExitRecords, record_answers
+from offramp.calibration.choose.trade_offs import (
     WAYS,
     Judged,
     TradeOff,
@@ -46,20 +44,18 @@ from offramp.calibration.trade_offs import (
     kept_variants,
     trade_offs,
 )
+from offramp.calibration.data.dataset import Dataset, read_dataset
+from offramp.calibration.measure.paired import BatchRunner, ComparedSystem, PlainModel, StagedModel
 from offramp.certify import MODEL_END
-from offramp.engine.agreement import agreement_of
-from offramp.engine.answering_graphs import answering_graphs
+from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.backends import Backend, Slot, make_backend
-from offramp.engine.options import available_cores
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
-from offramp.tools.bench.compare import measure_size
+from offramp.engine.common.environment import available_cores
+from offramp.engine.stages.answering_graphs import answering_graphs
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
+from offramp.tools.bench.common.compare import measure_size
+from offramp.tools.bench.common.output import describe_environment, figure_table, write_json
 from offramp.tools.bench.frontier.measurement import FrontierPoint, SharedStages, point_of
-from offramp.tools.bench.output import (
-    describe_environment,
-    figure_table,
-    write_json,
-)
 
 DROPS: Final = (0.0, 0.0025, 0.005, 0.01, 0.02, 0.04)
 """Accuracies and agreements that are compared, below the full model's."""

@@ -31,21 +31,20 @@ from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
     OperatingPoints,
-    PolicyName,
     StageTable,
-    make_scheduler,
     pareto_front,
 )
-from offramp.tools.bench.outcomes import Summary, summarise
-from offramp.tools.bench.output import (
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.tools.bench.common.outcomes import Summary, summarise
+from offramp.tools.bench.common.output import (
     describe_environment,
     print_summaries,
     wide_console,
     write_json,
 )
+from offramp.tools.bench.common.traces import Trace, bursty, constant
 from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
 from offramp.tools.bench.simulation import SimulatedOutcomes, draw_load, simulate
-from offramp.tools.bench.traces import Trace, bursty, constant
 
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)
 """Of the subnets, the smallest first; as variants they are numbered from the largest."""

@@ -41,23 +41,24 @@ from benchmarks.policies import MAX_BATCH, Bench, make_trace, median_of
 from rich.console import Console
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.data.dataset import read_dataset
 from offramp.certify import MODEL_END
-from offramp.engine.deployment import STAGE_OVERHEAD_S
-from offramp.engine.errors import OptionsError
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.scheduling import OperatingPoint, PolicyName, make_scheduler
-from offramp.tools.bench.outcomes import Summary, summarise
-from offramp.tools.bench.output import (
+from offramp.engine.common.errors import OptionsError
+from offramp.engine.models.deployment import STAGE_OVERHEAD_S
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.scheduling import OperatingPoint
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.engine.stages.plan import Mode
+from offramp.tools.bench.common.outcomes import Summary, summarise
+from offramp.tools.bench.common.output import (
     describe_environment,
     print_summaries,
     wide_console,
     write_json,
 )
+from offramp.tools.bench.common.traces import Trace, accelerate, gamma
 from offramp.tools.bench.simulated_model import SimulatedModel, model_of
 from offramp.tools.bench.simulation import SimulatedOutcomes, draw_load, simulate
-from offramp.tools.bench.traces import Trace, accelerate, gamma
 
 POLICIES: Final = ("slackfit", "slackfit-bare", "max-batch", "max-accuracy", "cheapest")
 FASTEST: Final = "cheapest"

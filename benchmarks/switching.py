@@ -29,17 +29,17 @@ from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.data.dataset import Dataset, read_dataset
 from offramp.engine.backends import Backend, Slot, make_backend
-from offramp.engine.backends.base import Stage, StageResult, TensorBatch
 from offramp.engine.core import Engine
-from offramp.engine.deployment import Deployment
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode, StageSpec
-from offramp.engine.scheduling import PlanPolicy, PolicyName
+from offramp.engine.models.deployment import Deployment
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.scheduling.buckets import Bucket
+from offramp.engine.scheduling.policies import PlanPolicy, PolicyName
 from offramp.engine.scheduling.policy import Choice, NeverBuffers, Start, Waiting
-from offramp.tools.bench.output import (
+from offramp.engine.stages.base import Stage, StageResult, TensorBatch
+from offramp.engine.stages.plan import Mode, StageSpec
+from offramp.tools.bench.common.output import (
     describe_environment,
     figure_table,
     wide_console,

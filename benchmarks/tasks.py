@@ -23,7 +23,7 @@ from benchmarks.common import make_parser
 from benchmarks.trained_models import compiled, measure
 from rich.table import Table
 
-from offramp.tools.bench.output import (
+from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
     wide_console,

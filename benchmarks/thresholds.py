@@ -21,7 +21,7 @@ from tests.unit.certify.problems import greedy_loops, realistic, tree_optimum, u
 from offramp.certify import Records, common_path, evaluate, walk
 from offramp.engine.control.published.search import beam_search
 from offramp.engine.control.published.thresholds import count_allowed, tune
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable

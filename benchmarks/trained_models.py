@@ -29,14 +29,14 @@ from benchmarks.common import make_parser
 from rich.table import Table
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.data.dataset import Dataset, read_dataset
 from offramp.certify import upper_bound
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import read_model
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.frontend.model import read_model
 from offramp.engine.backends import make_backend
-from offramp.engine.plan import exit_label
-from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE, Row, compare, samples_run
-from offramp.tools.bench.output import (
+from offramp.engine.stages.plan import exit_label
+from offramp.tools.bench.common.compare import NO_EXIT, OFFRAMP, SOURCE, Row, compare, samples_run
+from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
     wide_console,

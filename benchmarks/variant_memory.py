@@ -43,8 +43,8 @@ from rich.table import Table
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.engine.backends.host import Execute
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, shrink_arena
-from offramp.engine.external_weights import WeightForm
-from offramp.tools.bench.output import (
+from offramp.engine.graphs.external_weights import WeightForm
+from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
     wide_console,
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 def _make_bert(folder: Path) -> dict[str, Any]:
     import onnx  # noqa: PLC0415
 
-    from offramp.compiler.supernet import SubnetChoice  # noqa: PLC0415
+    from offramp.supernet.graphs import SubnetChoice  # noqa: PLC0415
     from offramp.tools.gpu.berts import BertSize, bert  # noqa: PLC0415
 
     layers, width = 6, 768
@@ -121,8 +121,8 @@ def _make_bert(folder: Path) -> dict[str, Any]:
 def _make_resnet(folder: Path) -> dict[str, Any]:
     import torch  # noqa: PLC0415
 
-    from offramp.calibration.elastic import calibrate_norms, export_supernet  # noqa: PLC0415
-    from offramp.compiler.supernet import SubnetChoice  # noqa: PLC0415
+    from offramp.supernet.graphs import SubnetChoice  # noqa: PLC0415
+    from offramp.supernet.training import calibrate_norms, export_supernet  # noqa: PLC0415
     from offramp.tools.zoo.elastic_resnet import make_supernet  # noqa: PLC0415
 
     torch.set_num_threads(1)
@@ -144,17 +144,17 @@ def _write_subnets(
     folder: Path, choices: Sequence[Any], images: NDArray[Any] | None
 ) -> dict[str, Any]:
     """Write each subnet with its weights, and all of them with one file of weights."""
-    from offramp.calibration.dataset import read_dataset  # noqa: PLC0415
-    from offramp.compiler.model import read_model  # noqa: PLC0415
-    from offramp.compiler.supernet import (  # noqa: PLC0415
+    from offramp.calibration.data.dataset import read_dataset  # noqa: PLC0415
+    from offramp.compiler.frontend.model import read_model  # noqa: PLC0415
+    from offramp.compiler.graphs.weight_parts import in_parts  # noqa: PLC0415
+    from offramp.compiler.graphs.weights import pack_weights  # noqa: PLC0415
+    from offramp.supernet.graphs import (  # noqa: PLC0415
         SubnetNorm,
         Supernet,
         extract_subnet,
         laid_out,
         read_spec,
     )
-    from offramp.compiler.weight_parts import in_parts  # noqa: PLC0415
-    from offramp.compiler.weights import pack_weights  # noqa: PLC0415
 
     model = read_model(folder / "model.onnx")
     supernet = laid_out(Supernet.of(model, read_spec(folder / "spec.toml")))

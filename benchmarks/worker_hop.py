@@ -21,15 +21,15 @@ from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.certify.decision import MODEL_END
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.process import WorkerCommand
 from offramp.engine.backends import Backend, Slot
-from offramp.engine.backends.base import Stage, TensorBatch
-from offramp.engine.plan import StageSpec
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher
-from offramp.engine.remote.process import WorkerCommand
+from offramp.engine.stages.base import Stage, TensorBatch
+from offramp.engine.stages.plan import StageSpec
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
-from offramp.tools.bench.output import (
+from offramp.tools.bench.common.output import (
     describe_environment,
     figure_table,
     wide_console,

@@ -33,25 +33,27 @@ from benchmarks.replay import single_samples
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import read_dataset
+from offramp.bundle.schema.part_sizes import PartSizes
+from offramp.calibration.data.dataset import read_dataset
+from offramp.cluster.planning.cluster import Cluster, DeviceType
+from offramp.cluster.planning.cluster_times import times_of
+from offramp.cluster.planning.facts import WITHOUT_SIZES
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.ray_entry import ONE_CPU
+from offramp.cluster.ray.launcher import RayLauncher, actor_needs, reserve
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher, worker_command
+from offramp.cluster.serving.cluster_serving import ServedCluster
+from offramp.cluster.serving.worker_devices import OpenedWorkers
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.cluster_serving import ServedCluster
+from offramp.engine.common.environment import package_version
+from offramp.engine.common.errors import EngineError
 from offramp.engine.core import Engine
-from offramp.engine.environment import package_version
-from offramp.engine.errors import EngineError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
-from offramp.engine.planning.cluster import Cluster, DeviceType
-from offramp.engine.planning.cluster_times import times_of
-from offramp.engine.planning.facts import WITHOUT_SIZES, PartSizes
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.ray_entry import ONE_CPU
-from offramp.engine.ray.launcher import RayLauncher, actor_needs, reserve
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher, WorkerLauncher, worker_command
-from offramp.engine.results import EngineResult
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.requests.results import EngineResult
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
+from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 MODEL: Final = "model"
 TOLERANCE: Final = 1e-5
@@ -146,9 +148,8 @@ def workers_for(
         )
         goal = PlanningGoal(batch_sizes=(each.max_batch_size,))
         cluster = ServedCluster(cluster=Cluster(types=(device,)), goal=goal)
-    remote = EngineOptions(
-        threads=1, streams=options.workers, plan_on=cluster, keep_state=False, defaults=each
-    )
+    devices = OpenedWorkers(options.workers, cluster)
+    remote = EngineOptions(threads=1, devices=devices, keep_state=False, defaults=each)
     return backend, remote
 
 

@@ -1,11 +1,8 @@
-"""The artifact that ``eecompile`` writes and ``eeserve`` loads; imports only numpy.
-
-May import: certify.
-"""
+"""The artifact that ``eecompile`` writes and ``eeserve`` loads; imports only numpy."""
 
 from offramp.bundle.bundle import Bundle
-from offramp.bundle.cpu import CpuFeatures
-from offramp.bundle.errors import (
+from offramp.bundle.schema.cpu import CpuFeatures
+from offramp.bundle.schema.errors import (
     BundleBusyError,
     BundleError,
     BundleExistsError,
@@ -14,16 +11,16 @@ from offramp.bundle.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
-from offramp.bundle.input_ranges import InputRange, InputRanges, LengthRange
-from offramp.bundle.manifest import Answer, AnswerForm, Manifest, TensorSpec, UnreadInput
-from offramp.bundle.measured import Measured, MeasuredSize, Ratio
-from offramp.bundle.padding import Padding
-from offramp.bundle.parts import Exit, Head, Segment, Variant
-from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.bundle.profile import Profile, Spread
-from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
-from offramp.bundle.value_bounds import ValueBound
-from offramp.bundle.weight_sharing import SharingCost
+from offramp.bundle.schema.input_ranges import InputRange, InputRanges, LengthRange
+from offramp.bundle.schema.manifest import Answer, AnswerForm, Manifest, TensorSpec, UnreadInput
+from offramp.bundle.schema.measured import Measured, MeasuredSize, Ratio
+from offramp.bundle.schema.padding import Padding
+from offramp.bundle.schema.parts import Exit, Head, Segment, Variant
+from offramp.bundle.schema.policy import NEVER, ActiveExit, ExitPolicy, Promise
+from offramp.bundle.schema.profile import Profile, Spread
+from offramp.bundle.schema.tasks import CLASSIFICATION, AnswerTask, TaskKind
+from offramp.bundle.schema.value_bounds import ValueBound
+from offramp.bundle.schema.weight_sharing import SharingCost
 from offramp.bundle.writing import write_bundle
 
 __all__ = [

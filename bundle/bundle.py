@@ -13,12 +13,6 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from offramp.bundle.engines import ENGINES, PrecisionEvidence
-from offramp.bundle.errors import (
-    BundleIntegrityError,
-    BundleNotFoundError,
-    BundleSchemaError,
-)
-from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.files import (
     check_file,
     compare,
@@ -32,17 +26,23 @@ from offramp.bundle.files import (
 )
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.held import HeldFiles
-from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
-from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMAS_READ, Manifest
-from offramp.bundle.measured import MEASURED, Measured
 from offramp.bundle.notebook import BundleReport, bundle_html
 from offramp.bundle.onnx_wire import without_inputs
-from offramp.bundle.parts import folder_of
 from offramp.bundle.placing import moved_aside
-from offramp.bundle.policy import ExitPolicy
-from offramp.bundle.profile import Profile, upgraded
 from offramp.bundle.records import no_records, parse_records
-from offramp.bundle.serde import from_plain
+from offramp.bundle.schema.errors import (
+    BundleIntegrityError,
+    BundleNotFoundError,
+    BundleSchemaError,
+)
+from offramp.bundle.schema.file_entry import FileEntry
+from offramp.bundle.schema.input_ranges import INPUT_RANGES, InputRanges
+from offramp.bundle.schema.manifest import SCHEMA_OF_WEIGHTS, SCHEMAS_READ, Manifest
+from offramp.bundle.schema.measured import MEASURED, Measured
+from offramp.bundle.schema.parts import folder_of
+from offramp.bundle.schema.policy import ExitPolicy
+from offramp.bundle.schema.profile import Profile, upgraded
+from offramp.bundle.schema.serde import from_plain
 from offramp.bundle.stored_graphs import (
     FileIdentity,
     check_graph,
@@ -85,7 +85,7 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
-        """Open a bundle and check every file in it; raises the errors of :mod:`.errors`."""
+        """Open a bundle and check every file in it; raises the errors of :mod:`.schema.errors`."""
         root = Path(path)
         manifest = _read_manifest(root)
         weights = identity_of_file(root / WEIGHTS)  # before the hash: what is written later differs

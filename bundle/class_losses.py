@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.manifest import Answer
-from offramp.bundle.policy import NEVER, ExitPolicy
 from offramp.bundle.records import CERTIFY
-from offramp.bundle.tasks import WHOLE_SETS
+from offramp.bundle.schema.manifest import Answer
+from offramp.bundle.schema.policy import NEVER, ExitPolicy
+from offramp.bundle.schema.tasks import WHOLE_SETS
 from offramp.certify import IntArray, Stratum, allowed_errors, binomial_cdf, first_exit
 
 TOO_MUCH: Final = 10
@@ -70,7 +70,7 @@ def count_losses(
 ) -> tuple[ClassLoss, ...]:
     """Count by class, of those that the model gives at all; the largest share of losses first.
 
-    ``codes`` [samples] are the model's answers (:mod:`offramp.engine.agreement`), ``differs``
+    ``codes`` [samples] are the model's answers (:mod:`.answers.agreement`), ``differs``
     [samples] says which are answered otherwise. Nothing for tasks without classes.
     """
     if not has_classes(answer):

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.files import entry_of
-from offramp.bundle.manifest import Manifest
-from offramp.bundle.policy import ExitPolicy
-from offramp.bundle.serde import check_numbers
+from offramp.bundle.schema.file_entry import FileEntry
+from offramp.bundle.schema.manifest import Manifest
+from offramp.bundle.schema.policy import ExitPolicy
+from offramp.bundle.schema.serde import check_numbers
 from offramp.certify.binomial import upper_bound
 from offramp.certify.shared_risk import half_risk
 

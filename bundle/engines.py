@@ -35,14 +35,6 @@ from offramp.bundle.engine_index import (
     kernels_stem,
     parts_digest,
 )
-from offramp.bundle.errors import (
-    BundleBusyError,
-    BundleError,
-    BundleIntegrityError,
-    BundleSchemaError,
-    BundleWriteError,
-)
-from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.files import (
     dump,
     inside,
@@ -51,7 +43,15 @@ from offramp.bundle.files import (
     read_regular,
     write_whole,
 )
-from offramp.bundle.serde import from_plain
+from offramp.bundle.schema.errors import (
+    BundleBusyError,
+    BundleError,
+    BundleIntegrityError,
+    BundleSchemaError,
+    BundleWriteError,
+)
+from offramp.bundle.schema.file_entry import FileEntry
+from offramp.bundle.schema.serde import from_plain
 
 try:
     import fcntl

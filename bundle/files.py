@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeAlias
 
-from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
-from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.npz import open_regular
 from offramp.bundle.placing import sync
-from offramp.bundle.serde import to_plain
+from offramp.bundle.schema.errors import BundleIntegrityError, BundleSchemaError
+from offramp.bundle.schema.file_entry import FileEntry
+from offramp.bundle.schema.serde import to_plain
 
 MAX_JSON_BYTES: Final = 2**26
 """Of a JSON file: read, it takes some ten times as much memory."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from offramp.bundle.errors import BundleIntegrityError
-from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.files import inside, read_checked
 from offramp.bundle.graph_weights import WEIGHTS
+from offramp.bundle.schema.errors import BundleIntegrityError
+from offramp.bundle.schema.file_entry import FileEntry
 
 _SMALL_BYTES: Final = 2**20
 """Files up to it are kept in memory, but for weights: a server has only so many descriptors."""

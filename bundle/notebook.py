@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offramp.bundle.policy import Promise
+from offramp.bundle.schema.policy import Promise
 
 if TYPE_CHECKING:
     from offramp.bundle.bundle import Bundle

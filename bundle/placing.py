@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from offramp.bundle.errors import BundleWriteError
+from offramp.bundle.schema.errors import BundleWriteError
 
 RETIRED: Final = ".old"
 """End of the name of what is moved aside, where two folders cannot be exchanged in one step."""

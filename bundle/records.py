@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.manifest import Manifest
 from offramp.bundle.npz import ArrayForm, read_npz
+from offramp.bundle.schema.manifest import Manifest
 
 TUNE, CERTIFY = 1, 2
 """The values of ``split`` in the records: samples that thresholds are tuned on, and samples that

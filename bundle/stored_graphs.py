@@ -11,11 +11,11 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
-from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
-from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.graph_weights import WEIGHTS, filled_parts, named_weights
 from offramp.bundle.held import HeldFiles
 from offramp.bundle.onnx_wire import Place, WireError
+from offramp.bundle.schema.errors import BundleIntegrityError, BundleSchemaError
+from offramp.bundle.schema.file_entry import FileEntry
 
 _PIECE_BYTES: Final = 2**20
 

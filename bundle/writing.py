@@ -11,12 +11,12 @@ from pathlib import Path
 
 from offramp.bundle.bundle import MANIFEST, MANIFEST_HASH, MEND, POLICY, Bundle, hash_line
 from offramp.bundle.engines import carry_engines
-from offramp.bundle.errors import BundleExistsError, BundleWriteError
 from offramp.bundle.files import FileContent, dump, inside, write_described
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.manifest import SCHEMA_OF_WEIGHTS, SCHEMA_VERSION, Manifest
 from offramp.bundle.placing import check_writable, put_in_place
-from offramp.bundle.policy import ExitPolicy
+from offramp.bundle.schema.errors import BundleExistsError, BundleWriteError
+from offramp.bundle.schema.manifest import SCHEMA_OF_WEIGHTS, SCHEMA_VERSION, Manifest
+from offramp.bundle.schema.policy import ExitPolicy
 from offramp.bundle.stored_graphs import describe_filled
 
 

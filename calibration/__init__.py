@@ -1,4 +1,1 @@
-"""The steps of compiling that need data: recording, training heads, profiling, choosing exits.
-
-May import: certify, bundle, engine, engine.backends, engine.control.
-"""
+"""The steps of compiling that need data: recording, training heads, profiling, choosing exits."""

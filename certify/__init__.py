@@ -1,7 +1,5 @@
 """The statistics behind early exits: what can be promised of answers that skip part of a model.
 
-May import: no other package of Offramp.
-
 A multi-exit model has exits 0, 1, … before its end. Each gives an answer with a confidence in
 [0, 1]; a sample leaves at the first exit whose confidence reaches the exit's threshold. Its *loss*
 is 1 if that answer is not the one that the model's end would have given, else 0; the mean loss over

@@ -1,7 +1,5 @@
 """The client of an Offramp server, in two forms: :class:`Client` and :class:`AsyncClient`.
 
-May import: proto.
-
 ::
 
     with Client("127.0.0.1:8001") as client:

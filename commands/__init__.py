@@ -1,4 +1,1 @@
-"""Parts that all commands share: help in two layers, illegal combinations, shell completion.
-
-May import: no other package of Offramp.
-"""
+"""Parts that all commands share: help in two layers, illegal combinations, shell completion."""

@@ -14,29 +14,27 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from offramp.engine.backends import Backend, Slot
-from offramp.engine.control.engine_builds import BuildBudget
-from offramp.engine.control_loop import ControlLoop
-from offramp.engine.engine_upgrades import EngineUpgrades
-from offramp.engine.errors import BadInputError, DrainingError
-from offramp.engine.executor import Executor
+from offramp.engine.common.errors import BadInputError, DrainingError
+from offramp.engine.common.extensions import extensions_for
+from offramp.engine.common.validation import check_request
 from offramp.engine.learning.learners import Learning
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.models.whole_promise import whole_policy
 from offramp.engine.onnx_files import WrappedFiles
-from offramp.engine.opening import load_model, open_models
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode
-from offramp.engine.plan_loop import plan_loop_for
-from offramp.engine.planning.batch_profile import WINDOW_S
-from offramp.engine.profile_loop import ProfileLoop
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.request_table import Request
-from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
+from offramp.engine.requests.request_table import Request
+from offramp.engine.requests.results import EngineResult, ModelInfo, ResultKind, StreamResult
+from offramp.engine.requests.statistics import ModelStatistics
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
-from offramp.engine.served_model import ServedModel
+from offramp.engine.serving.control_loop import ControlLoop
+from offramp.engine.serving.engine_upgrades import EngineUpgrades
+from offramp.engine.serving.executor import Executor
+from offramp.engine.serving.extension import Companion
 from offramp.engine.serving.observers import InputObserver, InputObservers
+from offramp.engine.serving.opening import load_model, open_models
 from offramp.engine.serving.versions import ModelLoading, ModelVersion, ModelVersions
-from offramp.engine.statistics import ModelStatistics
-from offramp.engine.validation import check_request
-from offramp.engine.whole_promise import whole_policy
+from offramp.engine.stages.base import StreamBackend
+from offramp.engine.stages.plan import Mode
 
 
 class Engine:
@@ -54,8 +52,7 @@ class Engine:
         parallel: ParallelLimit | None = None,
         slots: Sequence[Slot] = (),
         owned: bool = False,
-        build_budget: BuildBudget | None = None,
-        profile_window_s: float = WINDOW_S,
+        options: EngineOptions | None = None,
         load: ModelLoading | None = None,
         wrapped: WrappedFiles | None = None,
         learning: Learning | None = None,
@@ -64,6 +61,7 @@ class Engine:
 
         ``load`` loads models that replace others.
         """
+        options = options or EngineOptions()
         self._backend = backend
         self._owned = owned
         self._wrapped = wrapped
@@ -82,20 +80,21 @@ class Engine:
             scheduler,
             streams=streams,
             slots=slots,
-            # Each stream is a worker, which it starts again.
-            open_slot=backend.open_slot_of if isinstance(backend, RemoteBackend) else None,
+            # Each stream has a device, which it starts again.
+            open_slot=backend.open_slot_of if isinstance(backend, StreamBackend) else None,
         )
-        self._control = ControlLoop(self._executor, models, upgrades=EngineUpgrades(build_budget))
-        self._profiles = ProfileLoop(self._executor, models, window_s=profile_window_s)
-        self._versions = ModelVersions(models, self._executor, self._control, self._profiles, load)
-        self._plans = plan_loop_for(
-            models, self._executor, self._profiles, backend, window_s=profile_window_s
-        )
+        upgrades = EngineUpgrades(options.build_budget)
+        self._control = ControlLoop(self._executor, models, upgrades=upgrades)
+        self._companions: dict[str, Companion] = {}
+        for extension in extensions_for("engine"):
+            made = extension.companions(models, self._executor, backend, options)
+            self._companions.update(made)
+        beside = (*self._companions.values(), self._control)
+        self._versions = ModelVersions(models, self._executor, beside, load)
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
-        self._profiles.start()
-        if self._plans is not None:
-            self._plans.start()
+        for companion in self._companions.values():
+            companion.start()
 
     @classmethod
     async def open(
@@ -134,8 +133,7 @@ class Engine:
             parallel=opened.parallel,
             slots=opened.slots,
             owned=backend is None,
-            build_budget=options.build_budget,
-            profile_window_s=options.profile_window_s,
+            options=options,
             load=load,
             wrapped=opened.wrapped,
             learning=learning,
@@ -388,9 +386,8 @@ class Engine:
         await self._learning.close()
         await self._versions.close()
         try:
-            if self._plans is not None:
-                await asyncio.to_thread(self._plans.stop)
-            await asyncio.to_thread(self._profiles.stop)
+            for companion in reversed(self._companions.values()):
+                await asyncio.to_thread(companion.stop)
             await asyncio.to_thread(self._control.stop)
         finally:
             await asyncio.to_thread(self._executor.stop)
@@ -407,7 +404,8 @@ class Engine:
         snapshot = self._executor.snapshot(key)
         counts = {item.name: getattr(snapshot, item.name) for item in fields(snapshot)}
         health, parallel = self._executor.health, self._parallel
-        remote = self._backend if isinstance(self._backend, RemoteBackend) else None
+        extended = [(name, beside.status(key)) for name, beside in self._companions.items()]
+        there = self._backend.there if isinstance(self._backend, StreamBackend) else ()
         return ModelStatistics(
             version=version.number,
             earlier=self._versions.earlier(version.name),
@@ -415,16 +413,15 @@ class Engine:
             backend=self._backend.name,
             policy_version=self._executor.deployment(key).policy.version,
             control=None if served.control is None else self._control.status(key),
-            batch_profile=self._profiles.status(key),
             learning=self._learning.status(version.name),
-            plan=self._plans.status() if self._plans is not None else None,
             scheduling=str(served.options.scheduling),
             streams=health.streams,
             streams_in_service=health.in_service,
             restarts=health.restarts,
-            workers=remote.workers if remote else 0,
-            workers_in_service=remote.in_service if remote else 0,
-            worker_restarts=remote.restarts if remote else 0,
+            extensions={name: told for name, told in extended if told is not None},
+            workers=len(there),
+            workers_in_service=sum(there),
+            worker_restarts=getattr(self._backend, "restarts", 0),
             parallel_below=parallel.value if parallel is not None and parallel.limits else None,
             uptime_s=time.monotonic() - served.loaded_s,
             **counts,

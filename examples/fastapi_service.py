@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 
 import offramp
-from offramp.engine.errors import CapacityError, InvalidRequestError
+from offramp.engine.common.errors import CapacityError, InvalidRequestError
 
 
 @asynccontextmanager

@@ -1,7 +1,5 @@
 """The wire protocol: the Open Inference Protocol (KServe v2), as Triton's clients speak it.
 
-May import: no other package of Offramp.
-
 The schema is ``inference.proto``; ``python -m offramp.proto.generate`` compiles it.
 :mod:`offramp.proto.messages` holds the message classes, :mod:`offramp.proto.tensors` goes
 between them and numpy.

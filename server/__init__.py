@@ -1,8 +1,4 @@
-"""Serves an engine over gRPC (Open Inference Protocol) and HTTP (health, metrics, status page).
-
-May import: commands, bundle, engine, engine.backends, engine.control, engine.learning,
-engine.planning, engine.scheduling, engine.serving, engine.self_check, proto.
-"""
+"""Serves an engine over gRPC (Open Inference Protocol) and HTTP (health, metrics, status page)."""
 
 import os
 

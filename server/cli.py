@@ -9,14 +9,14 @@ from pathlib import Path
 
 from offramp.bundle import BundleError
 from offramp.commands.completion import complete
+from offramp.engine.answers.criteria import load_criterion
+from offramp.engine.common.errors import EngineError
 from offramp.engine.core import Engine
-from offramp.engine.criteria import load_criterion
-from offramp.engine.errors import EngineError
 from offramp.server.app import serve
 from offramp.server.arguments import make_parser, parse_arguments
-from offramp.server.errors import StartError
-from offramp.server.logging_setup import flush_log, set_up_logging
-from offramp.server.served import ServedEngine
+from offramp.server.arguments.errors import StartError
+from offramp.server.arguments.logging_setup import flush_log, set_up_logging
+from offramp.server.page.served import ServedEngine
 
 EXIT_CANNOT_START = 1
 

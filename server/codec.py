@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.engine.errors import BadInputError, ModelNotServedError
-from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
+from offramp.engine.common.errors import BadInputError, ModelNotServedError
+from offramp.engine.requests.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.proto.messages import (
     InferParameter,
     ModelConfig,

@@ -12,7 +12,7 @@ from typing import Final
 
 from aiohttp import web
 
-from offramp.server.errors import StartError
+from offramp.server.arguments.errors import StartError
 from offramp.server.grpc_sockets import DESCRIPTORS
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from offramp.engine.results import ModelInfo
+from offramp.engine.requests.results import ModelInfo
 from offramp.proto.wire import (
     MAX_FIELDS,
     SMALL_BYTES,
@@ -21,8 +21,8 @@ from offramp.proto.wire import (
     MessageParts,
     split_message,
 )
+from offramp.server.arguments.errors import RequestLimitError, UndecodableError
 from offramp.server.codec import InferCall, read_request
-from offramp.server.errors import RequestLimitError, UndecodableError
 
 _SMALL_MESSAGE_BYTES: Final = 4096
 _MANY_FIELDS: Final = 64

@@ -14,7 +14,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Final
 
-from offramp.server.options import MIB
+from offramp.server.arguments.options import MIB
 
 PEAK_BYTES: Final = 64 * MIB
 """Messages of less than this leave little behind: at once, or large ones one after the other."""

@@ -17,10 +17,10 @@ from typing import Any, Final, TypeAlias, TypeVar
 import grpc
 import grpc.aio
 
-from offramp.engine.errors import EngineError
-from offramp.engine.line_limit import LineLimit, one_line
+from offramp.engine.common.errors import EngineError
+from offramp.engine.common.line_limit import LineLimit, one_line
 from offramp.server.answers import CROWDED_S, PendingAnswer, PendingAnswers, ResetCounts
-from offramp.server.errors import (
+from offramp.server.arguments.errors import (
     ERROR_METADATA_KEY,
     INTERNAL_ERROR,
     REASONS,
@@ -32,8 +32,8 @@ from offramp.server.errors import (
     status_code,
     wire_name,
 )
+from offramp.server.arguments.options import MIB, ServerOptions
 from offramp.server.memory import MemoryReturn
-from offramp.server.options import MIB, ServerOptions
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("offramp.access")

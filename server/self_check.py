@@ -11,8 +11,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from offramp.engine.onnx_files import WrappedFiles
-from offramp.engine.opening import bundles_of
 from offramp.engine.self_check import run_self_check
+from offramp.engine.serving.opening import bundles_of
 from offramp.server.arguments import Arguments
 
 EXIT_PASSED = 0

@@ -12,9 +12,10 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
 from offramp import __version__
-from offramp.engine.errors import DeadlineExceededError, ModelNotServedError
+from offramp.engine.common.errors import DeadlineExceededError, ModelNotServedError
 from offramp.proto import messages
 from offramp.proto.descriptors import FILE, SERVICE
+from offramp.server.arguments.errors import UndecodableError
 from offramp.server.codec import (
     check_version,
     write_config,
@@ -22,9 +23,8 @@ from offramp.server.codec import (
     write_response,
 )
 from offramp.server.decoding import RequestDecoder, decode_small
-from offramp.server.errors import UndecodableError
+from offramp.server.page.served import ServedEngine
 from offramp.server.reception import CallKind, Method, Reception, Visit, answering_errors
-from offramp.server.served import ServedEngine
 from offramp.server.streaming import RequestStream
 from offramp.server.turns import Turns
 

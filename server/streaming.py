@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from offramp.engine.results import ResultKind
+from offramp.engine.requests.results import ResultKind
 from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.proto.wire import InferMessage
 from offramp.server.codec import (
@@ -22,8 +22,8 @@ from offramp.server.codec import (
     write_streamed,
 )
 from offramp.server.decoding import RequestDecoder
+from offramp.server.page.served import ServedEngine
 from offramp.server.reception import Reception, Visit
-from offramp.server.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 

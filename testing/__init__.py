@@ -1,8 +1,5 @@
 """Fakes of every outside party, for our tests and for those of whoever uses Offramp.
 
-May import: bundle, compiler, engine, engine.backends, engine.control, engine.cuda, engine.kernels,
-engine.ray, engine.remote, server.
-
 ::
 
     FakeServer    a server in the test's own process: real gRPC, a fake engine   server, engine

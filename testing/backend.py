@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.engine.backends.base import Rows, StageResult, TensorBatch
-from offramp.engine.errors import BackendError
-from offramp.engine.exit_check import confidence_of
-from offramp.engine.plan import StageSpec
+from offramp.engine.answers.exit_check import confidence_of
+from offramp.engine.common.errors import BackendError
+from offramp.engine.stages.base import Rows, StageResult, TensorBatch
+from offramp.engine.stages.plan import StageSpec
 
 SCRIPT = "script"
 """Name of the fake model's input."""

@@ -12,11 +12,11 @@ import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle.engines import ShapeProfile
-from offramp.bundle.serde import to_plain
+from offramp.bundle.schema.serde import to_plain
+from offramp.compiler.common.errors import EngineBuildError
 from offramp.compiler.engines.builder import BuildProgress, Built, TimedEngine
 from offramp.compiler.engines.options import BuildSettings
-from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.runtime import GraphRunner
+from offramp.compiler.graphs.runtime import GraphRunner
 
 Outputs = dict[str, NDArray[Any]]
 _ROUNDING = ("Cast", "QuantizeLinear", "DequantizeLinear")

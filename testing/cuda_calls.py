@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import DeviceLostError
-from offramp.engine.errors import BackendError
 from offramp.testing.cuda_handles import FakeStream
 from offramp.testing.cuda_memory import MisuseError
 from offramp.testing.cuda_queues import Work

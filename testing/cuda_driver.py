@@ -25,6 +25,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import (
     DeviceLostError,
     DeviceMemoryError,
@@ -32,7 +33,6 @@ from offramp.engine.cuda.driver import (
     Stream,
     StreamEvent,
 )
-from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import ENTRY_POINTS, Launch
 from offramp.testing import cuda_kernels
 from offramp.testing.cuda_calls import CheckedCalls

@@ -1,7 +1,7 @@
 """Our kernels in numpy, for the fake driver: no compiler is needed, and each access is checked.
 
 What a launch does is read off its arguments, the very bytes that a GPU would be given. Semantics:
-``engine/exit_check.py``; tests hold both against the kernels' sources compiled for the CPU.
+``engine/answers/exit_check.py``; tests hold both against the kernels' sources compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm
-from offramp.engine.exit_check import confidence_of, exits, exits_by_count, highest_at, pixels_at
+from offramp.engine.answers.exit_check import (
+    confidence_of,
+    exits,
+    exits_by_count,
+    highest_at,
+    pixels_at,
+)
 from offramp.engine.kernels.arguments import (
     GATHER_ROWS,
     MOST_TENSORS,

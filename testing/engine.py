@@ -20,27 +20,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Promise, TensorSpec
-from offramp.engine.control.controller import ControlStatus, Evidence
-from offramp.engine.errors import (
+from offramp.engine.common.errors import (
     BadInputError,
     DeadlineExceededError,
     DrainingError,
     ModelNotServedError,
 )
-from offramp.engine.plan import Mode
-from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
-from offramp.engine.statistics import (
+from offramp.engine.common.validation import check_tensors
+from offramp.engine.control.controller import ControlStatus, Evidence
+from offramp.engine.requests.results import EngineResult, ModelInfo, ResultKind, StreamResult
+from offramp.engine.requests.statistics import (
     BATCH_BOUNDS,
     HISTOGRAM_BOUNDS_S,
     Histogram,
     ModelStatistics,
     StageStatistics,
 )
-from offramp.engine.validation import check_tensors
+from offramp.engine.stages.plan import Mode
 from offramp.server.app import serve
-from offramp.server.logging_setup import set_up_logging
-from offramp.server.options import MAX_CONNECTIONS, ServerOptions
-from offramp.server.served import ServedEngine
+from offramp.server.arguments.logging_setup import set_up_logging
+from offramp.server.arguments.options import MAX_CONNECTIONS, ServerOptions
+from offramp.server.page.served import ServedEngine
 
 THRESHOLD: Final = 0.9
 """A sample whose last feature reaches it is answered by exit 0."""
@@ -127,7 +127,7 @@ class FakeCall:
 
 @dataclass(slots=True, kw_only=True)
 class FakeEngine:
-    """Satisfies :class:`offramp.server.served.ServedEngine`.
+    """Satisfies :class:`offramp.server.page.served.ServedEngine`.
 
     The first three features of a sample are its logits, the last one is its confidence. Where
     samples run on after exit 0 answered them, the model's end says the same unless told otherwise.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from offramp.engine.backends.base import Backend
-from offramp.engine.ray.actor import WorkerActor
-from offramp.engine.remote.wire import Hello
+from offramp.cluster.ray.actor import WorkerActor
+from offramp.cluster.remote.wire import Hello
+from offramp.engine.stages.base import Backend
 from offramp.testing.worker import SCRIPTED, ScriptedBackend
 
 

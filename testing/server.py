@@ -7,10 +7,10 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Generic, Self, TypeVar
 
+from offramp.server.arguments.options import MIB, ServerOptions
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.options import MIB, ServerOptions
+from offramp.server.page.served import ServedEngine
 from offramp.server.reception import Reception
-from offramp.server.served import ServedEngine
 from offramp.testing.engine import FakeEngine
 
 _T = TypeVar("_T")

@@ -1,6 +1,6 @@
 """A worker without a model, which ends, hangs or slows down where a test says.
 
-``python -P -m offramp.testing.worker FD`` is what :mod:`offramp.engine.remote.worker` is, and
+``python -P -m offramp.testing.worker FD`` is what :mod:`offramp.cluster.remote.worker` is, and
 serves stages by script as :mod:`offramp.testing.backend` does, with no runtime to import. With
 ``--listen`` among the words it is what ``eeworker`` is. Real backends are named in the hello as
 ever. ``OFFRAMP_WORKER_FAULTS`` names a folder of files ``ACTION@POINT@COUNT``, for instance
@@ -22,12 +22,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.backends.base import Backend
+from offramp.cluster.remote import eeworker
+from offramp.cluster.remote.wire import Hello
+from offramp.cluster.remote.worker import make_local, run
 from offramp.engine.backends.host import HostBackend, HostStage
-from offramp.engine.plan import StageSpec
-from offramp.engine.remote import eeworker
-from offramp.engine.remote.wire import Hello
-from offramp.engine.remote.worker import make_local, run
+from offramp.engine.stages.base import Backend
+from offramp.engine.stages.plan import StageSpec
 from offramp.testing.backend import SCRIPT
 
 MODULE: Final = "offramp.testing.worker"

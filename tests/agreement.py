@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
-from offramp.engine.backends.base import Backend, Rows, Slot, TensorBatch
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Plan, make_plan
+from offramp.engine.stages.base import Backend, Rows, Slot, TensorBatch
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Plan, make_plan
 
 Inputs = Callable[[int, int], Mapping[str, NDArray[Any]]]
 """Makes the model's inputs: (rows, seed)."""

@@ -13,14 +13,14 @@ import pytest
 
 from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.calibration import limits
-from offramp.calibration.measuring import Budget
-from offramp.calibration.training_options import TrainingOptions
-from offramp.compiler import weights
-from offramp.compiler.compile import compile_model
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.precision import Quantise
-from offramp.engine.timing import Effort
+from offramp.calibration.choose import limits
+from offramp.calibration.data.training_options import TrainingOptions
+from offramp.calibration.measure.measuring import Budget
+from offramp.compiler.blueprints.precision import Quantise
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.graphs import weights
+from offramp.compiler.steps.compile import compile_model
+from offramp.engine.common.timing import Effort
 from tests.quantised import quantised
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fashion"

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from offramp.bundle import Bundle
+from tests.e2e.local_ray import LOOPBACK
 
 # No test asserts times, hypothesis does not either; CI tries the same examples every time.
 settings.register_profile(
@@ -23,6 +24,10 @@ settings.register_profile(
     derandomize="CI" in os.environ,
 )
 settings.load_profile("offramp")
+
+# Read where Ray is imported, whichever test does so first.
+for name, value in LOOPBACK.items():
+    os.environ.setdefault(name, value)
 
 
 # Jobs in the background and under nohup ignore these, and so would every process that tests start.

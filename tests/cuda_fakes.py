@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.backends.sizes import Argument, GraphShapes, dtype_of
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import Stream
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import StageSpec
+from offramp.engine.stages.plan import StageSpec
 from offramp.testing.cuda_driver import FakeDriver
 
 

@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.supernet import SubnetChoice
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.supernet.graphs import SubnetChoice
 
 CLASSES = 5
 _Module = TypeVar("_Module", bound=nn.Module)

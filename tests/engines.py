@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, InputRanges
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.plan import make_plan
+from offramp.engine.stages.plan import make_plan
 from offramp.tools.gpu.staged import plain_bundle
 from tests.sliced import inputs_of, sliced
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from offramp.bundle import ActiveExit, Bundle
 from offramp.compiler.export.export import ExportOptions, export_bundle
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
 from offramp.tools.gpu.staged import REPLAY, plain_bundle
 from tests.engines import engine_bundle
 from tests.sliced import inputs_of, sliced

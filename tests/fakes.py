@@ -11,26 +11,25 @@ import numpy as np
 
 from offramp.bundle import ActiveExit, Answer, ExitPolicy, TensorSpec
 from offramp.certify import MODEL_END, NEVER, Observations
+from offramp.cluster.serving.served_splits import ServedSplits
+from offramp.engine.common.state_file import StateFile
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.evidence_window import EvidenceWindow
-from offramp.engine.deployment import Deployment, DeploymentMaker
-from offramp.engine.input_guard import InputGuard
-from offramp.engine.options import ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, StageSpec
-from offramp.engine.profile_file import ProfileFile
-from offramp.engine.recorder import Recorder
+from offramp.engine.models.deployment import Deployment, DeploymentMaker
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.served_model import ModelControl, ServedModel
+from offramp.engine.requests.input_guard import InputGuard
+from offramp.engine.requests.recorder import Recorder
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
     OperatingPoints,
     ParallelLimit,
     Placement,
-    make_scheduler,
 )
-from offramp.engine.served_model import ModelControl, ServedModel
-from offramp.engine.served_splits import ServedSplits
-from offramp.engine.state_file import StateFile
+from offramp.engine.scheduling.policies import make_scheduler
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, StageSpec
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 FAKE_HASH = "fa" * 32
@@ -207,7 +206,7 @@ def fake_model(
     controller: ScriptedController | None = None,
     state_path: Path | None = None,
     guard: InputGuard | None = None,
-    profile_file: ProfileFile | None = None,
+    kept_beside: Path | None = None,
     window: EvidenceWindow | None = None,
     release: bool = True,
     **options: Any,
@@ -264,7 +263,7 @@ def fake_model(
         guard=guard,
         bundle=FAKE_HASH,
         exits=len(thresholds),
-        profile_file=profile_file,
+        kept_beside=kept_beside,
     )
 
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from offramp.bundle import Bundle
-from offramp.engine.backends.base import StageResult, TensorBatch
+from offramp.cluster.planning.cluster import Cluster, DeviceType
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
+from offramp.cluster.planning.cluster_times import times_of
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.remote.backend import Holds, RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.serving.cluster_serving import ServedCluster
 from offramp.engine.backends.host import HostSlot, HostStage
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.cluster_serving import ServedCluster
-from offramp.engine.errors import BackendError, WorkerLostError
-from offramp.engine.plan import StageSpec
-from offramp.engine.planning.cluster import Cluster, DeviceType
-from offramp.engine.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
-from offramp.engine.planning.cluster_times import times_of
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.remote.backend import Holds, RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher
+from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.stages.base import StageResult, TensorBatch
+from offramp.engine.stages.plan import StageSpec
 
 ROWS = 8
 

@@ -12,11 +12,11 @@ import numpy as np
 from offramp.bundle import Bundle
 from offramp.certify import MODEL_END
 from offramp.client import AsyncClient, InferResult
-from offramp.compiler.rounding import SINGLE
+from offramp.compiler.common.rounding import SINGLE
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.plan import Mode
 from offramp.server.endpoints import GrpcEndpoint
 from offramp.server.reception import Reception
 from tests.padded import Arrays, answers

@@ -23,14 +23,14 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.files import dump
-from offramp.bundle.input_ranges import INPUT_RANGES
-from offramp.bundle.parts import HeadScore
-from offramp.compiler.exits import BuiltExit, build_on, reads_of
-from offramp.compiler.packing import Draft
-from offramp.compiler.padding import find_paddings
-from offramp.compiler.slicing import Sliced
-from offramp.engine.answering_graphs import answering_graphs
+from offramp.bundle.schema.input_ranges import INPUT_RANGES
+from offramp.bundle.schema.parts import HeadScore
+from offramp.compiler.blueprints.packing import Draft
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.exits import BuiltExit, build_on, reads_of
+from offramp.compiler.samples.padding import find_paddings
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.stages.answering_graphs import answering_graphs
 from offramp.tools.gpu.staged import plain_bundle
 
 Arrays = dict[str, NDArray[Any]]

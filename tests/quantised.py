@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.graphs import LEVELS, LEVELS_OF_16_BITS
-from offramp.calibration.quantization import measure_ranges, quantize
-from offramp.compiler.model import SourceModel
-from offramp.engine.environment import cpu_features
+from offramp.calibration.precision.quantization import measure_ranges, quantize
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.common.environment import cpu_features
 
 
 def quantised(model: SourceModel, samples: Dataset) -> bytes:

@@ -17,14 +17,14 @@ from offramp.bundle import Bundle, ExitPolicy
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends import Backend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.common.errors import BackendError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
-from offramp.engine.results import EngineResult, ResultKind
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.requests.results import EngineResult, ResultKind
+from offramp.engine.requests.statistics import ModelStatistics
 from offramp.engine.serving.totals import totals_of
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_plan
 
 MODEL = "m"
 Tensors = dict[str, NDArray[Any]]

@@ -12,11 +12,11 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from offramp.calibration.dataset import Dataset
-from offramp.compiler.model import read_model
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.runtime import random_inputs
-from offramp.compiler.slicing import Sliced, slice_model
+from offramp.calibration.data.dataset import Dataset
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.cuts.slicing import Sliced, slice_model
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.runtime import random_inputs
 from tests import models
 
 BUILDERS: dict[str, Callable[[], onnx.ModelProto]] = {

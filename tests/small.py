@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle
-from offramp.calibration import limits, profiling
+from offramp.calibration.choose import limits
+from offramp.calibration.measure import profiling
 from tests.bundles import compile_tiny
 from tests.models import mlp
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle
+from offramp.cluster.planning.cluster_plan import ClusterPlan
+from offramp.cluster.serving.cluster_serving import ServedCluster
+from offramp.cluster.serving.plan_loop import PlanLoop
+from offramp.cluster.serving.split_change import SplitChange, SplitServing
+from offramp.cluster.serving.worker_devices import OpenedWorkers
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.cluster_serving import ServedCluster
+from offramp.engine.common.errors import OutOfServiceError
 from offramp.engine.core import Engine
-from offramp.engine.errors import OutOfServiceError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan_loop import PlanLoop
-from offramp.engine.planning.cluster_plan import ClusterPlan
-from offramp.engine.results import EngineResult
-from offramp.engine.split_change import SplitChange, SplitServing
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.requests.results import EngineResult
 from tests.held import ROWS, HeldBackend, cluster_for, plan_of, weights_of
 
 LIMIT_S = 60.0
@@ -114,9 +115,8 @@ def serve(
     """Serve by ``plan`` under load while ``body`` runs; all answers are those of one process."""
     bundle, requests = small
     options = EngineOptions(
-        streams=len(KINDS),
         threads=1,
-        plan_on=cluster or cluster_for(bundle, share=share),
+        devices=OpenedWorkers(len(KINDS), cluster or cluster_for(bundle, share=share)),
         keep_state=False,
         defaults=ModelOptions(max_batch_size=ROWS),
     )

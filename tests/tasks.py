@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from offramp.bundle import Bundle
-from offramp.calibration import profiling
+from offramp.calibration.measure import profiling
 from tests import models
 from tests.bundles import compile_tiny
 from tests.padded import Arrays, sentences

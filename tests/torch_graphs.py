@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import helper
 from torch import Tensor
 
-from offramp.calibration.torch_graph import TorchGraph
+from offramp.calibration.torch.torch_graph import TorchGraph
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from offramp.bundle import Bundle, ExitPolicy, Variant, write_bundle
 from offramp.bundle.bundle import MANIFEST, MANIFEST_HASH, POLICY, RECORDS
 from offramp.bundle.files import FileContent, dump
-from offramp.bundle.parts import folder_of
+from offramp.bundle.schema.parts import folder_of
 
 PROFILE = "profiles/cpu.json"
 

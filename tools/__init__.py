@@ -1,4 +1,1 @@
-"""Commands around the product, and scripts for GPU machines and examples; nobody imports them.
-
-May import: no other package of Offramp.
-"""
+"""Commands around the product, and scripts for GPU machines and examples; nobody imports them."""

@@ -1,67 +1,174 @@
-"""The layers of the code: read from the table in CONTRIBUTING.md, drawn as docs/layers.svg.
+"""The packages of the code and what each imports: the table in CONTRIBUTING.md, and its drawing.
 
-The table is the one place that says what each room is for and what it may import; the import test
-holds the code against it, and this script draws it:
+Both are made of the source, lazy imports and those for types counted:
 
-    python -m offramp.tools.layers            # writes docs/layers.svg
+    python -m offramp.tools.layers            # writes CONTRIBUTING.md and docs/layers.svg
 """
 
 from __future__ import annotations
 
-import re
+import ast
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Final
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DRAWING = ROOT / "docs" / "layers.svg"
+SCRIPTS: Final = ("tools.gpu", "tools.zoo", "tools.mutate")
+"""Run on machines of their own, with packages of their own; they may import everything."""
+BEGIN, END = "<!-- packages -->\n", "<!-- end of packages -->\n"
+"""Around the table."""
 
-_ROW = re.compile(
-    r"^\| `(?P<name>[\w.]+)/` \| (?P<purpose>[^|]+) \| (?P<rooms>[^|]*) \| (?P<packages>[^|]*) \|$"
-)
 _WIDTH, _MARGIN, _GAP, _LINE = 960, 24, 16, 15
 _HEAD, _PAD = 22, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """A package of the code, with what it may import."""
+    """A package of the code, with what it imports."""
 
     name: str
     """Dotted, below ``offramp``: ``engine.scheduling``."""
     purpose: str
-    """What the room is for, in one sentence."""
+    """What it is for: the first line of its docstring."""
     rooms: tuple[str, ...]
-    """Other rooms that it may import; what is inside of those only if it is named too."""
+    """Other packages of ours that it imports; not those inside of them."""
     packages: tuple[str, ...]
-    """Third-party packages that it may import."""
+    """Third-party packages that it imports."""
 
 
-def read_rooms(text: str) -> dict[str, Room]:
-    """Read the table of rooms, by name.
+def module_name(path: Path, root: Path = ROOT) -> str:
+    """Return the dotted name of a file's module, with ``offramp`` in front."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(["offramp", *(part for part in parts if part != "__init__")])
 
-    Raises:
-        ValueError: There is no table, or a row names a room that is not in it.
+
+def imports_of(source: str, module: str, *, is_package: bool) -> Iterator[str]:
+    """Yield full names of all that is imported anywhere in a source, lazily and for types too.
+
+    A name that is computed gives ``?dynamic``.
     """
-    rooms: dict[str, Room] = {}
-    for line in text.splitlines():
-        if (row := _ROW.match(line)) is not None:
-            name = row["name"].replace("/", ".")
-            rooms[name] = Room(
-                name=name,
-                purpose=row["purpose"].strip().replace("`", ""),
-                rooms=tuple(re.findall(r"`([\w.]+)`", row["rooms"])),
-                packages=tuple(re.findall(r"`([\w.]+)`", row["packages"])),
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")
+            if node.level:
+                base = base[: len(base) - node.level + is_package]
+            prefix = [*base] if node.level else []
+            name = ".".join([*prefix, *([node.module] if node.module else [])])
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            called = node.func.id if isinstance(node.func, ast.Name) else called
+            if called in ("import_module", "__import__") and node.args:
+                argument = node.args[0]
+                yield str(argument.value) if isinstance(argument, ast.Constant) else "?dynamic"
+
+
+def is_within(name: str, *packages: str) -> bool:
+    """Return whether a dotted name is one of some packages, or in one."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def top_folders(root: Path = ROOT) -> list[str]:
+    """Return the top-level folders that are packages of ours, in the order of their names."""
+    return sorted(link.name for link in (root / "src" / "offramp").iterdir() if link.is_symlink())
+
+
+def read_modules(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return what each module imports, by its dotted name."""
+    return {
+        module_name(path, root): set(
+            imports_of(
+                path.read_text(encoding="utf-8"),
+                module_name(path, root),
+                is_package=path.name == "__init__.py",
             )
-    if not rooms:
-        raise ValueError("no table of rooms: expected rows such as | `bundle/` | … | … | … |")
-    unknown = {other for room in rooms.values() for other in room.rooms} - rooms.keys()
-    if unknown:
-        raise ValueError(f"the table names {sorted(unknown)}, which it does not describe")
+        )
+        for top in top_folders(root)
+        for path in sorted((root / top).rglob("*.py"))
+    }
+
+
+def read_rooms(root: Path = ROOT) -> dict[str, Room]:
+    """Read all packages but those of scripts, by name: outer ones before what is inside them."""
+    modules = read_modules(root)
+    purposes = {
+        ".".join(path.parent.relative_to(root).parts): _first_line(path)
+        for top in top_folders(root)
+        for path in sorted((root / top).rglob("__init__.py"))
+    }
+    names = [name for name in sorted(purposes) if not is_within(name, *SCRIPTS)]
+
+    def room_of(imported: str) -> str:
+        """Return the innermost package that a name is in."""
+        return max((n for n in purposes if is_within(imported, f"offramp.{n}")), key=len)
+
+    rooms = {}
+    for name in names:
+        own = [m for m in modules if room_of(m) == name]
+        used = {imported for module in own for imported in modules[module]}
+        ours = {i for i in used if is_within(i, "offramp") and i.count(".") > 1}
+        others = {i.partition(".")[0] for i in used} - {*sys.stdlib_module_names, "offramp"}
+        rooms[name] = Room(
+            name=name,
+            purpose=purposes[name],
+            rooms=tuple(sorted({room_of(i) for i in ours} - {name})),
+            packages=tuple(sorted(others - {"?dynamic"})),
+        )
     return rooms
+
+
+def _first_line(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0].rstrip()
+
+
+def circles(rooms: Iterable[Room]) -> list[list[str]]:
+    """Return the sets of packages that import each other in a circle, outermost names first."""
+    imported = {room.name: set(room.rooms) for room in rooms}
+    reached = {name: _reached(name, imported) for name in imported}
+    found = {
+        tuple(sorted(other for other in reached[name] if name in reached.get(other, ())))
+        for name in imported
+    }
+    return [list(circle) for circle in sorted(found) if circle]
+
+
+def _reached(name: str, imported: Mapping[str, set[str]]) -> set[str]:
+    """Return all packages that one imports, and what these import."""
+    found: set[str] = set()
+    new = set(imported[name])
+    while new:
+        found |= new
+        new = {other for each in new for other in imported.get(each, ())} - found
+    return found
+
+
+def table(rooms: Iterable[Room]) -> str:
+    """Write the table: a row for each package."""
+    rows = ["| package | what it is for | imports | besides |", "|---|---|---|---|"]
+    for room in rooms:
+        ours = ", ".join(f"`{other}`" for other in room.rooms) or "–"
+        besides = ", ".join(f"`{other}`" for other in room.packages) or "–"
+        purpose = room.purpose.replace(":mod:", "").replace(":class:", "").replace("``", "`")
+        rows.append(f"| `{room.name.replace('.', '/')}/` | {purpose} | {ours} | {besides} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_table(text: str, rooms: Iterable[Room]) -> str:
+    """Put the table between its marks in a text; ValueError if they are not there."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"expected the marks {BEGIN.strip()} and {END.strip()}")
+    return f"{before}{begin}\n{table(rooms)}\n{end}{after}"
 
 
 def levels(rooms: Mapping[str, Room]) -> list[list[str]]:
@@ -162,9 +269,12 @@ def _text(x: float, y: float, text: str, style: str) -> str:
 
 
 def main() -> None:
-    """Write the drawing."""
-    DRAWING.write_text(draw(read_rooms(CONTRIBUTING.read_text(encoding="utf-8"))), encoding="utf-8")
-    print(f"wrote {DRAWING.relative_to(ROOT)}")
+    """Write the table and the drawing."""
+    rooms = read_rooms()
+    text = with_table(CONTRIBUTING.read_text(encoding="utf-8"), rooms.values())
+    CONTRIBUTING.write_text(text, encoding="utf-8")
+    DRAWING.write_text(draw(rooms), encoding="utf-8")
+    print(f"wrote {CONTRIBUTING.relative_to(ROOT)} and {DRAWING.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.groups.groups import components
-from offramp.calibration.groups.row_values import IntArray
+from offramp.calibration.data.groups import components
+from offramp.calibration.data.row_values import IntArray
 from offramp.calibration.groups.sketch import Float32Array, UInt64Array
 
 _PAIRS: Final = 4096

@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.calibration.data.groups import components
+from offramp.calibration.data.row_values import IntArray
 from offramp.calibration.groups.copies import typical_distance
-from offramp.calibration.groups.groups import components
-from offramp.calibration.groups.row_values import IntArray
 from offramp.calibration.groups.sketch import Float32Array
 
 _FAR_LAGS: Final = (23, 29, 37, 43, 53, 61)

@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.data.groups import Groups, Overlaps, components
 from offramp.calibration.groups.copies import near_copies
 from offramp.calibration.groups.films import film_blocks
-from offramp.calibration.groups.groups import Groups, Overlaps, components
 from offramp.calibration.groups.sketch import RowSketch, sketch
 from offramp.calibration.groups.windows import overlapping_windows
 

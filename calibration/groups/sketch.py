@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 
 UInt64Array = NDArray[np.uint64]
 Float32Array = NDArray[np.float32]

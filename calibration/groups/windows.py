@@ -8,13 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.groups.groups import components
-from offramp.calibration.groups.row_values import (
-    LEAST_SHARE,
-    LEAST_VALUES,
-    IntArray,
-    RowValues,
-)
+from offramp.calibration.data.groups import components
+from offramp.calibration.data.row_values import LEAST_SHARE, LEAST_VALUES, IntArray, RowValues
 from offramp.calibration.groups.sketch import RowSketch
 
 _MOST_BY_CHANCE: Final = 0.05

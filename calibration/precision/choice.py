@@ -11,14 +11,21 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.data.running import run_over
+from offramp.calibration.measure.profiling import TimedGraph
 from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.independence import BatchDependence, depends_on_batch_mates
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.calibration.precision.ranges import Range
-from offramp.calibration.profiling import TimedGraph
-from offramp.calibration.running import run_over
-from offramp.engine.timing import Effort, Estimate, Rounds, disturbances, repeats_of, time_rounds
+from offramp.engine.common.timing import (
+    Effort,
+    Estimate,
+    Rounds,
+    disturbances,
+    repeats_of,
+    time_rounds,
+)
 
 MOST_RATIO = 0.95
 """Of the time at the largest batch size, over float32's: what saves less is not worth a second

@@ -14,11 +14,11 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.engine.answers.differences import Scales, relative_difference
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.differences import Scales, relative_difference
 
 TOLERANCE = 1e-3
-"""Of the scale of each number (:mod:`offramp.engine.differences`). Float32 kernels add up in an
+"""Of the scale of each number (:mod:`.answers.differences`). Float32 kernels add up in an
 order that depends on the batch size, which moves the last bits (1e-7), and where what follows is
 rounded to 255 steps, now and then an activation by one step. Scales that are taken over a batch
 move them all."""

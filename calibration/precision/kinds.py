@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.blocks import quantise_blocks
 from offramp.calibration.precision.graphs import (
     LEAST_WEIGHTS,

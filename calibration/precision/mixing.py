@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from offramp.calibration.selection import Candidates
+from offramp.calibration.choose.selection import Candidates
 from offramp.engine.control.costs import CostModel
 
 LEAST_GAIN = 0.01

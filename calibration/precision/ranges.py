@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from offramp.calibration.activations import activations
-from offramp.calibration.dataset import DataError, Dataset
+from offramp.calibration.data.activations import activations
+from offramp.calibration.data.dataset import DataError, Dataset
 
 _BINS = 2048
 _VALUES = 2**16

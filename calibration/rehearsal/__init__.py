@@ -1,7 +1,5 @@
 """PAME's rehearsal: which exits serve a load best, tried on recorded answers (section 6).
 
-May import: certify, bundle, calibration, engine.control.
-
 May import :mod:`offramp.certify`, bundles, the rest of calibration and the engine's cost models.
 """
 

@@ -33,7 +33,8 @@ from dataclasses import replace
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy
-from offramp.calibration.records import ExitRecords
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.selection import certifiable_errors
 from offramp.calibration.rehearsal.load import Forecast, Position, RehearsalLoad, forecast
 from offramp.calibration.rehearsal.result import (
     Candidate,
@@ -43,7 +44,6 @@ from offramp.calibration.rehearsal.result import (
     RehearsalStep,
     Verdict,
 )
-from offramp.calibration.selection import certifiable_errors
 from offramp.certify import FloatArray, IntArray
 from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.control.published.two_stage import StageTimes, TimeMatrix

@@ -1,6 +1,6 @@
 """The settings of a rehearsal and its findings: facts that are kept in the bundle.
 
-All classes are immutable and become JSON by :func:`offramp.bundle.serde.to_plain`.
+All classes are immutable and become JSON by :func:`offramp.bundle.schema.serde.to_plain`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from offramp.bundle import ActiveExit, BundleSchemaError
-from offramp.bundle.serde import from_plain, to_plain
+from offramp.bundle.schema.serde import from_plain, to_plain
 from offramp.calibration.rehearsal.load import Forecast
 
 REHEARSAL: Final = "rehearsal.json"
@@ -102,7 +102,7 @@ class RehearsalStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The steps of a rehearsal and what it found; JSON by :func:`offramp.bundle.serde.to_plain`."""
+    """The steps of a rehearsal and what it found; JSON by :func:`.schema.serde.to_plain`."""
 
     settings: RehearsalSettings
     samples: int

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from offramp.compiler.commands import help_texts, values
 from offramp.compiler.commands.engine_arguments import add_engine_arguments
-from offramp.compiler.commands.illegal import BUILD, EXPORT
-from offramp.compiler.commands.plan_arguments import add_plan_arguments
 from offramp.compiler.commands.shared_arguments import (
     REPLACED,
     add_bundle,
@@ -22,6 +20,7 @@ from offramp.compiler.commands.shared_arguments import (
     add_target,
     make_parser,
 )
+from offramp.compiler.common.illegal import BUILD, EXPORT
 from offramp.compiler.data.arguments import add_data
 
 
@@ -135,13 +134,4 @@ def export_parser() -> argparse.ArgumentParser:
                          "copy of DIR at URI; needs --triton")  # fmt: skip
     servers.add_argument("--name", metavar="NAME",
                          help="name of the model there (default: that of the bundle)")  # fmt: skip
-    return parser
-
-
-def plan_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile plan``."""
-    parser = make_parser("plan", help_texts.PLAN, examples=help_texts.PLAN_EXAMPLES)
-    add_bundle(parser, "plan for")
-    add_plan_arguments(parser)
-    add_json(parser)
     return parser

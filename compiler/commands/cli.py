@@ -6,43 +6,36 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 from offramp.bundle import BundleError
 from offramp.bundle.bundle import bundle_name
-from offramp.bundle.serde import to_plain
-from offramp.calibration.dataset import DataError
-from offramp.calibration.errors import UntrainableError
-from offramp.calibration.scratch import ScratchError
+from offramp.bundle.schema.serde import to_plain
+from offramp.calibration.data.dataset import DataError
+from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.data.scratch import ScratchError
 from offramp.commands.completion import complete
-from offramp.compiler.commands import arguments, engine_arguments
-from offramp.compiler.commands.compile_arguments import compile_parser, supernet_parser
+from offramp.compiler.commands import arguments, engine_arguments, help_texts
+from offramp.compiler.commands.compile_arguments import compile_parser
 from offramp.compiler.commands.compiling import (
     build_and_print,
     output_of,
     read_options,
     run_compile,
 )
+from offramp.compiler.commands.extension import Command, commands_of_extensions
+from offramp.compiler.commands.interruption import Target, raising_signals, status_of
+from offramp.compiler.common.errors import CompileError
+from offramp.compiler.common.progress import TerminalProgress
 from offramp.compiler.data.arguments import source_of
-from offramp.compiler.errors import CompileError
-from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.plain.command import describe_wrapped, wrap_parser
-from offramp.compiler.progress import TerminalProgress
-from offramp.engine.criteria import CriterionError, load_criterion
-from offramp.engine.errors import BackendError
-
-
-class Command(NamedTuple):
-    """A subcommand of ``eecompile``: its parser, and the function that runs it."""
-
-    parser: Callable[[], argparse.ArgumentParser]
-    run: Callable[[argparse.Namespace, Console], int]
+from offramp.engine.answers.criteria import CriterionError, load_criterion
+from offramp.engine.common.errors import BackendError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,20 +116,23 @@ def _target_of(options: argparse.Namespace) -> Path:
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.inspection import describe_bundle, describe_model  # noqa: PLC0415
+    from offramp.compiler.commands.inspection import (  # noqa: PLC0415
+        describe_bundle,
+        describe_model,
+    )
 
     if options.model.is_dir():
         from offramp.bundle import Bundle  # noqa: PLC0415
-        from offramp.compiler.printing import print_bundle  # noqa: PLC0415
+        from offramp.compiler.commands.printing import print_bundle  # noqa: PLC0415
 
         bundle = Bundle.open(options.model)
         print_bundle(bundle, Console())
         _write_json(options.json, describe_bundle(bundle))
         return 0
-    from offramp.compiler.asked_task import AskedTask  # noqa: PLC0415
     from offramp.compiler.commands.printing_model import print_inspection  # noqa: PLC0415
-    from offramp.compiler.cuts import find_cuts  # noqa: PLC0415
-    from offramp.compiler.model import read_model  # noqa: PLC0415
+    from offramp.compiler.common.asked_task import AskedTask  # noqa: PLC0415
+    from offramp.compiler.cuts.cuts import find_cuts  # noqa: PLC0415
+    from offramp.compiler.frontend.model import read_model  # noqa: PLC0415
 
     with console.status("reading and simplifying the model"):
         model = read_model(
@@ -155,8 +151,8 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.bundle_check import VerifyOptions, verify_bundle  # noqa: PLC0415
-    from offramp.compiler.printing_check import print_check  # noqa: PLC0415
+    from offramp.compiler.commands.printing_check import print_check  # noqa: PLC0415
+    from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         check = verify_bundle(read_options(VerifyOptions, options), progress)
@@ -171,9 +167,9 @@ def _write_json(path: Path | None, document: object) -> None:
 
 
 def _rehearse(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.options import RehearseOptions  # noqa: PLC0415
-    from offramp.compiler.printing import print_rehearsing  # noqa: PLC0415
-    from offramp.compiler.rehearse import rehearse_bundle  # noqa: PLC0415
+    from offramp.compiler.commands.printing import print_rehearsing  # noqa: PLC0415
+    from offramp.compiler.common.options import RehearseOptions  # noqa: PLC0415
+    from offramp.compiler.steps.rehearse import rehearse_bundle  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         done = rehearse_bundle(read_options(RehearseOptions, options), progress)
@@ -182,9 +178,9 @@ def _rehearse(options: argparse.Namespace, console: Console) -> int:
 
 
 def _profile(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.options import ProfileOptions  # noqa: PLC0415
-    from offramp.compiler.printing import print_profiled  # noqa: PLC0415
-    from offramp.compiler.profile import profile_bundle  # noqa: PLC0415
+    from offramp.compiler.blueprints.profile import profile_bundle  # noqa: PLC0415
+    from offramp.compiler.commands.printing import print_profiled  # noqa: PLC0415
+    from offramp.compiler.common.options import ProfileOptions  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         done = profile_bundle(read_options(ProfileOptions, options), progress)
@@ -207,9 +203,9 @@ def _wrap(options: argparse.Namespace, console: Console) -> int:
 
 
 def _export(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.commands.printing import print_exported  # noqa: PLC0415
     from offramp.compiler.export.export import ExportOptions, export_bundle  # noqa: PLC0415
     from offramp.compiler.export.repositories import RepositoryOptions  # noqa: PLC0415
-    from offramp.compiler.printing import print_exported  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         places = read_options(RepositoryOptions, options)
@@ -218,42 +214,27 @@ def _export(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.planning import PlanOptions, plan_bundle  # noqa: PLC0415
-    from offramp.compiler.printing_plan import print_plan, render_page  # noqa: PLC0415
-    from offramp.engine.planning.cluster_plan import PlanError  # noqa: PLC0415
-
-    try:
-        with console.status("planning"):
-            planned = plan_bundle(read_options(PlanOptions, options))
-    except PlanError as error:
-        print(f"eecompile: {error}", file=sys.stderr)
-        return 1
-    if options.report is not None:
-        options.report.write_text(render_page(planned, options.bundle.name), encoding="utf-8")
-    print_plan(planned, Console(width=max(Console().width, 100)))
-    return 0
-
-
 def _build(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.build import BuildOptions  # noqa: PLC0415
+    from offramp.compiler.engines.build import BuildOptions  # noqa: PLC0415
 
     engines = engine_arguments.engine_options(options)
     asked = read_options(BuildOptions, options, engines=engines)
     return build_and_print(asked, console, chooses=engine_arguments.chooses_precision(options))
 
 
-COMPILE = Command(compile_parser, run_compile)
+_RUN = {
+    "inspect": (arguments.inspect_parser, _inspect),
+    "verify": (arguments.verify_parser, _verify),
+    "rehearse": (arguments.rehearse_parser, _rehearse),
+    "profile": (arguments.profile_parser, _profile),
+    "build": (arguments.build_parser, _build),
+    "export": (arguments.export_parser, _export),
+    "wrap": (wrap_parser, _wrap),
+}
+COMPILE = Command(compile_parser, run_compile, "")
 COMMANDS = {
-    "supernet": Command(supernet_parser, run_compile),
-    "inspect": Command(arguments.inspect_parser, _inspect),
-    "verify": Command(arguments.verify_parser, _verify),
-    "rehearse": Command(arguments.rehearse_parser, _rehearse),
-    "profile": Command(arguments.profile_parser, _profile),
-    "build": Command(arguments.build_parser, _build),
-    "export": Command(arguments.export_parser, _export),
-    "wrap": Command(wrap_parser, _wrap),
-    "plan": Command(arguments.plan_parser, _plan),
+    **{name: Command(*found, help_texts.COMMANDS[name]) for name, found in _RUN.items()},
+    **commands_of_extensions(),
 }
 """The subcommands by name; any other argument is a model to compile, also ./NAME."""
 

@@ -1,14 +1,14 @@
-"""Command lines of ``eecompile MODEL.onnx`` and ``eecompile supernet``."""
+"""The command line of ``eecompile MODEL.onnx``."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from offramp.bundle.distinct import COPIES_WITHIN
+from offramp.bundle.schema.distinct import COPIES_WITHIN
 from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands import help_texts, values
-from offramp.compiler.commands.illegal import COMPILE, SUPERNET
+from offramp.compiler.commands.extension import commands_of_extensions
 from offramp.compiler.commands.shared_arguments import (
     add_grouping,
     add_model,
@@ -18,6 +18,7 @@ from offramp.compiler.commands.shared_arguments import (
     add_target,
     make_parser,
 )
+from offramp.compiler.common.illegal import COMPILE
 from offramp.compiler.data.arguments import add_data
 
 SHORT = ("--data", "--output", "--overwrite", "--max-disagreement", "--confidence", "--task",
@@ -25,37 +26,24 @@ SHORT = ("--data", "--output", "--overwrite", "--max-disagreement", "--confidenc
 """Options that nine of ten people need."""
 
 
-def supernet_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile supernet``: that of compiling, and what is elastic."""
-    parser = make_parser(
-        "supernet",
-        help_texts.SUPERNET,
-        short=("--elastic", *SHORT),
-        illegal=SUPERNET,
-        examples=help_texts.SUPERNET_EXAMPLES,
-    )
-    parser.add_argument("--elastic", type=Path, required=True, metavar="TOML",
-                        help="elastic parts of the model.\nBlocks that may be skipped, weights "
-                        "that may be sliced, and how many operating points to keep")  # fmt: skip
-    _add_compiling(parser, needs_data=True)
-    return parser
-
-
 def compile_parser() -> LayeredParser:
     """Make the parser of ``eecompile MODEL.onnx``."""
+    added = {name: command.summary for name, command in commands_of_extensions().items()}
+    every = {**help_texts.COMMANDS, **added}
     parser = make_parser(
         "",
         help_texts.COMPILE,
         short=SHORT,
         illegal=COMPILE,
         examples=help_texts.COMPILE_EXAMPLES,
-        commands=help_texts.COMMANDS,
+        commands=every,
     )
-    _add_compiling(parser)
+    add_compiling(parser)
     return parser
 
 
-def _add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False) -> None:
+def add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False) -> None:
+    """Add all options of compiling a model."""
     add_model(parser)
     add_target(parser, "bundle to write (default: MODEL.ee)", "a bundle that is there")
     parser.add_argument("--backend", choices=["auto", "onnxruntime", "tensorrt"], default="auto",

@@ -13,17 +13,17 @@ from rich.console import Console
 
 from offramp.commands.combinations import Illegal
 from offramp.compiler.commands.compile_arguments import compile_parser
-from offramp.compiler.commands.illegal import NO_ENGINES
+from offramp.compiler.commands.interruption import status_of
+from offramp.compiler.common.errors import CompileError, EnginesUnavailableError, ModelError
+from offramp.compiler.common.illegal import NO_ENGINES
+from offramp.compiler.common.progress import FileProgress, Progress, TerminalProgress
 from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.errors import CompileError, EnginesUnavailableError, ModelError
-from offramp.compiler.interruption import status_of
-from offramp.compiler.progress import FileProgress, Progress, TerminalProgress
-from offramp.engine.criteria import known_criterion
-from offramp.engine.errors import BackendError
-from offramp.engine.options import available_cores
+from offramp.engine.answers.criteria import known_criterion
+from offramp.engine.common.environment import available_cores
+from offramp.engine.common.errors import BackendError
 
 if TYPE_CHECKING:
-    from offramp.compiler.build import BuildOptions
+    from offramp.compiler.engines.build import BuildOptions
 
 _Options = TypeVar("_Options")
 
@@ -48,11 +48,11 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
         from offramp.compiler.commands.first_look import show_first_look  # noqa: PLC0415
 
         return show_first_look(options, console)
-    from offramp.calibration.scratch import ScratchSpace  # noqa: PLC0415
-    from offramp.calibration.training_options import TrainingOptions  # noqa: PLC0415
-    from offramp.compiler.compile import compile_model  # noqa: PLC0415
-    from offramp.compiler.options import CompileOptions  # noqa: PLC0415
-    from offramp.compiler.printing import print_bundle, print_use  # noqa: PLC0415
+    from offramp.calibration.data.scratch import ScratchSpace  # noqa: PLC0415
+    from offramp.calibration.data.training_options import TrainingOptions  # noqa: PLC0415
+    from offramp.compiler.commands.printing import print_bundle, print_use  # noqa: PLC0415
+    from offramp.compiler.common.options import CompileOptions  # noqa: PLC0415
+    from offramp.compiler.steps.compile import compile_model  # noqa: PLC0415
 
     known_criterion(options.criterion)  # or an error, before anything takes time
     engines = _plan_engines(options, output)
@@ -109,7 +109,7 @@ def _plan_engines(options: argparse.Namespace, output: Path) -> _Engines:
     """Decide whether engines are built here; CompileError if they are demanded and cannot be."""
     if options.backend == "onnxruntime":
         return _Engines()
-    from offramp.compiler.build import BuildOptions, check_device  # noqa: PLC0415
+    from offramp.compiler.engines.build import BuildOptions, check_device  # noqa: PLC0415
 
     demanded = options.backend == "tensorrt"
     engines = EngineBuildOptions()
@@ -142,9 +142,9 @@ def _obstacle(options: argparse.Namespace) -> Illegal | None:
 
 def build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:
     """Build engines, print what was built, and return the exit status."""
-    from offramp.compiler.build import Reports, build_bundle  # noqa: PLC0415
-    from offramp.compiler.choosing import build_best  # noqa: PLC0415
-    from offramp.compiler.printing_engines import print_building  # noqa: PLC0415
+    from offramp.compiler.commands.printing_engines import print_building  # noqa: PLC0415
+    from offramp.compiler.engines.build import Reports, build_bundle  # noqa: PLC0415
+    from offramp.compiler.engines.choosing import build_best  # noqa: PLC0415
 
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from offramp.bundle.engines import PRECISIONS
 from offramp.compiler.commands import values
+from offramp.compiler.common.errors import EngineOptionsError
 from offramp.compiler.engines.options import (
     DEFAULT_BATCHES,
     OPTIMIZATION_LEVELS,
@@ -18,7 +19,6 @@ from offramp.compiler.engines.options import (
     parse_parts,
     parse_units,
 )
-from offramp.compiler.errors import EngineOptionsError
 
 _GIB = 2**30
 

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from offramp.certify import samples_needed
 from offramp.certify.splits import least_to_split
-from offramp.compiler.asked_task import AskedTask
+from offramp.compiler.common.asked_task import AskedTask
 
 if TYPE_CHECKING:  # they import onnx
-    from offramp.compiler.cut_points import CutAnalysis, CutPoint
-    from offramp.compiler.model import SourceModel
+    from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint
+    from offramp.compiler.graphs.source_model import SourceModel
 
 STATUS: Final = 2
 """Exit status: data are missing, as with any other required option."""
@@ -31,9 +31,9 @@ parquet · Hugging Face data set · module:function"""
 
 def show_first_look(options: argparse.Namespace, console: Console) -> int:
     """Print the screen; return the exit status."""
-    from offramp.compiler.cuts import find_cuts  # noqa: PLC0415
-    from offramp.compiler.model import read_model  # noqa: PLC0415
-    from offramp.compiler.placement import choose_candidates  # noqa: PLC0415
+    from offramp.compiler.cuts.cuts import find_cuts  # noqa: PLC0415
+    from offramp.compiler.cuts.placement import choose_candidates  # noqa: PLC0415
+    from offramp.compiler.frontend.model import read_model  # noqa: PLC0415
 
     with console.status("reading and simplifying the model"):
         model = read_model(

@@ -19,20 +19,9 @@ COMMANDS: Final = {
     "profile": "measure a bundle again, on this machine",
     "build": "build a bundle's TensorRT engines, on the machine with the GPU",
     "export": "write a bundle as one ONNX file, for any ONNX Runtime",
-    "plan": "predict which devices of a cluster should run which segments",
     "wrap": "make a bundle of a model as it is, without exits and data",
-    "supernet": "compile a model that has smaller models in the same weights",
 }
 """The other commands, a line each."""
-SUPERNET: Final = """\
-Make a bundle of a supernet: a model that holds smaller ones in the same weights
-(SuperServe). Blocks are skipped, weights are sliced to their first channels,
-and statistics are collected again for each subnet. The best trade-offs of time
-and agreement become variants of the bundle, each with exits of its own;
-policies that choose by the time left (--policy slackfit) serve them."""
-SUPERNET_EXAMPLES: Final = {
-    "eecompile supernet model.onnx --elastic spec.toml --data samples.npz": "",
-}
 INSPECT: Final = """\
 List where a model can be cut, and why it cannot be cut elsewhere; of a bundle,
 its content."""
@@ -69,14 +58,4 @@ certificates, as eeserve does."""
 EXPORT_EXAMPLES: Final = {
     "eecompile export model.ee --data samples.npz --output fast.onnx": "",
     "eecompile export model.ee --data samples.npz --triton models --with-exits": "",
-}
-PLAN: Final = """\
-Plan a bundle on a cluster (E3): how many splits, which segments and exits in
-each, on which and how many devices, at which batch size. Prints the plan next
-to the unmodified model on the same devices, and the limits that bind. All is
-predicted, from profiles and from how many rows leave at each exit; nothing
-runs. eeserve --cluster makes such plans while it serves, and serves by them."""
-PLAN_EXAMPLES: Final = {
-    "eecompile plan model.ee --cluster cluster.toml --slo-ms 100": "",
-    "eecompile plan model.ee --cluster cluster.toml --rate 6000 --json plan.json": "",
 }

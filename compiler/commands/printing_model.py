@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from offramp.bundle import Answer
-from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
-from offramp.compiler.model import SourceModel
+from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.graphs.source_model import SourceModel
 
 
 def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from offramp.compiler.options import SEEDS
-from offramp.engine.options import MOST_SHARE
+from offramp.compiler.common.options import SEEDS
+from offramp.engine.models.options import MOST_SHARE
 
 _INF = float("inf")
 

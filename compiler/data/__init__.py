@@ -1,8 +1,6 @@
 """Kinds of data that ``--data`` and the API take, each of them a source of samples.
 
 :mod:`.find` tells kinds apart; :mod:`.batches` has arrays and iterables of a program's own.
-
-May import: bundle, engine, engine.learning, calibration.
 """
 
 from offramp.compiler.data.batches import ArraySource, IterableSource

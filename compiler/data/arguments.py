@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from offramp.calibration.data_sources import DataSource
+from offramp.calibration.data.data_sources import DataSource
 from offramp.compiler.data.find import find_source
 from offramp.compiler.data.spec import OPTIONS, TOML_NAME, PreprocessingSpec, read_toml
 

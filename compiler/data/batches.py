@@ -8,13 +8,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.data_sources import ArraysAndHash
-from offramp.calibration.dataset import LABEL_KEYS
-from offramp.calibration.errors import DataError
-from offramp.calibration.sample_writer import LABEL, SampleWriter, hash_arrays, row_blocks
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data.data_sources import ArraysAndHash
+from offramp.calibration.data.dataset import LABEL_KEYS
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.sample_writer import LABEL, SampleWriter, hash_arrays, row_blocks
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.conversion import as_array, fit
-from offramp.engine.validation import check_tensors
+from offramp.engine.common.validation import check_tensors
 
 
 class ArraySource:

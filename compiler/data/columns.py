@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.data_sources import ArraysAndHash
-from offramp.calibration.dataset import LABEL_KEYS
-from offramp.calibration.errors import DataError
-from offramp.calibration.sample_writer import LABEL, SampleWriter
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data.data_sources import ArraysAndHash
+from offramp.calibration.data.dataset import LABEL_KEYS
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.sample_writer import LABEL, SampleWriter
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.conversion import fit
 from offramp.compiler.data.images import ImageForm, image_form
 from offramp.compiler.data.spec import PreprocessingSpec

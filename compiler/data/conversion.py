@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.errors import DataError
+from offramp.calibration.data.errors import DataError
 
 _NUMBERS = "biuf"
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from offramp.calibration.data_sources import DataSource, NpyFolderSource, NpzSource
-from offramp.calibration.errors import DataError
+from offramp.calibration.data.data_sources import DataSource, NpyFolderSource, NpzSource
+from offramp.calibration.data.errors import DataError
 from offramp.compiler.data.arrow import PARQUET, HuggingFaceSource, ParquetSource
 from offramp.compiler.data.first import first_of
 from offramp.compiler.data.functions import FunctionSource, names_function, source_of_value

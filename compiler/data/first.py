@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.data_sources import ArraysAndHash, DataSource
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data.data_sources import ArraysAndHash, DataSource
+from offramp.calibration.data.scratch import ScratchSpace
 
 
 def first_of(source: DataSource, samples: int | None) -> DataSource:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.data_sources import ArraysAndHash, DataSource
-from offramp.calibration.errors import DataError
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data.data_sources import ArraysAndHash, DataSource
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.batches import ArraySource, IterableSource
 
 _NAME: Final = re.compile(

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.data_sources import ArraysAndHash
-from offramp.calibration.errors import DataError
-from offramp.calibration.sample_writer import SampleWriter
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data.data_sources import ArraysAndHash
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.sample_writer import SampleWriter
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.engine.learning.recording import (
     Recorded,
     RecordingError,

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from offramp.calibration.errors import DataError
+from offramp.calibration.data.errors import DataError
 
 Layout: TypeAlias = Literal["nchw", "nhwc"]
 Resize: TypeAlias = Literal["crop", "stretch"]

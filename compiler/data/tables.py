@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.data_sources import ArraysAndHash
-from offramp.calibration.errors import DataError
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data.data_sources import ArraysAndHash
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.columns import ROWS, TableColumns, plan_table, read_table
 from offramp.compiler.data.spec import PreprocessingSpec
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
 from offramp.bundle.optional_imports import optional_import
-from offramp.calibration.errors import DataError
+from offramp.calibration.data.errors import DataError
 from offramp.compiler.data.spec import PreprocessingSpec
 
 _log = logging.getLogger(__name__)

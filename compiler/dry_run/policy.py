@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.calibration.records import ExitRecords
+from offramp.calibration.choose.records import ExitRecords
 from offramp.certify.decision import NEVER
 
 MOST_EXITS: Final = 3

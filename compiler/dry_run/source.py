@@ -9,8 +9,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from offramp.compiler.data.made import RandomSource
-from offramp.compiler.model import SourceModel
-from offramp.compiler.runtime import random_inputs
+from offramp.compiler.graphs.runtime import random_inputs
+from offramp.compiler.graphs.source_model import SourceModel
 
 _log = logging.getLogger(__name__)
 WARNING = (

@@ -22,15 +22,15 @@ from offramp.bundle.engines import (
     list_targets,
     parts_digest,
 )
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
+from offramp.compiler.common.errors import CompileError, EngineBuildError, EngineOptionsError
+from offramp.compiler.common.progress import Advance, Progress
 from offramp.compiler.engines.builder import BuildProgress, EngineBuilder
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.engines.profiles import ModelShapes, SizedProfile, Sizes, unit_profiles
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.engines.verification import Verifier
-from offramp.compiler.errors import CompileError, EngineBuildError, EngineOptionsError
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.progress import Advance, Progress
+from offramp.compiler.graphs.graph import Dataflow
 
 Status: TypeAlias = Literal["built", "fresh", "failed"]
 """Of a unit after a build."""

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, Promise
 from offramp.bundle.engine_index import PrecisionEvidence, addressed, model_digest
 from offramp.bundle.engines import Precision
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.quantization import Ranges
-from offramp.calibration.records import ExitRecords, dump_records, kept_records
+from offramp.calibration.choose.records import ExitRecords, dump_records, kept_records
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.precision.quantization import Ranges
 from offramp.certify.binomial import upper_bound
 from offramp.certify.shared_risk import half_risk
+from offramp.compiler.common.errors import VerificationError
 from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.units import UnitGraphs
 from offramp.compiler.engines.verification import (
@@ -35,13 +36,12 @@ from offramp.compiler.engines.verification import (
     failing_from,
     stage_runners,
 )
-from offramp.compiler.errors import VerificationError
-from offramp.compiler.runtime import GraphRunner
-from offramp.engine.agreement import agreement_of
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.initial import certified_on
-from offramp.engine.exit_check import confidence_of
-from offramp.engine.plan import Mode, StageSpec, make_plan
+from offramp.engine.stages.plan import Mode, StageSpec, make_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from offramp.compiler.graph import Dataflow, Operator
+from offramp.compiler.graphs.graph import Dataflow, Operator
 
 FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 

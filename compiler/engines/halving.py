@@ -24,7 +24,7 @@ from onnx import helper, numpy_helper
 
 from offramp.compiler.engines.half_rules import FLOAT, FLOAT16, Slots, halved_operators
 from offramp.compiler.engines.lowering import fold_constants
-from offramp.compiler.graph import (
+from offramp.compiler.graphs.graph import (
     Dataflow,
     Operator,
     copied,
@@ -33,7 +33,7 @@ from offramp.compiler.graph import (
     refill,
     serialised,
 )
-from offramp.compiler.shapes import concrete_shapes, declared_types
+from offramp.compiler.graphs.shapes import concrete_shapes, declared_types
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Final
 
 from offramp.bundle import Manifest
 from offramp.bundle.engines import EngineEntry, EngineStore, ShapeProfile
+from offramp.compiler.common.errors import EngineOptionsError
 from offramp.compiler.engines.options import EngineBuildOptions, SizeRange
 from offramp.compiler.engines.profiles import Sizes, symbols_of
-from offramp.compiler.errors import EngineOptionsError
 
 WORKSPACE_BYTES: Final = 2**30
 """Most scratch memory beside a server, which needs what is free for batches that come."""

@@ -14,8 +14,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import (
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.graph import (
     bodies,
     captured_names,
     constant_tensor,
@@ -24,7 +24,7 @@ from offramp.compiler.graph import (
     refill,
     serialised,
 )
-from offramp.compiler.shapes import declared_types
+from offramp.compiler.graphs.shapes import declared_types
 
 OPSET = 17
 """Newest operator set that TensorRT 8.6 reads."""

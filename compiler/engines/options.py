@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from offramp.bundle.engines import Precision
-from offramp.compiler.errors import EngineOptionsError
+from offramp.compiler.common.errors import EngineOptionsError
 
 Part: TypeAlias = Literal["source", "stages", "segments"]
 """What engines are built of: the unmodified model; the exit policy's stages; every segment."""

@@ -11,11 +11,11 @@ import onnx
 
 from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engines import ShapeProfile, ShapeRange
+from offramp.compiler.common.errors import EngineOptionsError
 from offramp.compiler.engines.options import SizeRange, describe_ranges
-from offramp.compiler.errors import EngineOptionsError
-from offramp.compiler.graph import copied
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.engine.assembly import assemble
+from offramp.compiler.graphs.graph import copied
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.engine.graphs.assembly import assemble
 
 MANY_PROFILES = 16
 """Beyond this a build takes long, and every engine keeps much device memory for contexts."""

@@ -9,15 +9,15 @@ from typing import NamedTuple
 from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engine_index import unit_name
 from offramp.bundle.engines import Precision
-from offramp.bundle.parts import given_behind
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.quantization import Ranges, measure_ranges, quantize
+from offramp.bundle.schema.parts import given_behind
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.precision.quantization import Ranges, measure_ranges, quantize
+from offramp.compiler.common.errors import EngineOptionsError
 from offramp.compiler.engines.halving import halve
 from offramp.compiler.engines.lowering import folded, lower
 from offramp.compiler.engines.options import PARTS, Part
-from offramp.compiler.errors import EngineOptionsError
-from offramp.engine.assembly import assemble
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.graphs.assembly import assemble
+from offramp.engine.stages.plan import Mode, make_plan
 
 
 class Unit(NamedTuple):

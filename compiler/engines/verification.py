@@ -22,23 +22,23 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
 from offramp.bundle.engines import Precision
-from offramp.bundle.parts import given_behind
 from offramp.bundle.records import CERTIFY
-from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
-from offramp.calibration.running import BATCH_SIZE, run_over
+from offramp.bundle.schema.parts import given_behind
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.calibration.data.running import BATCH_SIZE, run_over
+from offramp.calibration.precision.quantization import RANGE_SAMPLES, Ranges
 from offramp.certify.binomial import binomial_cdf, upper_bound
+from offramp.compiler.common.errors import EngineBuildError, VerificationError
 from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, bound
 from offramp.compiler.engines.units import Unit, UnitGraphs
-from offramp.compiler.errors import EngineBuildError, VerificationError
-from offramp.compiler.grouping import groups_again, may_be_of
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.engine.agreement import Agreement, agreement_of
-from offramp.engine.assembly import assemble
-from offramp.engine.differences import Scales, compare
-from offramp.engine.exit_check import exits
-from offramp.engine.plan import Mode, StageSpec, make_plan
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.samples.grouping import groups_again, may_be_of
+from offramp.engine.answers.agreement import Agreement, agreement_of
+from offramp.engine.answers.differences import Scales, compare
+from offramp.engine.answers.exit_check import exits
+from offramp.engine.graphs.assembly import assemble
+from offramp.engine.stages.plan import Mode, StageSpec, make_plan
 from offramp.engine.tensorrt.lookup import TOLERANCES
 
 Tensors: TypeAlias = Mapping[str, NDArray[Any]]

@@ -1,6 +1,6 @@
 """Write a bundle as one ONNX file: the same answers at the same exits, with no Offramp at run time.
 
-The steps: read the bundle, nest its stages (:mod:`offramp.compiler.export.nesting`), compare with
+The steps: read the bundle, nest its stages (:mod:`offramp.compiler.graphs.nesting`), compare with
 the bundle on every sample (:mod:`offramp.compiler.export.verification`), write the file and the
 model repositories with it (:mod:`offramp.compiler.export.repositories`).
 """
@@ -19,11 +19,11 @@ from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.files import write_whole
 from offramp.bundle.placing import check_writable
-from offramp.calibration.data_sources import DataSource
-from offramp.calibration.dataset import read_samples
-from offramp.compiler.errors import ExportError
+from offramp.calibration.data.data_sources import DataSource
+from offramp.calibration.data.dataset import read_samples
+from offramp.compiler.common.errors import ExportError
+from offramp.compiler.common.progress import SILENT, Progress
 from offramp.compiler.export.model_folder import model_files
-from offramp.compiler.export.nesting import METADATA, Names, nest
 from offramp.compiler.export.repositories import (
     Repository,
     RepositoryOptions,
@@ -31,14 +31,14 @@ from offramp.compiler.export.repositories import (
     repositories,
 )
 from offramp.compiler.export.verification import Verified, verify
-from offramp.compiler.graph import serialised
-from offramp.compiler.progress import SILENT, Progress
-from offramp.compiler.source_file import MAX_BYTES
-from offramp.compiler.unread_inputs import with_unread
+from offramp.compiler.frontend.source_file import MAX_BYTES
+from offramp.compiler.graphs.graph import serialised
+from offramp.compiler.graphs.nesting import METADATA, Names, nest
+from offramp.compiler.graphs.unread_inputs import with_unread
 from offramp.engine.backends.custom_ops import open_runnable
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import Plan, make_plan
-from offramp.engine.whole_promise import end_evidence, whole_policy
+from offramp.engine.common.errors import BackendError
+from offramp.engine.models.whole_promise import end_evidence, whole_policy
+from offramp.engine.stages.plan import Plan, make_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from offramp import __version__
 from offramp.bundle import Bundle, TensorSpec
-from offramp.compiler.export.nesting import METADATA, Names
 from offramp.compiler.export.repositories import MODEL, README, WRITTEN_BY, Repository
 from offramp.compiler.export.triton import ServedFile, config_text, warmup_files
 from offramp.compiler.export.verification import has_half_precision
-from offramp.compiler.runtime import random_inputs
+from offramp.compiler.graphs.nesting import METADATA, Names
+from offramp.compiler.graphs.runtime import random_inputs
 
 LOST: Final = {
     "audits": "No sample that leaves early is run to the end as well, so nothing measures how "

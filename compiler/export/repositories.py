@@ -20,7 +20,7 @@ from offramp.bundle import Manifest
 from offramp.bundle.bundle import bundle_name
 from offramp.bundle.files import read_limited, write_whole
 from offramp.bundle.placing import check_writable, put_in_place
-from offramp.compiler.errors import ExportError
+from offramp.compiler.common.errors import ExportError
 
 MODEL: Final = "1/model.onnx"
 README: Final = "README.md"

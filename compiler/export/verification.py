@@ -12,18 +12,18 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle.onnx_wire import without_inputs
-from offramp.calibration.dataset import Dataset
-from offramp.compiler.errors import VerificationError
-from offramp.compiler.export.nesting import Names
-from offramp.compiler.graph import bodies
-from offramp.compiler.staged_answers import (
+from offramp.calibration.data.dataset import Dataset
+from offramp.compiler.common.errors import VerificationError
+from offramp.compiler.graphs.graph import bodies
+from offramp.compiler.graphs.nesting import Names
+from offramp.compiler.samples.staged_answers import (
     AnsweringStages,
     GivenAnswers,
     batches_of_many_sizes,
 )
+from offramp.engine.answers.differences import compare
 from offramp.engine.backends.custom_ops import load_session, session_options
-from offramp.engine.differences import compare
-from offramp.engine.plan import Plan, exit_label
+from offramp.engine.stages.plan import Plan, exit_label
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -54,7 +54,7 @@ def verify(
     ``plan`` is in ``leave`` mode, ``models`` are by what messages call them; if they give exits,
     these are compared too. ``unread`` names the inputs that nothing reads, and data lack. Answers
     may differ by ``tolerance``, relative to the scale of each value
-    (:mod:`offramp.engine.differences`); ``progress`` is called with the number of samples of each
+    (:mod:`.answers.differences`); ``progress`` is called with the number of samples of each
     batch.
 
     Raises:

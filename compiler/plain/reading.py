@@ -9,21 +9,22 @@ from typing import Final
 import onnx
 
 from offramp.bundle import Answer, AnswerTask, TensorSpec
-from offramp.compiler import preparation
-from offramp.compiler.answer import find_answer, keep_answer, output_type, settle_output
-from offramp.compiler.asked_task import AskedTask
-from offramp.compiler.batch import fix_baked_sizes, fixed_size, free_batch, rename_batch
-from offramp.compiler.custom_ops import check_operators
-from offramp.compiler.decoder_cache import check_no_cache
-from offramp.compiler.errors import ModelError
-from offramp.compiler.export.nesting import METADATA
-from offramp.compiler.graph import copied, default_opset, refill
-from offramp.compiler.model import SourceModel, modern, specs
-from offramp.compiler.model_checks import check_batch_in_front, check_inputs
+from offramp.compiler.common.asked_task import AskedTask
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend import preparation
+from offramp.compiler.frontend.answer import find_answer, keep_answer, output_type, settle_output
+from offramp.compiler.frontend.batch import fix_baked_sizes, fixed_size, free_batch, rename_batch
+from offramp.compiler.frontend.decoder_cache import check_no_cache
+from offramp.compiler.frontend.model import modern, specs
+from offramp.compiler.frontend.model_checks import check_batch_in_front, check_inputs
+from offramp.compiler.frontend.source_file import load_source
+from offramp.compiler.graphs.custom_ops import check_operators
+from offramp.compiler.graphs.graph import copied, default_opset, refill
+from offramp.compiler.graphs.nesting import METADATA
+from offramp.compiler.graphs.shapes import BATCH, FLOATING, annotate
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.unread_inputs import DeclaredInputs, drop_unread
 from offramp.compiler.plain.rows import find_mixing, gives_rows
-from offramp.compiler.shapes import BATCH, FLOATING, annotate
-from offramp.compiler.source_file import load_source
-from offramp.compiler.unread_inputs import DeclaredInputs, drop_unread
 
 _LISTED: Final = 8
 """Names of outputs that an error lists."""

@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from offramp.compiler.rounding import rounding_of
-from offramp.compiler.rows import scaled_by_batch
-from offramp.compiler.runtime import GraphRunner, describe_shapes, random_inputs
-from offramp.engine.differences import compare
-from offramp.engine.options import available_cores
+from offramp.compiler.common.rounding import rounding_of
+from offramp.compiler.graphs.rows import scaled_by_batch
+from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
+from offramp.engine.answers.differences import compare
+from offramp.engine.common.environment import available_cores
 
 Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 

@@ -15,14 +15,14 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle import Profile, TensorSpec
-from offramp.calibration.profiling import BATCH_SIZES, TimedGraph
-from offramp.compiler.errors import ModelError, VerificationError
+from offramp.calibration.measure.profiling import BATCH_SIZES, TimedGraph
+from offramp.compiler.common.errors import ModelError, VerificationError
+from offramp.compiler.common.rounding import rounding_of
+from offramp.compiler.graphs.runtime import describe_shapes, random_inputs
+from offramp.compiler.graphs.shapes import BATCH
 from offramp.compiler.plain.reading import UnslicedModel
-from offramp.compiler.rounding import rounding_of
-from offramp.compiler.runtime import describe_shapes, random_inputs
-from offramp.compiler.shapes import BATCH
+from offramp.engine.answers.differences import compare
 from offramp.engine.backends.custom_ops import load_session, session_options
-from offramp.engine.differences import compare
 
 _log = logging.getLogger(__name__)
 

@@ -15,23 +15,23 @@ from offramp.bundle import Bundle, ExitPolicy, Manifest, Segment, write_bundle
 from offramp.bundle.bundle import bundle_name
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.onnx_wire import without_inputs
 from offramp.bundle.placing import check_space
+from offramp.bundle.schema.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.writing import check_target
-from offramp.compiler.asked_task import AskedKind, AskedTask
-from offramp.compiler.custom_ops import libraries_of
-from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import weight_bytes
-from offramp.compiler.packing import PROFILE, tool_versions
+from offramp.compiler.blueprints.packing import PROFILE, tool_versions
+from offramp.compiler.common.asked_task import AskedKind, AskedTask
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.progress import SILENT, Progress
+from offramp.compiler.common.rounding import rounding_of
+from offramp.compiler.cuts.slicing import SOURCE
+from offramp.compiler.graphs.custom_ops import libraries_of
+from offramp.compiler.graphs.graph import weight_bytes
+from offramp.compiler.graphs.weights import pack_weights
 from offramp.compiler.plain.reading import UnslicedModel, read_plain
 from offramp.compiler.plain.trial import PlainTrial
-from offramp.compiler.progress import SILENT, Progress
-from offramp.compiler.rounding import rounding_of
-from offramp.compiler.slicing import SOURCE
-from offramp.compiler.value_bounds import find_value_bounds
-from offramp.compiler.weights import pack_weights
-from offramp.engine.options import available_cores
+from offramp.compiler.samples.value_bounds import find_value_bounds
+from offramp.engine.common.environment import available_cores
 
 _log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from jinja2 import Template
 
 from offramp.bundle import ExitPolicy, Manifest, Measured, Profile
-from offramp.calibration.limits import BindingLimit
-from offramp.calibration.records import ExitRecords
+from offramp.calibration.choose.limits import BindingLimit
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.trade_offs import Judged
 from offramp.calibration.rehearsal import Rehearsed
-from offramp.calibration.trade_offs import Judged
 from offramp.compiler.report import numbers, words
 from offramp.compiler.report.charts import exit_curves, latency_chart, latency_rows, savings_chart
 from offramp.compiler.report.figures import PolicyFigures
@@ -24,7 +24,7 @@ from offramp.compiler.report.route import route
 from offramp.compiler.report.training import training_view
 
 if TYPE_CHECKING:
-    from offramp.compiler.weights import WeightSizes
+    from offramp.compiler.graphs.weights import WeightSizes
 
 __all__ = ["render_report"]
 

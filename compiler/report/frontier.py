@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from markupsafe import Markup
 
-from offramp.calibration.trade_offs import (
+from offramp.calibration.choose.trade_offs import (
     WAYS,
     Judged,
     TradeOff,

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from offramp.bundle import Answer, Manifest, Measured, MeasuredSize, Profile, Ratio
 from offramp.bundle.class_losses import ClassLoss, describe_harm, harmed, uncertified
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.manifest import Calibration
-from offramp.calibration.limits import BindingLimit
+from offramp.bundle.schema.manifest import Calibration
+from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.certify import samples_needed
 from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
-from offramp.engine.whole_promise import whole_policy
+from offramp.engine.models.whole_promise import whole_policy
 
 if TYPE_CHECKING:
-    from offramp.compiler.weights import WeightSizes
+    from offramp.compiler.graphs.weights import WeightSizes
 
 _MOST_NAMED = 12
 """Classes that a sentence names."""

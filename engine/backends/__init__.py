@@ -1,9 +1,6 @@
-"""Backends execute stages: their protocols are in :mod:`.base`, each has a module of its own.
+"""Backends execute stages, a module each; their protocols are in :mod:`.stages.base`."""
 
-May import: bundle, engine, engine.cuda, engine.kernels, engine.tensorrt.
-"""
-
-from offramp.engine.backends.base import Backend, Slot, StageResult, TensorBatch
 from offramp.engine.backends.factory import BACKENDS, make_backend
+from offramp.engine.stages.base import Backend, Slot, StageResult, TensorBatch
 
 __all__ = ["BACKENDS", "Backend", "Slot", "StageResult", "TensorBatch", "make_backend"]

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.engine.backends.base import Backend, Slot
-from offramp.engine.deployment import zeros
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
-from offramp.engine.timing import Effort, Rounds, Timer, repeats_of, time_rounds
+from offramp.engine.common.timing import Effort, Rounds, Timer, repeats_of, time_rounds
+from offramp.engine.stages.base import Backend, Slot
+from offramp.engine.stages.pipeline import Pipeline, zeros
+from offramp.engine.stages.plan import Mode, make_plan
 
 _EFFORT: Final = Effort(least=5, most=60, seconds=1.0, half_width=0.0)
 """For each bundle; until it is decided."""

@@ -20,8 +20,8 @@ from typing import Final
 import onnxruntime as ort
 
 from offramp.bundle import Bundle, Manifest
-from offramp.engine.errors import BackendError
-from offramp.engine.external_weights import name_weights
+from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.external_weights import name_weights
 
 _log = logging.getLogger(__name__)
 

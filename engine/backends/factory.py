@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import read_manifest
-from offramp.bundle.custom_ops import OperatorLibrary
 from offramp.bundle.engines import EngineStore, Precision, list_targets
-from offramp.bundle.errors import BundleError
-from offramp.engine.backends.base import Backend
-from offramp.engine.errors import BackendError
+from offramp.bundle.schema.custom_ops import OperatorLibrary
+from offramp.bundle.schema.errors import BundleError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash
-from offramp.engine.precision import is_rounded, require_plain
+from offramp.engine.stages.base import Backend
+from offramp.engine.stages.precision import is_rounded, require_plain
 from offramp.engine.tensorrt import probe
 from offramp.engine.tensorrt.lookup import EnginePlace
 

@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.engine.assembly import CONFIDENCE, with_confidence
-from offramp.engine.backends.base import Rows, StageResult, TensorBatch
-from offramp.engine.criteria import (
+from offramp.engine.answers.criteria import (
     STATE,
     CriterionError,
     HostCriterion,
@@ -24,10 +22,12 @@ from offramp.engine.criteria import (
     host_criterion,
     state_in,
 )
-from offramp.engine.errors import BackendError
-from offramp.engine.exit_check import confidence_of
-from offramp.engine.external_weights import WeightForm
-from offramp.engine.plan import LightGraph, StageSpec
+from offramp.engine.answers.exit_check import confidence_of
+from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.assembly import CONFIDENCE, with_confidence
+from offramp.engine.graphs.external_weights import WeightForm
+from offramp.engine.stages.base import Rows, StageResult, TensorBatch
+from offramp.engine.stages.plan import LightGraph, StageSpec
 
 _EMPTY = np.empty(0, np.float32)
 _ZERO = np.float32(0)

@@ -26,11 +26,11 @@ import onnxruntime as ort
 from offramp.bundle import Bundle
 from offramp.engine.backends.onnxruntime import ONE_NODE
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes, dtype_of
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import Stream, StreamEvent
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
-from offramp.engine.errors import BackendError
-from offramp.engine.onnx_subset import ModelProto
-from offramp.engine.plan import StageSpec
+from offramp.engine.graphs.onnx_subset import ModelProto
+from offramp.engine.stages.plan import StageSpec
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import parts_digest
-from offramp.engine.assembly import assemble
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.executable import Shape
-from offramp.engine.errors import BackendError
+from offramp.engine.graphs.assembly import assemble
 
 PROBED_ROWS = 2
 """Small, and not 1, which broadcasts."""

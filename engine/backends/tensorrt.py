@@ -19,19 +19,14 @@ import numpy as np
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import StageSpec
+from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.plan import StageSpec
 from offramp.engine.tensorrt import compat
 from offramp.engine.tensorrt.loading import EngineContext, EngineLibrary, LoadedEngine, SharedEngine
-from offramp.engine.tensorrt.lookup import (
-    EnginePlace,
-    MissingEngine,
-    as_computed,
-    find_engines,
-    missing_engine,
-)
+from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, find_engines, missing_engine
 from offramp.engine.tensorrt.scratch_layout import ScratchLayout
 
 _MOST_SHAPES = 4096

@@ -1,7 +1,5 @@
 """The parts that backends on a GPU share: slots, buffers and graphs over a small driver protocol.
 
-May import: bundle, engine, engine.backends, engine.kernels, engine.tensorrt.
-
 ::
 
     backend        prepared stages and slots

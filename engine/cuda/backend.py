@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from offramp.bundle import Bundle
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory
 from offramp.engine.cuda.memory import MemoryPool, mib
 from offramp.engine.cuda.slot import REMEDY, CudaSlot, SharedBySlots
 from offramp.engine.cuda.stages import CudaStage, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import StageSpec
-from offramp.engine.precision import require_plain
-from offramp.engine.tensorrt.lookup import MissingEngine
+from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.plan import StageSpec
+from offramp.engine.stages.precision import require_plain
 
 
 class CudaBackend:
-    """Runs stages on a driver: a :class:`offramp.engine.backends.base.Backend`.
+    """Runs stages on a driver: a :class:`offramp.engine.stages.base.Backend`.
 
     Takes over a factory and a driver, to be closed with it. ``kernels`` is the machine code of
     :func:`offramp.engine.kernels.compilation.load_kernels`. BackendError if it cannot be loaded:

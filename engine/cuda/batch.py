@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import aligned
 from offramp.engine.cuda.memory import PooledMemory, Region
-from offramp.engine.errors import BackendError
 
 RowPart: TypeAlias = tuple[str, np.dtype[Any], tuple[int, ...]]
 """A tensor's name, type on the device and shape of one row."""

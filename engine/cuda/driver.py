@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.kernels.arguments import Launch
 
 ALIGNMENT = 256

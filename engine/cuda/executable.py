@@ -21,8 +21,8 @@ import numpy as np
 
 from offramp.bundle import Bundle
 from offramp.engine.cuda.driver import Driver, Stream
-from offramp.engine.plan import StageSpec
-from offramp.engine.tensorrt.lookup import MissingEngine
+from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.plan import StageSpec
 
 Shape: TypeAlias = tuple[int, ...]
 """Of a tensor, the batch first."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from offramp.bundle.optional_imports import optional_import
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import Stream
-from offramp.engine.errors import BackendError
 
 INSTALL = "pip install cuda-bindings"
 

@@ -6,8 +6,8 @@ only on a thread on which their context is current, and warns and leaks anywhere
 
 Errors on the device (an illegal address, a hardware fault) are found by whoever waits next, and
 they are sticky: the context is lost, every later call in the process fails. A slot that is started
-anew will then fail again, and all of them are soon out of service (``engine/streams.py``); only a
-new process helps.
+anew will then fail again, and all of them are soon out of service
+(``engine/serving/streams.py``); only a new process helps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.optional_imports import optional_import
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Stream, StreamEvent
 from offramp.engine.cuda.graphs import CudaGraph, CudaGraphs
-from offramp.engine.errors import BackendError
+from offramp.engine.cuda.primary_context import PrimaryContext, primary_context
 from offramp.engine.kernels.arguments import (
     ENTRY_POINTS,
     GATHER_ROWS,
@@ -32,7 +33,6 @@ from offramp.engine.kernels.arguments import (
     STAGE_END_ARGUMENTS,
     Launch,
 )
-from offramp.engine.tensorrt.device import PrimaryContext, primary_context
 
 if TYPE_CHECKING:
     import pycuda.driver as cuda

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.batch import CudaBatch, Layout, Layouts, Row, RowPart, row_bytes
 from offramp.engine.cuda.executable import PreparedStage, Shape, SlotResources
 from offramp.engine.cuda.execution import Execution, OpenStage, StageRun
@@ -23,7 +24,6 @@ from offramp.engine.cuda.memory import Arena
 from offramp.engine.cuda.padding import padded
 from offramp.engine.cuda.stages import StageFacts, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels, row_copies
-from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import MOST_TENSORS, ExitCheck, Launch, stage_end
 
 MOST_EXECUTIONS = 1024

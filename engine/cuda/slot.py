@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.backends.base import Rows, StageResult, TensorBatch
+from offramp.engine.answers.exit_check import confidence_of
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.batch import BufferedRows, CudaBatch, Layout, Layouts
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory, SlotResources
@@ -35,9 +36,8 @@ from offramp.engine.cuda.padding import padded
 from offramp.engine.cuda.runs import OpenStages, StageRuns
 from offramp.engine.cuda.stages import CudaStage, StageFacts, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels, SlotStream
-from offramp.engine.errors import BackendError
-from offramp.engine.exit_check import confidence_of
 from offramp.engine.kernels.arguments import Scratch
+from offramp.engine.stages.base import Rows, StageResult, TensorBatch
 
 REMEDY = "lower --streams or --max-batch-size"
 _MOST_LAYOUTS = 4096
@@ -62,7 +62,7 @@ class SharedBySlots:
 
 
 class CudaSlot:
-    """Runs stages on a stream of its own: a :class:`offramp.engine.backends.base.Slot`.
+    """Runs stages on a stream of its own: a :class:`offramp.engine.stages.base.Slot`.
 
     A batch is void once its buffer is written again: by the next ``upload`` or ``merge``, or two
     stages later. It raises then. All memory that the prepared stages need is allocated at once,

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.batch import size_of
 from offramp.engine.cuda.executable import Executable, PreparedStage, SlotResources
 from offramp.engine.cuda.memory import Needs
 from offramp.engine.cuda.padding import padded
-from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import CheckKind, ScoreType
-from offramp.engine.plan import StageSpec
+from offramp.engine.stages.plan import StageSpec
 
 _SCORE_TYPES: dict[np.dtype[Any], ScoreType] = {
     np.dtype(np.float32): "float32",

@@ -1,7 +1,5 @@
 """CUDA kernels that run between stages: exit checks, compaction of survivors, row gathers.
 
-May import: bundle, engine.
-
 Sources (``*.cu``, ``*.cuh``), their compilation, and what the host hands to them. No module here
 names TensorRT or PyCUDA.
 """

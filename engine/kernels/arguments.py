@@ -111,7 +111,7 @@ class CheckKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCheck:
-    """The rule by which a row exits; its meaning is that of ``engine/exit_check.py``."""
+    """The rule by which a row exits; its meaning is that of ``engine/answers/exit_check.py``."""
 
     kind: CheckKind
     channels: int

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offramp.bundle.optional_imports import optional_import
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 """Of both compilers. Never ``--use_fast_math``: confidences must equal those of numpy. ``-v``

@@ -1,7 +1,5 @@
 """Learning while serving: inputs are recorded, exits are compiled from them, and served.
 
-May import: certify, bundle, engine, engine.backends.
-
 Apparate (3.1) and PAME (6.2) train and choose exits on recorded load. Here the server records it:
 :mod:`.recorder` keeps a uniform sample of what is asked (:mod:`.reservoir`) in a file
 (:mod:`.recording`), :mod:`.lifecycle` decides when to compile, switch and begin again, and

@@ -1,7 +1,7 @@
 """The process that compiles beside a server: ``python -m … CORES idle|nice …``.
 
 It is ``eecompile`` with the arguments that follow, on so many cores, and ends with its standard
-input, as :mod:`offramp.engine.build_worker` does.
+input, as :mod:`offramp.engine.common.build_worker` does.
 
 ``idle``: its threads run only while nothing else wants their core (SCHED_IDLE; where there is none,
 at niceness 19). On a machine that is never idle it would not get on at all: there it has a small
@@ -20,8 +20,8 @@ import signal
 import sys
 from typing import Final
 
-from offramp.engine.build_worker import run_compiler
-from offramp.engine.options import limit_cores
+from offramp.engine.common.build_worker import run_compiler
+from offramp.engine.common.environment import limit_cores
 
 IDLE: Final = "idle"
 NICE: Final = "nice"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from offramp.engine.engine_upgrades import BuildProcess
+from offramp.engine.common.compiler_process import BuildProcess
 from offramp.engine.learning.compile_worker import IDLE, NICE
 
 _log = logging.getLogger(__name__)

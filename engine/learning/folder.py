@@ -27,7 +27,7 @@ from offramp.bundle.graph_weights import external_locations
 from offramp.bundle.locks import FileLock
 from offramp.bundle.npz import open_regular
 from offramp.bundle.onnx_wire import WireError
-from offramp.engine.errors import OptionsError
+from offramp.engine.common.errors import OptionsError
 from offramp.engine.learning.compiling import PROGRESS_NAME
 from offramp.engine.learning.recording import LOG_NAME
 

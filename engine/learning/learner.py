@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle import BundleError
-from offramp.engine.agreement import agreement_of
-from offramp.engine.errors import DrainingError, EngineError, OptionsError
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.common.environment import available_cores
+from offramp.engine.common.errors import DrainingError, EngineError, OptionsError
 from offramp.engine.learning import words
 from offramp.engine.learning.compiling import (
     Compilation,
@@ -29,16 +30,15 @@ from offramp.engine.learning.compiling import (
 from offramp.engine.learning.folder import LearnFolder
 from offramp.engine.learning.learning_engine import LearningEngine
 from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, Progressed
-from offramp.engine.learning.options import LearnOptions
 from offramp.engine.learning.processor import IdleShare
 from offramp.engine.learning.recorder import InputRecorder, RecordedCounts
 from offramp.engine.learning.recording import RecordingError, RecordingHeader, sample_bytes
 from offramp.engine.learning.recording_log import LIVE_SHARE, RecordingLog
 from offramp.engine.learning.state import LearnState
-from offramp.engine.learning.status import LearningStatus
-from offramp.engine.options import available_cores
-from offramp.engine.results import ModelInfo
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.requests.learning_status import LearningStatus
+from offramp.engine.requests.results import ModelInfo
+from offramp.engine.requests.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Final, Self
 
 from offramp.engine.backends.custom_ops import libraries
-from offramp.engine.errors import OptionsError
+from offramp.engine.common.errors import OptionsError
 from offramp.engine.learning.folder import LearnFolder, folder_of, model_sha256
 from offramp.engine.learning.learner import ModelLearner
 from offramp.engine.learning.learning_engine import LearningEngine
 from offramp.engine.learning.lifecycle import Phase
-from offramp.engine.learning.options import DEFAULT_DISAGREEMENT, LearnOptions, least_samples
 from offramp.engine.learning.state import LearnState
-from offramp.engine.learning.status import LearningStatus
 from offramp.engine.learning.words import why_idle
+from offramp.engine.models.learning_options import DEFAULT_DISAGREEMENT, LearnOptions, least_samples
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.onnx_files import is_onnx_file
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
+from offramp.engine.requests.learning_status import LearningStatus
+from offramp.engine.stages.plan import Mode
 
 _log = logging.getLogger(__name__)
 

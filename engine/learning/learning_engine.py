@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
-from offramp.engine.results import ModelInfo
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.requests.results import ModelInfo
+from offramp.engine.requests.statistics import ModelStatistics
 
 Observer: TypeAlias = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
 """Called with the inputs of an answered request, and its answers [n, …]."""

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
-from offramp.bundle.errors import BundleError
 from offramp.bundle.files import parse_json, read_limited, write_whole
+from offramp.bundle.schema.errors import BundleError
 from offramp.engine.learning.lifecycle import Phase
 
 _log = logging.getLogger(__name__)

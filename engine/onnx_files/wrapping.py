@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from offramp.engine.backends.custom_ops import libraries
-from offramp.engine.engine_upgrades import BuildProcess
-from offramp.engine.errors import EngineError
+from offramp.engine.common.compiler_process import BuildProcess
+from offramp.engine.common.errors import EngineError
 
 _log = logging.getLogger(__name__)
 

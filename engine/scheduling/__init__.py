@@ -1,7 +1,5 @@
 """Sans-I/O scheduling: which stage runs on which samples, when.
 
-May import: certify, bundle.
-
 The server's executor, the simulator and the tests drive the very same objects.
 """
 
@@ -16,17 +14,6 @@ from offramp.engine.scheduling.base import (
     Wait,
 )
 from offramp.engine.scheduling.device import Assignment, DeviceScheduler
-from offramp.engine.scheduling.factory import (
-    POLICIES,
-    PlanPolicy,
-    PolicyName,
-    chooses_points,
-    make_policy,
-    make_scheduler,
-    may_buffer,
-    place,
-    policy_for,
-)
 from offramp.engine.scheduling.latency import Latencies, stage_seconds
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.placed import PlacedPlan
@@ -49,7 +36,6 @@ from offramp.engine.scheduling.scheduler import ModelScheduler
 from offramp.engine.scheduling.stage_table import StageTable
 
 __all__ = [
-    "POLICIES",
     "Assignment",
     "DeviceKind",
     "DeviceLink",
@@ -64,9 +50,7 @@ __all__ = [
     "ParallelLimit",
     "PlacedPlan",
     "Placement",
-    "PlanPolicy",
     "Policy",
-    "PolicyName",
     "Run",
     "SampleQueue",
     "SchedulerFullError",
@@ -75,14 +59,8 @@ __all__ = [
     "Submission",
     "Transition",
     "Wait",
-    "chooses_points",
     "going_on",
-    "make_policy",
-    "make_scheduler",
-    "may_buffer",
     "operating_points",
     "pareto_front",
-    "place",
-    "policy_for",
     "stage_seconds",
 ]

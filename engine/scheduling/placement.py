@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
-from offramp.bundle.serde import check_numbers
+from offramp.bundle.schema.serde import check_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

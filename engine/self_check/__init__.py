@@ -1,7 +1,5 @@
 """Checks of a backend on the machine that will serve: what no fake of a device can know.
 
-May import: certify, bundle, engine, engine.backends, engine.cuda, engine.kernels, engine.tensorrt.
-
 ::
 
     run          the whole check: makes the backend, runs all in about a minute, closes it

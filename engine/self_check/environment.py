@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from offramp.engine.backends import Backend
+from offramp.engine.common.environment import common_facts, package_version
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.backend import CudaBackend
-from offramp.engine.environment import common_facts, package_version
-from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import probe
 
 _PACKAGES: Final = (

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, TensorSpec
-from offramp.engine.onnx_subset import ModelProto
+from offramp.engine.graphs.onnx_subset import ModelProto
 
 Inputs: TypeAlias = dict[str, NDArray[Any]]
 """By name: [rows, …], all of as many rows."""

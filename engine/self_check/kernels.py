@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, AnswerForm
-from offramp.engine.exit_check import confidence_of
+from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.kernels.arguments import (
     CheckKind,
     ExitCheck,

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.engine.backends.custom_ops import load_session, session_options
-from offramp.engine.errors import BackendError
-from offramp.engine.onnx_subset import has_half_precision
-from offramp.engine.quantised_borders import carries_steps, give_steps
+from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.onnx_subset import has_half_precision
+from offramp.engine.graphs.quantised_borders import carries_steps, give_steps
 from offramp.engine.self_check.inputs import Inputs, take
 
 _ROWS = 8

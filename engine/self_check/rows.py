@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.backends import Slot, TensorBatch
-from offramp.engine.backends.base import Rows
 from offramp.engine.self_check.bench import read_tensors
 from offramp.engine.self_check.inputs import take
 from offramp.engine.self_check.results import (
@@ -19,6 +18,7 @@ from offramp.engine.self_check.results import (
     TimeLimit,
 )
 from offramp.engine.self_check.subject import CheckSubject
+from offramp.engine.stages.base import Rows
 
 _Tensors = Mapping[str, NDArray[Any]]
 

@@ -13,11 +13,9 @@ from typing import Final
 from offramp.bundle import Bundle
 from offramp.bundle.engines import list_targets
 from offramp.engine.backends import Backend
-from offramp.engine.errors import BackendError
-from offramp.engine.onnx_files.plain_serving import options_for
-from offramp.engine.opening import backend_for
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import make_plan
+from offramp.engine.common.errors import BackendError
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.models.plain_serving import options_for
 from offramp.engine.self_check import kernels, resources, rows, slots, stages
 from offramp.engine.self_check.bench import bench_of
 from offramp.engine.self_check.environment import describe_environment
@@ -32,6 +30,8 @@ from offramp.engine.self_check.results import (
     TimeLimit,
 )
 from offramp.engine.self_check.subject import CheckSubject
+from offramp.engine.serving.opening import backend_for
+from offramp.engine.stages.plan import make_plan
 from offramp.engine.tensorrt.lookup import PREFERRED, TOLERANCES
 
 SECONDS: Final = 45.0

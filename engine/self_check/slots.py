@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.backends import Slot
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.slot import CudaSlot
-from offramp.engine.errors import BackendError
-from offramp.engine.pipeline import Departure
 from offramp.engine.self_check.inputs import Inputs, take
 from offramp.engine.self_check.results import (
     CheckFailedError,
@@ -28,6 +27,7 @@ from offramp.engine.self_check.subject import (
     difference,
     fail_beyond,
 )
+from offramp.engine.stages.pipeline import Departure
 
 SLOTS = 2
 THREAD_NAME = "slot-side-by-side"

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.certify import NEVER
+from offramp.engine.answers.differences import Scales
+from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.cuda.batch import CudaBatch
-from offramp.engine.differences import Scales
-from offramp.engine.exit_check import confidence_of
-from offramp.engine.plan import StageSpec
 from offramp.engine.self_check.bench import read_tensors
 from offramp.engine.self_check.inputs import Inputs, join, take
 from offramp.engine.self_check.results import (
@@ -29,6 +28,7 @@ from offramp.engine.self_check.subject import (
     difference,
     fail_beyond,
 )
+from offramp.engine.stages.plan import StageSpec
 
 _CONFIDENCE_RTOL = 1e-5
 """Both sides add up float32 values in orders of their own; as for the kernels' tests."""

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.certify import MODEL_END, NEVER
+from offramp.engine.answers.differences import Scales, relative_difference
+from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.backends import Backend, Slot, StageResult, TensorBatch
-from offramp.engine.backends.base import Stage
-from offramp.engine.differences import Scales, relative_difference
-from offramp.engine.exit_check import confidence_of
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, StageSpec
 from offramp.engine.self_check.inputs import InputMaker, Inputs, join
 from offramp.engine.self_check.reference import ChainedReference
 from offramp.engine.self_check.results import CheckFailedError
+from offramp.engine.stages.base import Stage
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, StageSpec
 
 
 class StageAnswer(NamedTuple):

@@ -1,7 +1,5 @@
 """Serving: which models an engine serves under which names, and on which of its streams.
 
-May import: certify, engine, engine.scheduling, engine.backends.
-
 ::
 
     versions      what answers under a name: loading beside serving, switching, removing

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from offramp.engine.errors import EngineError
-from offramp.engine.model_runtime import ModelRuntime
-from offramp.engine.streams import StreamHealth
+from offramp.engine.common.errors import EngineError
+from offramp.engine.serving.model_runtime import ModelRuntime
+from offramp.engine.serving.streams import StreamHealth
 
 NOT_LIVE_AFTER_S: Final = 60.0
 """Time without any model in service after which the process should be restarted."""

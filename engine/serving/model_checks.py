@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from offramp.engine.backends.base import Slot
-from offramp.engine.deployment import Deployment
-from offramp.engine.errors import OutOfServiceError
-from offramp.engine.model_runtime import ModelRuntime
+from offramp.engine.common.errors import OutOfServiceError
+from offramp.engine.models.deployment import Deployment
+from offramp.engine.models.served_model import ServedModel
 from offramp.engine.scheduling import DeviceScheduler
-from offramp.engine.served_model import ServedModel
 from offramp.engine.serving.availability import Availability
+from offramp.engine.serving.model_runtime import ModelRuntime
+from offramp.engine.stages.base import Slot
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from offramp.certify.decision import NEVER
-from offramp.engine.statistics import (
+from offramp.engine.requests.statistics import (
     CountersSnapshot,
     Histogram,
     ModelStatistics,

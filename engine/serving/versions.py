@@ -11,21 +11,21 @@ import asyncio
 import difflib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Final, Protocol
 
-from offramp.engine.control_loop import ControlLoop
-from offramp.engine.errors import DrainingError, ModelNotServedError, OptionsError
-from offramp.engine.executor import Executor
-from offramp.engine.opening import LoadedModel, in_thread
-from offramp.engine.plan import Mode
-from offramp.engine.profile_loop import ProfileLoop
-from offramp.engine.served_model import ServedModel
+from offramp.engine.common.errors import DrainingError, ModelNotServedError, OptionsError
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.requests.statistics import CountersSnapshot
+from offramp.engine.serving.executor import Executor
+from offramp.engine.serving.extension import Companion
+from offramp.engine.serving.opening import LoadedModel, in_thread
 from offramp.engine.serving.totals import add_counts
-from offramp.engine.statistics import CountersSnapshot
+from offramp.engine.stages.plan import Mode
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ class ModelVersions:
         self,
         models: Mapping[str, ServedModel],
         executor: Executor,
-        control: ControlLoop,
-        profiles: ProfileLoop,
+        beside: Sequence[Companion],
         load: ModelLoading | None = None,
     ) -> None:
         self.current = {
@@ -77,8 +76,7 @@ class ModelVersions:
         }
         """By name, the versions that answer new requests."""
         self._executor = executor
-        self._control = control
-        self._profiles = profiles
+        self._beside = tuple(beside)
         self._load = load
         self._ends = False
         """Whether nothing is replaced any more."""
@@ -176,8 +174,8 @@ class ModelVersions:
             while not self._executor.is_warm(version.key):
                 await asyncio.sleep(POLL_S)
                 self._check_open(version.name)
-            await in_thread(self._control.add, version.key, version.name, version.model)
-            await in_thread(self._profiles.add, version.key, version.name, version.model)
+            for companion in reversed(self._beside):
+                await in_thread(companion.add, version.key, version.name, version.model)
             self._check_open(version.name)
         except BaseException:
             try:
@@ -191,7 +189,8 @@ class ModelVersions:
         before = self.current[version.name]
         self.current[version.name] = version
         self._finishing[before.key] = before
-        self._control.retire(before.key)
+        for companion in self._beside:
+            companion.retire(before.key)
         self._executor.flush(before.key)
         removal = asyncio.create_task(self._remove(before), name=f"removing {before.name}")
         self._removals.add(removal)
@@ -215,8 +214,7 @@ class ModelVersions:
         _log.info("%s: version %d was removed", version.name, version.number)
 
     def _withdraw(self, version: ModelVersion, *, save: bool = True) -> None:
-        """Stop to control a version and to record its batch profile."""
-        try:
-            self._profiles.remove(version.key, save=save)
-        finally:
-            self._control.remove(version.key, save=save)
+        """Have all that goes on beside the streams forget a version."""
+        with ExitStack() as stack:
+            for companion in reversed(self._beside):
+                stack.callback(companion.remove, version.key, save=save)

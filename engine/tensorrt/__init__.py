@@ -1,7 +1,5 @@
 """TensorRT: what building engines (in the compiler) and running them share.
 
-May import: bundle, engine, engine.cuda.
-
 ::
 
     probe           is all there: driver, GPU, packages? No import of them, no CUDA context

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.optional_imports import optional_import
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt.probe import INSTALL
 
 if TYPE_CHECKING:

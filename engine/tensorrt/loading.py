@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offramp.bundle.engines import EngineEntry
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.cuda.executable import Shape
-from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import compat
 from offramp.engine.tensorrt.lookup import StoredEngine
 from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger

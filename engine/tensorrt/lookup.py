@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -24,8 +24,9 @@ from offramp.bundle.engines import (
     list_targets,
     parts_digest,
 )
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import StageSpec
+from offramp.engine.common.errors import BackendError
+from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.plan import StageSpec
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,20 +96,6 @@ class StoredEngine:
             return self.store.read(self.entry)
         except BundleError as error:
             raise BackendError(str(error)) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingEngine:
-    """An engine that a stage would run as, were it built; a chain of others runs it meanwhile."""
-
-    unit: str
-    """Its name, for instance ``00-03-exit1``."""
-    bundle: Path
-    device: str
-    """For instance ``cuda:0``."""
-    precision: Precision
-    is_built: Callable[[], bool] = field(compare=False, repr=False)
-    """Tells whether it was built since, by the index alone; reads a file."""
 
 
 def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 
 INSTALL = "pip install '.[tensorrt]' (for the dot: Offramp's source folder or wheel)"
 """What brings the Python packages."""

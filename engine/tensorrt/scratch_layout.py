@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import aligned
-from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt.loading import LoadedEngine
 
 

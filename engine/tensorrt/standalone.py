@@ -2,7 +2,7 @@
 
 Serving is another matter (buffers and contexts made once, nothing copied that need not be); this is
 the shortest way from host arrays to host arrays. All of it works in the calling thread's CUDA
-context: see :mod:`offramp.engine.tensorrt.device`.
+context: see :mod:`offramp.engine.cuda.primary_context`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt import compat
 from offramp.engine.tensorrt.loading import deserialize, refused, tensor_names
 from offramp.engine.tensorrt.messages import errors_of_tensorrt

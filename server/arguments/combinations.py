@@ -18,11 +18,12 @@ from typing import Any, Final, NamedTuple
 
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.commands.parser import LayeredParser
+from offramp.engine.common.extensions import extensions_for
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.onnx_files.wrapping import is_onnx_file
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.scheduling import PolicyName
-from offramp.server.configuration import Configuration, ConfigurationError, key_of
-from offramp.server.options import DEFAULT_MODE
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.server.arguments.configuration import Configuration, ConfigurationError, key_of
+from offramp.server.arguments.options import DEFAULT_MODE
 
 _OBSERVING: Final = (
     *("--controller", "--max-disagreement", "--confidence", "--audit-budget", "--ramp-budget"),
@@ -50,7 +51,6 @@ TABLE: Final = (
     ),
     Illegal(option="--uncertified-exits", beside="--mode off", why=_NO_EXIT),
     Illegal(option="--no-state", beside="--mode off", why=_NO_EXIT),
-    Illegal(option="--profile-window-s", beside="--mode off", why=_NO_EXIT),
     Illegal(
         option="--max-queue-delay-ms",
         beside="--policy slackfit|slackfit-bare|max-batch|max-accuracy|cheapest|clockwork|fixed",
@@ -89,12 +89,6 @@ TABLE: Final = (
     ),
     Illegal(
         option="--learn",
-        beside="--cluster",
-        why="a model that is split among workers cannot be replaced by one with exits while it is "
-        "served; leave one of them out, or take --workers",
-    ),
-    Illegal(
-        option="--learn",
         beside="--self-check",
         why="a self-check serves nothing; leave one of them out",
     ),
@@ -115,17 +109,18 @@ TABLE: Final = (
         why="all models are bundles, whose task is known; leave it out",
     ),
     Illegal(
-        option="--ray-address",
-        without="--cluster ray",
-        why="a cluster file names the address itself, as ray_address; leave it out",
-    ),
-    Illegal(
         option="--json",
         without="--self-check",
         why="nothing else writes a report; leave it out, or add --self-check",
     ),
 )
 """Every row's ``option`` is a flag without a value: the setting that would have no effect."""
+
+
+def combinations() -> tuple[Illegal, ...]:
+    """Return the whole table, that of extensions with it."""
+    added = (row for extension in extensions_for("server") for row in extension.combinations)
+    return *added, *TABLE
 
 
 def refuse_illegal_settings(
@@ -149,6 +144,8 @@ def refuse_illegal_settings(
         ConfigurationError: Of the file alone.
     """
     usual = {**_values_of(EngineOptions(mode=DEFAULT_MODE)), **_values_of(ModelOptions())}
+    for extension in extensions_for("server"):
+        usual |= _values_of(extension.settings())
     defaults = _by_flag(parser, usual, all_of_them=True)
     for table in _tables(file, models):
         asked = _by_flag(parser, {**table.engine, **table.settings})
@@ -170,12 +167,12 @@ def _refuse(
     models: Collection[Path],
 ) -> None:
     """Refuse combinations in which one of some options has no effect."""
-    rows = [row for row in TABLE if row.option in options]
+    rows = [row for row in combinations() if row.option in options]
     onnx_files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
     refuse_illegal(rows, values, {*flags, *onnx_files})
 
 
-def _values_of(options: EngineOptions | ModelOptions) -> dict[str, Any]:
+def _values_of(options: Any) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(options)}
 
 

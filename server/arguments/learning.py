@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from offramp.engine.learning.options import LearnOptions
+from offramp.engine.models.learning_options import LearnOptions
 from offramp.server.arguments.values import integer, number
 
 _FIELDS: Final = {

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from offramp.server.arguments.options import (
+    MAX_COUNT,
+    MAX_MESSAGE_MIB,
+    KeepaliveOptions,
+    ServerOptions,
+)
 from offramp.server.arguments.settings import option_adder
 from offramp.server.arguments.values import integer, number, port
-from offramp.server.options import MAX_COUNT, MAX_MESSAGE_MIB, KeepaliveOptions, ServerOptions
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:

@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Final
 
 from offramp import __version__
-from offramp.bundle.tasks import TASK_KINDS
+from offramp.bundle.schema.tasks import TASK_KINDS
 from offramp.commands.parser import LayeredParser
-from offramp.engine.errors import BackendError
+from offramp.engine.common.extensions import extensions_for
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.planning.cluster_plan import PlanError
 from offramp.server.arguments.combinations import refuse_illegal_settings
+from offramp.server.arguments.configuration import (
+    Configuration,
+    ConfigurationError,
+    read_configuration,
+)
+from offramp.server.arguments.extension import SettingError
 from offramp.server.arguments.learning import add_learning, learning_in
+from offramp.server.arguments.logging_setup import FORMATS, LEVELS
 from offramp.server.arguments.network import add_keepalive, add_network
+from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
 from offramp.server.arguments.settings import (
     add_control,
     add_execution,
@@ -25,9 +32,6 @@ from offramp.server.arguments.settings import (
     settings_in,
 )
 from offramp.server.arguments.values import named_path
-from offramp.server.configuration import Configuration, ConfigurationError, read_configuration
-from offramp.server.logging_setup import FORMATS, LEVELS
-from offramp.server.options import KeepaliveOptions, ServerOptions
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
@@ -225,7 +229,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     given = parser.parse_args(argv)
     try:
         return _understand(parser, given, parser.given(argv))
-    except (BackendError, ConfigurationError, PlanError) as error:
+    except (ConfigurationError, SettingError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")  # --help says nothing about a file
     except ValueError as error:
         parser.error(str(error))
@@ -252,6 +256,8 @@ def make_parser() -> LayeredParser:
     add_control(parser)
     add_scheduling(parser)
     add_execution(parser)
+    for extension in extensions_for("server"):
+        extension.add_options(parser)
     add_logging(parser)
     add_keepalive(parser)
     add_checking(parser)
@@ -267,11 +273,12 @@ def _understand(
     refuse_illegal_settings(parser, given, flags, file, models.values())
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
     learns = engine.pop("learning", False)
+    for extension in extensions_for("server"):
+        engine |= settings_in(given, extension.settings)
     options = file.options(
         engine=engine,
         defaults=defaults,
         learning=learning_in(given) if learns or file.learning is not None else None,
-        ray_address=given.ray_address,
     )
     _check_report(given.json)
     return Arguments(

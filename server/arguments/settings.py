@@ -6,21 +6,18 @@ import argparse
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from offramp.bundle.engines import PRECISIONS
 from offramp.engine.backends.factory import BACKENDS
-from offramp.engine.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.weight_sharing import MOST_MORE_TIME
+from offramp.engine.models.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
+from offramp.engine.models.weight_sharing import MOST_MORE_TIME
+from offramp.engine.stages.plan import Mode
+from offramp.server.arguments.options import DEFAULT_MODE
 from offramp.server.arguments.values import integer, mode, number, policy, share
-from offramp.server.options import DEFAULT_MODE, KeepaliveOptions, ServerOptions
-
-_Defaults: TypeAlias = EngineOptions | ModelOptions | ServerOptions | KeepaliveOptions
 
 
-def option_adder(group: argparse._ArgumentGroup, defaults: _Defaults) -> Callable[..., None]:
+def option_adder(group: argparse._ArgumentGroup, defaults: object) -> Callable[..., None]:
     """Return a function ``add(flag, text, **how)`` that adds an option to a group.
 
     ``how`` is passed on to ``add_argument``, but for ``completions``: values that a shell offers
@@ -49,7 +46,7 @@ def _shown(default: object) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def settings_in(given: argparse.Namespace, kind: type[_Defaults]) -> dict[str, Any]:
+def settings_in(given: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     """Return the fields of ``kind`` that the command line sets, by name."""
     return {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
 
@@ -138,14 +135,6 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         help="forget at the end what the controller learned, and the batch profile (default: "
         "they are kept next to the bundle)",
     )
-    add = option_adder(group, EngineOptions())
-    add(
-        "--profile-window-s",
-        "window of the batch profile (rows that run on after each exit), from which eecompile "
-        "plan forecasts",
-        metavar="S",
-        type=number(1.0),
-    )
     group.add_argument(
         "--trust-inputs",
         action="store_true",
@@ -180,7 +169,7 @@ def _describe(words: Mapping[Any, str]) -> Iterator[str]:
 
 
 def add_execution(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all but the address of Ray are fields of :class:`EngineOptions`."""
+    """Add the options; all are fields of :class:`EngineOptions`."""
     group = parser.add_argument_group("execution")
     add = option_adder(group, EngineOptions())
     add(
@@ -216,26 +205,6 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         type=number(0.0),
     )
     add("--streams", "batches that run at the same time", **_COUNT)
-    add(
-        "--workers",
-        "processes that run the stages, each a stream; one that dies is replaced without losing a "
-        "request; on the CPU only (default: 0, the server runs them itself, which is faster)",
-        metavar="N",
-        type=integer(0),
-    )
-    group.add_argument(
-        "--cluster",
-        metavar="FILE|ray",
-        type=Path,
-        default=argparse.SUPPRESS,
-        help="cluster.toml whose [[workers]] run the stages: processes here, eeworker on other "
-        "hosts, actors of Ray; ray: one-CPU workers on Ray's free CPUs, or --workers N of them",
-    )
-    group.add_argument(
-        "--ray-address",
-        metavar="HOST:PORT",
-        help="head of the cluster for --cluster ray (default: RAY_ADDRESS, or this host's cluster)",
-    )
     add(
         "--threads",
         "CPU threads of a stream (default: an equal share)",

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from offramp.engine.options import MOST_SHARE
-from offramp.engine.plan import Mode
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.models.options import MOST_SHARE
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.stages.plan import Mode
 
 
 def named_path(text: str) -> tuple[str, Path]:

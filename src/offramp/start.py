@@ -36,7 +36,7 @@ def eeserve() -> int:
 
 def eeworker() -> int:
     """Run ``eeworker``; return the exit status."""
-    return _run("eeworker", "offramp.engine.remote.eeworker")
+    return _run("eeworker", "offramp.cluster.remote.eeworker")
 
 
 def eebench() -> int:

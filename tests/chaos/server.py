@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from offramp.engine.backends.base import StageResult
 from offramp.engine.backends.host import HostSlot
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
+from offramp.engine.stages.base import StageResult
 from offramp.server.cli import main
 
 SWITCH: Final = "CHAOS_BACKEND_FAILS"

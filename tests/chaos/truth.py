@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_plan
 
 TOLERANCE: Final = 1e-3
 """Stages of another cut, and batches of another size, sum in another order: relative to the

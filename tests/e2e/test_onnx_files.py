@@ -133,7 +133,10 @@ def _child_of(pid: int) -> int:
     while time.monotonic() < deadline_s:
         for task in children.iterdir():
             for child in (task / "children").read_text().split():
-                if b"offramp.engine.build_worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if (
+                    b"offramp.engine.common.build_worker"
+                    in Path(f"/proc/{child}/cmdline").read_bytes()
+                ):
                     return int(child)
         time.sleep(0.005)
     raise AssertionError("no process was started")

@@ -22,15 +22,15 @@ from tests.unit.remote.listening import GOLDEN
 from tests.unit.remote.workers import answers_of, in_process, random_scripts, serve
 
 from offramp.bundle import Bundle
-from offramp.engine import streams
-from offramp.engine.backends.base import Backend
+from offramp.cluster.ray.launcher import ActorNeeds, RayLauncher, RayWorker
+from offramp.cluster.remote.backend import RemoteBackend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError, WorkerLostError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import make_plan
-from offramp.engine.ray.launcher import ActorNeeds, RayLauncher, RayWorker
-from offramp.engine.remote.backend import RemoteBackend
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.serving import streams
+from offramp.engine.stages.base import Backend
+from offramp.engine.stages.plan import make_plan
 from offramp.testing.ray_actor import ScriptedActor
 from offramp.testing.worker import ScriptedBackend
 

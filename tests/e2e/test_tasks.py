@@ -29,7 +29,7 @@ from tests.tasks import CASES, Case, compiled, images
 
 from offramp.bundle import Bundle
 from offramp.client import Client
-from offramp.compiler.rounding import SINGLE
+from offramp.compiler.common.rounding import SINGLE
 from offramp.engine.backends.onnxruntime import make_session
 
 pytestmark = pytest.mark.slow

@@ -20,14 +20,14 @@ from tests.unit.remote.listening import Worker
 from offramp.bundle import Bundle
 from offramp.client import AsyncClient, Client, OfframpError
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.options import available_cores
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
+from offramp.engine.common.environment import available_cores
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "bundle"
 REQUESTS, AT_ONCE, KILLS = 2000, 32, 8
-WORKER = b"offramp.engine.remote.worker"
-EEWORKER = "offramp.engine.remote.eeworker"
+WORKER = b"offramp.cluster.remote.worker"
+EEWORKER = "offramp.cluster.remote.eeworker"
 CLUSTER = """
 [devices.cpu]
 count = 2

@@ -32,14 +32,14 @@ import pytest
 
 from offramp.bundle import Bundle, BundleError
 from offramp.certify import MODEL_END, NEVER
-from offramp.engine import profile_check
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.common.errors import EngineError
+from offramp.engine.common.timing import Effort
 from offramp.engine.core import Engine
-from offramp.engine.errors import EngineError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, plan_stages
-from offramp.engine.timing import Effort
+from offramp.engine.models import profile_check
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, plan_stages
 from tests.bundles import sharing_weights
 from tests.engines import ActiveExit, engine_bundle
 from tests.fuzz.bundles import Mutation, mutations

@@ -16,7 +16,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.dataset import DataError, read_dataset
+from offramp.calibration.data.dataset import DataError, read_dataset
 from offramp.compiler.data import PreprocessingSpec, find_source
 from offramp.compiler.data.spec import read_toml
 from tests.fuzz.campaign import WrongError

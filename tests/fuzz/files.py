@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.dataset import DataError, read_dataset
-from offramp.compiler.errors import CompileError
-from offramp.compiler.model import read_model
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.server.configuration import read_configuration
+from offramp.calibration.data.dataset import DataError, read_dataset
+from offramp.compiler.common.errors import CompileError
+from offramp.compiler.frontend.model import read_model
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.server.arguments.configuration import read_configuration
 from tests import models
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.mutators import archive, havoc, protobuf

@@ -9,15 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from offramp.engine.remote.served_slot import ServedSlot
-from offramp.engine.remote.stages import describe_stage
-from offramp.engine.remote.transport import (
-    Connection,
-    ConnectionLostError,
-    Frame,
-    SharedMemory,
-)
-from offramp.engine.remote.wire import (
+from offramp.cluster.remote.served_slot import ServedSlot
+from offramp.cluster.remote.stages import describe_stage
+from offramp.cluster.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
+from offramp.cluster.remote.wire import (
     INLINE,
     Failed,
     FrameError,
@@ -36,7 +31,7 @@ from offramp.engine.remote.wire import (
     encode,
     pack_head,
 )
-from offramp.engine.remote.worker import Worker
+from offramp.cluster.remote.worker import Worker
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
 from tests.fakes import fake_plan

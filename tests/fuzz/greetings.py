@@ -14,13 +14,11 @@ import numpy as np
 
 import offramp
 from offramp.bundle import Bundle
-from offramp.engine.errors import EngineError
-from offramp.engine.plan import make_plan
-from offramp.engine.remote.handshake import GREETING_BYTES, greet, reach_worker
-from offramp.engine.remote.listening import Admission, Listener
-from offramp.engine.remote.stages import BundlesByHash, describe_stage
-from offramp.engine.remote.transport import Connection, ConnectionLostError, TooLateError
-from offramp.engine.remote.wire import (
+from offramp.cluster.remote.handshake import GREETING_BYTES, greet, reach_worker
+from offramp.cluster.remote.listening import Admission, Listener
+from offramp.cluster.remote.stages import BundlesByHash, describe_stage
+from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
+from offramp.cluster.remote.wire import (
     INLINE,
     Hello,
     JoinSlot,
@@ -34,7 +32,9 @@ from offramp.engine.remote.wire import (
     encode,
     pack_head,
 )
-from offramp.engine.remote.worker import Worker
+from offramp.cluster.remote.worker import Worker
+from offramp.engine.common.errors import EngineError
+from offramp.engine.stages.plan import make_plan
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
 from tests.fakes import fake_plan

@@ -8,18 +8,16 @@ from random import Random
 from typing import Final
 
 from offramp.bundle import Profile
-from offramp.engine.planning.batch_profile import (
+from offramp.cluster.planning.batch_profile import (
     BatchProfile,
     BatchProfileError,
     ProfileWindow,
     dump_batch_profile,
     parse_recorded,
 )
-from offramp.engine.planning.cluster import ModelFacts
-from offramp.engine.planning.cluster_file import (
-    parse_cluster,
-)
-from offramp.engine.planning.cluster_plan import (
+from offramp.cluster.planning.cluster import ModelFacts
+from offramp.cluster.planning.cluster_file import parse_cluster
+from offramp.cluster.planning.cluster_plan import (
     ClusterPlan,
     PlanError,
     PlannedSplit,
@@ -27,10 +25,10 @@ from offramp.engine.planning.cluster_plan import (
     dump_plan,
     parse_plan,
 )
-from offramp.engine.planning.cluster_times import make_cluster
-from offramp.engine.planning.forecasting import LastValue, forecast_going_on
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.optimiser import make_cluster_plan
+from offramp.cluster.planning.cluster_times import make_cluster
+from offramp.cluster.planning.forecasting import LastValue, forecast_going_on
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.optimiser import make_cluster_plan
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.files import one_line
 from tests.fuzz.mutators import havoc

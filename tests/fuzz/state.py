@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 import pytest
 
-from offramp.engine import control_loop
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.serving import control_loop
+from offramp.engine.stages.plan import Mode
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.mutators import archive, havoc
 

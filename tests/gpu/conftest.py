@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offramp.bundle import Bundle
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt import probe
 from offramp.tools.gpu.device import Gpu, open_gpu
 

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, ShapeProfile, list_targets
 from offramp.compiler.commands.cli import main
+from offramp.compiler.common.errors import EngineBuildError
 from offramp.compiler.engines.options import PARTS, BuildSettings
+from offramp.compiler.engines.tensorrt import TensorRTBuilder
 from offramp.compiler.engines.units import UnitGraphs, units_of
-from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.runtime import GraphRunner
-from offramp.compiler.tensorrt import TensorRTBuilder
-from offramp.engine.differences import relative_difference
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.engine.answers.differences import relative_difference
+from offramp.engine.cuda.primary_context import primary_context
 from offramp.engine.kernels.compilation import source_hash
-from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.lookup import TOLERANCES
 from offramp.engine.tensorrt.standalone import StandaloneEngine
 

@@ -29,8 +29,8 @@ from offramp.bundle import Bundle
 from offramp.compiler.commands.cli import main
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.onnxruntime_cuda import require_provider
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import Mode
+from offramp.engine.common.errors import BackendError
+from offramp.engine.stages.plan import Mode
 from offramp.engine.tensorrt import probe
 from offramp.engine.tensorrt.lookup import TOLERANCES
 from offramp.tools.gpu.machine import GpuMachine

@@ -8,9 +8,9 @@ import pytest
 from tests.gpu.conftest import lacking
 
 from offramp.compiler.commands.cli import main
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.options import EngineOptions
 from offramp.engine.self_check import run_self_check
+from offramp.engine.stages.plan import Mode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 

@@ -16,18 +16,18 @@ from tests import models
 from tests.bundles import compile_tiny
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise, write_bundle
-from offramp.bundle.batch_effect import BatchEffect
+from offramp.bundle.schema.batch_effect import BatchEffect
 from offramp.certify.binomial import upper_bound
 from offramp.certify.shared_risk import half_risk
-from offramp.compiler import policy
-from offramp.compiler.batch_effect import COMPARED_BATCH_SIZES
-from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
-from offramp.compiler.errors import CompileError, VerificationError
-from offramp.compiler.options import RehearseOptions
-from offramp.compiler.printing import print_bundle
-from offramp.compiler.rehearse import rehearse_bundle
+from offramp.compiler.commands.printing import print_bundle
+from offramp.compiler.common.errors import CompileError, VerificationError
+from offramp.compiler.common.options import RehearseOptions
+from offramp.compiler.exits import policy
+from offramp.compiler.samples.batch_effect import COMPARED_BATCH_SIZES
+from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
+from offramp.compiler.steps.rehearse import rehearse_bundle
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.whole_promise import whole_policy
+from offramp.engine.models.whole_promise import whole_policy
 
 SAMPLES = 3000
 
@@ -45,7 +45,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, list[str
     folder, said = tmp_path_factory.mktemp("dynamic"), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("offramp.compiler.batch_effect").addHandler(handler)
+    logging.getLogger("offramp.compiler.samples.batch_effect").addHandler(handler)
     model = models.dynamically_quantised()
     with pytest.MonkeyPatch.context() as patched:
         certify = policy.certified_policy

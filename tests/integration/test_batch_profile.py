@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.companions import profiles_of
 
 from offramp.bundle import Bundle
+from offramp.cluster.planning.batch_profile import RecordedProfile, parse_recorded
+from offramp.cluster.planning.forecasting import forecast_next
 from offramp.compiler.commands.cli import main
-from offramp.engine.control_state import identity_of
+from offramp.engine.common.control_state import identity_of
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.planning.batch_profile import RecordedProfile, parse_recorded
-from offramp.engine.planning.forecasting import forecast_next
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.plan import Mode
 
 BUNDLE = Path(__file__).parents[1] / "golden" / "bundle"
 CLUSTER = "[devices.cpu]\ncount = 4\ncost_per_hour = 1.0\nspeed = 1.0\n"
@@ -42,7 +43,7 @@ def serve(folder: Path, mode: Mode, windows: int = 1) -> NDArray[np.int32]:
         async with await Engine.open({"golden": folder / "golden.ee"}, options) as engine:
             for _ in range(windows):
                 exits = (await engine.infer("golden", {"sample": SAMPLES})).exits
-                engine._profiles.end_window()
+                profiles_of(engine).end_window()
             return exits
 
     return asyncio.run(run())

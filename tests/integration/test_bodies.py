@@ -11,10 +11,10 @@ import pytest
 from tests.bundles import compile_tiny
 from tests.unit.compiler.test_bodies import MODELS, WIDTH
 
-from offramp.calibration import profiling
+from offramp.calibration.measure import profiling
 from offramp.compiler.export.export import ExportOptions, export_bundle
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions
+from offramp.engine.models.options import EngineOptions
 
 
 @pytest.mark.parametrize("name", ["loop", "if", "scan"])

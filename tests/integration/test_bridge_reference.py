@@ -22,13 +22,13 @@ from tests.sliced import slice_proto
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offramp.compiler.bridged_exits import bridges_of
-from offramp.compiler.bridges import Bridge
-from offramp.compiler.slicing import Sliced
-from offramp.engine.assembly import assemble
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.bridged_exits import bridges_of
+from offramp.compiler.exits.bridges import Bridge
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
+from offramp.engine.graphs.assembly import assemble
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
 
 SHAPES = ((8, 1), (16, 2), (24, 1), (32, 1))
 """Channels and stride of each region's first block."""

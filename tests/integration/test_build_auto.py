@@ -17,19 +17,19 @@ from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import ActiveExit, Bundle
 from offramp.bundle.engines import EngineStore, EngineTarget, list_targets
-from offramp.calibration.dataset import read_dataset
-from offramp.compiler import build, choosing
-from offramp.compiler.build import BuildOptions
-from offramp.compiler.choosing import (
+from offramp.calibration.data.dataset import read_dataset
+from offramp.compiler.commands.cli import main
+from offramp.compiler.engines import build, choosing
+from offramp.compiler.engines.build import BuildOptions
+from offramp.compiler.engines.builder import TimedEngine
+from offramp.compiler.engines.building import Building
+from offramp.compiler.engines.choosing import (
     WORTH,
     TimedPrecision,
     _possible,
     choose,
     predicted_savings,
 )
-from offramp.compiler.commands.cli import main
-from offramp.compiler.engines.builder import TimedEngine
-from offramp.compiler.engines.building import Building
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.testing.builder import FakeBuilder
 

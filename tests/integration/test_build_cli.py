@@ -17,10 +17,10 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, list_targets
-from offramp.compiler import build
 from offramp.compiler.commands.cli import main
-from offramp.compiler.errors import EnginesUnavailableError
-from offramp.engine.errors import BackendError
+from offramp.compiler.common.errors import EnginesUnavailableError
+from offramp.compiler.engines import build
+from offramp.engine.common.errors import BackendError
 from offramp.engine.kernels.compilation import source_hash
 from offramp.testing.builder import FakeBuilder
 

@@ -21,33 +21,33 @@ from tests.quantised import Rounded, quantised
 from tests.unit.engine.serving import until
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, CpuFeatures, ExitPolicy, write_bundle
-from offramp.calibration import profiling
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.measure import profiling
 from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice
 from offramp.calibration.precision.independence import BatchDependence
 from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.certify.decision import MODEL_END
-from offramp.compiler.blueprint import CompileRun
-from offramp.compiler.build import BuildOptions, build_bundle
+from offramp.compiler.blueprints.blueprint import CompileRun
+from offramp.compiler.blueprints.profile import profile_bundle
 from offramp.compiler.commands.cli import main
+from offramp.compiler.common.errors import EngineOptionsError, ExportError
+from offramp.compiler.common.options import ProfileOptions, RehearseOptions
+from offramp.compiler.engines.build import BuildOptions, build_bundle
 from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.errors import EngineOptionsError, ExportError
 from offramp.compiler.export.export import ExportOptions, export_bundle
-from offramp.compiler.model import SourceModel
-from offramp.compiler.options import ProfileOptions, RehearseOptions
-from offramp.compiler.profile import profile_bundle
-from offramp.compiler.rehearse import rehearse_bundle
-from offramp.engine import served_model
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.steps.rehearse import rehearse_bundle
 from offramp.engine.backends import make_backend
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.common.environment import cpu_features
 from offramp.engine.control.controller import ControlStatus
 from offramp.engine.core import Engine
-from offramp.engine.deployment import DeploymentMaker
-from offramp.engine.environment import cpu_features
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode, make_plan
-from offramp.engine.results import ResultKind
+from offramp.engine.models import served_model
+from offramp.engine.models.deployment import DeploymentMaker
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.requests.results import ResultKind
 from offramp.engine.self_check import CheckVerdict, run_self_check
+from offramp.engine.stages.plan import Mode, make_plan
 
 MODELS = {
     "residual": (models.residual_cnn, images),
@@ -321,7 +321,7 @@ def test_it_is_profiled_anew_and_rehearsed(
     compiled: Compiled, tmp_path: Path, fast_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = CpuFeatures(machine="another", names=("DOTPROD",))
-    monkeypatch.setattr("offramp.compiler.rehearse.cpu_features", lambda: elsewhere)
+    monkeypatch.setattr("offramp.compiler.steps.rehearse.cpu_features", lambda: elsewhere)
     again = profile_bundle(ProfileOptions(bundle=compiled.bundle.path, output=tmp_path / "p.ee"))
     assert again.after.segments_ms == pytest.approx(np.array(again.before.segments_ms))
     profiled = Bundle.open(tmp_path / "p.ee").manifest
@@ -412,7 +412,7 @@ def test_the_command_line_makes_one(
     caplog: pytest.LogCaptureFixture, fast_copies: None,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    kind = "offramp.compiler.precision.fastest_kind"
+    kind = "offramp.compiler.blueprints.precision.fastest_kind"
 
     def fastest(model: SourceModel, run: CompileRun) -> PrecisionChoice:
         copy = quantised(model, run.parts.train)

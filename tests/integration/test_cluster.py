@@ -13,29 +13,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.companions import plans_of
 from tests.small import compile_small
 from tests.split_serving import BACK, FRONT
 
 from offramp.bundle import Bundle
+from offramp.cluster.planning.cluster import Cluster, DeviceType
+from offramp.cluster.planning.cluster_times import times_of
+from offramp.cluster.planning.facts import recorded_shares
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.serving.cluster_serving import ServedCluster, served_facts
+from offramp.cluster.serving.plan_loop import PlanLoop
+from offramp.cluster.serving.plan_status import PlanStatus
+from offramp.cluster.serving.split_change import SplitChange
+from offramp.cluster.serving.statistics import plan_of
+from offramp.cluster.serving.worker_devices import OpenedWorkers
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.cluster_serving import ServedCluster, served_facts
+from offramp.engine.common.errors import OptionsError
 from offramp.engine.core import Engine
-from offramp.engine.errors import OptionsError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.plan_loop import PlanLoop
-from offramp.engine.plan_status import PlanStatus
-from offramp.engine.planning.cluster import Cluster, DeviceType
-from offramp.engine.planning.cluster_times import times_of
-from offramp.engine.planning.facts import recorded_shares
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.replanning import ReplanGuard, ReplanRules
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher
-from offramp.engine.results import EngineResult
-from offramp.engine.scheduling import PolicyName
-from offramp.engine.served_model import merging_options
-from offramp.engine.split_change import SplitChange
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.models.served_model import merging_options
+from offramp.engine.requests.results import EngineResult
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.stages.plan import Mode
 
 ROWS = 8
 KINDS = ("slow", "fast", "slow", "fast")
@@ -76,9 +79,8 @@ def answers(
     """Serve by workers of these kinds, or in this process; and how many stages each then has."""
     options = EngineOptions(
         mode=mode,
-        streams=max(len(kinds), 1),
         threads=1,
-        plan_on=cluster,
+        devices=OpenedWorkers(len(kinds), cluster) if kinds else None,
         keep_state=False,
         defaults=ModelOptions(max_batch_size=ROWS),
     )
@@ -158,9 +160,8 @@ async def looked_at_by_hand(
 ) -> AsyncIterator[tuple[Engine, RemoteBackend]]:
     """An engine on four workers, whose plans change when a test says so."""
     options = EngineOptions(
-        streams=len(KINDS),
         threads=1,
-        plan_on=cluster,
+        devices=OpenedWorkers(len(KINDS), cluster),
         keep_state=False,
         defaults=ModelOptions(max_batch_size=ROWS),
     )
@@ -179,8 +180,7 @@ async def looked_at_by_hand(
 
 def check_held(engine: Engine, backend: RemoteBackend) -> None:
     """Each worker has the stages that it is to hold, and no others."""
-    assert engine._plans is not None
-    splits = engine._plans._served.splits
+    splits = plans_of(engine)._served.splits
     stages = engine._executor.deployment("small").plan.stages
     for number, seat in enumerate(backend._seats):
         held = [spec for spec in stages if splits.holds(number, spec)]
@@ -197,7 +197,7 @@ def test_plans_change_while_workers_are_killed(small: tuple[Bundle, Path]) -> No
 
     async def serve() -> None:
         async with looked_at_by_hand(cluster_for(bundle, share=1.3), bundle) as (engine, backend):
-            loop = engine._plans
+            loop = plans_of(engine)
             assert loop is not None
             served = loop._served
 
@@ -243,12 +243,12 @@ def test_a_plan_follows_the_shares_while_requests_run(small: tuple[Bundle, Path]
     async def serve() -> None:
         cluster = cluster_for(bundle, share=0.8, speeds=(1.0, 1.0))
         async with looked_at_by_hand(cluster, bundle) as (engine, backend):
-            loop = engine._plans
+            loop = plans_of(engine)
             assert loop is not None
             loop._guard = ReplanGuard(ReplanRules(least_rows=100))
 
             def seen() -> PlanStatus:
-                found = engine.statistics()["small"].plan
+                found = plan_of(engine.statistics()["small"])
                 assert found is not None
                 return found
 

@@ -29,7 +29,7 @@ from tests.unit.bundle.examples import FILES, POLICY, agreeing_records, write
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import RECORDS
 from offramp.compiler.commands.cli import main
-from offramp.compiler.printing import print_bundle
+from offramp.compiler.commands.printing import print_bundle
 
 
 @pytest.fixture(autouse=True)
@@ -159,14 +159,16 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(*_: object, **__: object) -> None:
         pytest.fail("heads are trained")
 
-    monkeypatch.setattr("offramp.compiler.exits.train_heads", train)
+    monkeypatch.setattr("offramp.compiler.exits.exits.train_heads", train)
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="nobody can write there")
 def test_a_target_that_cannot_be_written_is_told_before_the_work(
     capfd, untrained: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offramp.compiler.compile.read_model", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(
+        "offramp.compiler.steps.compile.read_model", lambda *_, **__: pytest.fail("read")
+    )
     line = compiling(capfd, "--output", "/proc/model.ee")
     assert "/proc/model.ee cannot be written: " in line
     assert "make /proc writable for you, or choose another --output" in line
@@ -220,7 +222,9 @@ def test_no_folder_for_temporary_files_is_told_before_the_work(
     def missing() -> NoReturn:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/x']")
 
-    monkeypatch.setattr("offramp.compiler.compile.read_model", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(
+        "offramp.compiler.steps.compile.read_model", lambda *_, **__: pytest.fail("read")
+    )
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "gettempdir", missing)
         line = compiling(capfd)
@@ -233,13 +237,15 @@ def test_an_interruption_after_the_writing_says_that_it_is_written(
     def interrupt(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offramp.compiler.compile.compile_model", lambda *_, **__: write(Path()))
-    monkeypatch.setattr("offramp.compiler.printing.print_bundle", interrupt)
+    monkeypatch.setattr(
+        "offramp.compiler.steps.compile.compile_model", lambda *_, **__: write(Path())
+    )
+    monkeypatch.setattr("offramp.compiler.commands.printing.print_bundle", interrupt)
     arguments = ["model.onnx", "--data", "data.npz", "--output", "small.ee"]
     assert main(arguments) == 130
     said = capfd.readouterr().err.splitlines()[-1]
     assert said == "eecompile: interrupted; small.ee is written and whole"
-    monkeypatch.setattr("offramp.compiler.compile.compile_model", interrupt)
+    monkeypatch.setattr("offramp.compiler.steps.compile.compile_model", interrupt)
     assert main(arguments) == 130
     said = capfd.readouterr().err.splitlines()[-1]
     assert said == "eecompile: interrupted; nothing was written"

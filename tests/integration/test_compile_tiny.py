@@ -19,18 +19,18 @@ from tests.part_sizes import check_part_sizes
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.graph_weights import PAGE
-from offramp.calibration import profiling
-from offramp.calibration.training_options import TrainingOptions
+from offramp.calibration.data.training_options import TrainingOptions
+from offramp.calibration.measure import profiling
 from offramp.certify import binomial_cdf, evaluate
 from offramp.certify.decision import MODEL_END
-from offramp.compiler.weights import WeightSizes
+from offramp.compiler.graphs.weights import WeightSizes
+from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
+from offramp.engine.common.errors import BadInputError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BadInputError
-from offramp.engine.exit_check import confidence_of
-from offramp.engine.options import EngineOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, make_chained_plan, make_plan
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, make_chained_plan, make_plan
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -313,7 +313,7 @@ def test_a_problem_without_good_exits_is_served_without_exits(
             models.mlp(), {"x": x}, tmp_path, max_disagreement=0.01, training=stuck
         )
     assert bundle.policy == ExitPolicy(version=1, active=())
-    (record,) = [r for r in caplog.records if r.name == "offramp.compiler.compile"]
+    (record,) = [r for r in caplog.records if r.name == "offramp.compiler.steps.compile"]
     assert record.levelno == logging.WARNING
     assert "NO EXIT IS ACTIVE" in record.getMessage()
     assert "--max-disagreement" in record.getMessage(), "the flag that would lift the limit"

@@ -19,10 +19,11 @@ from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.engine.backends import make_backend
 from offramp.engine.control.controller import Evidence
 from offramp.engine.core import Engine
-from offramp.engine.deployment import DeploymentMaker, zeros
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.results import ResultKind
+from offramp.engine.models.deployment import DeploymentMaker
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.requests.results import ResultKind
+from offramp.engine.stages.pipeline import zeros
+from offramp.engine.stages.plan import Mode
 
 LIMIT_S = 120.0
 IMAGES = np.load(EXAMPLE / "test.npz")["image"]

@@ -14,22 +14,22 @@ import pytest
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
-from offramp.bundle.criteria import BUILT_IN
 from offramp.bundle.records import TUNE
-from offramp.calibration.dataset import Dataset, read_samples
-from offramp.calibration.records import ExitRecords
+from offramp.bundle.schema.criteria import BUILT_IN
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.certify import NEVER, first_exit
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.commands.cli import main as compile_
-from offramp.compiler.policy import record_exits
-from offramp.compiler.progress import SILENT
-from offramp.engine import criteria
+from offramp.compiler.common.progress import SILENT
+from offramp.compiler.exits.policy import record_exits
+from offramp.engine.answers import criteria
 from offramp.engine.backends import make_backend
+from offramp.engine.common.errors import BackendError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_plan
 from offramp.server.cli import main as serve
 from offramp.tools.bench.cli import main as bench
 from offramp.tools.bench.methods import (

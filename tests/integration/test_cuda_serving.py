@@ -12,9 +12,9 @@ from tests.cuda_fakes import fake_cuda
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine, EngineOptions
-from offramp.engine.options import ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_plan
 
 REQUESTS = 60
 

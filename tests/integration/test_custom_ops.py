@@ -14,13 +14,13 @@ from tests.bundles import compile_tiny
 from tests.operators import build_library, squash_mlp
 
 from offramp.bundle import Bundle
-from offramp.calibration import profiling
+from offramp.calibration.measure import profiling
 from offramp.compiler.commands.cli import main
 from offramp.engine.backends.custom_ops import using_libraries
+from offramp.engine.common.errors import BackendError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
+from offramp.engine.models.options import EngineOptions
 from offramp.engine.onnx_files import OnnxFileError
-from offramp.engine.options import EngineOptions
 from offramp.server.cli import main as serve
 from offramp.tools.bench.cli import main as bench
 
@@ -96,7 +96,7 @@ def test_the_exported_file_runs_with_the_library_anywhere(
 
 
 def test_building_engines_is_refused(compiled: Bundle, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("offramp.compiler.build.check_device", lambda _device: None)
+    monkeypatch.setattr("offramp.compiler.engines.build.check_device", lambda _device: None)
     assert main(["build", str(compiled.path), "--dry-run"]) == 1
     err = capfd.readouterr().err
     assert "needs operators of a library, which TensorRT's engines cannot hold: squash.so" in err

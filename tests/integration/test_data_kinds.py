@@ -17,7 +17,7 @@ from tests.small import equal_times
 from tests.unit.compiler.data.making import save_image, save_tokenizer, write_lines
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import read_samples
+from offramp.calibration.data.dataset import read_samples
 from offramp.compiler.commands.cli import main
 from offramp.compiler.data import PreprocessingSpec, find_source
 from offramp.tools.bench.cli import main as bench

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offramp.calibration.dataset import Dataset, read_dataset
-from offramp.compiler.model import read_model
-from offramp.compiler.supernet import SubnetChoice, Supernet, laid_out, read_spec
-from offramp.compiler.supernet.extract import extract_subnet
-from offramp.compiler.supernet.norm import SubnetNorm
+from offramp.calibration.data.dataset import Dataset, read_dataset
+from offramp.compiler.frontend.model import read_model
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.supernet.graphs import SubnetChoice, Supernet, laid_out, read_spec
+from offramp.supernet.graphs.extract import extract_subnet
+from offramp.supernet.graphs.norm import SubnetNorm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHOICES = {

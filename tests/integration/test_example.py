@@ -14,12 +14,12 @@ import pytest
 from tests.bundles import EXAMPLE
 
 from offramp.bundle import NEVER, Bundle
-from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.data.dataset import Dataset, read_dataset
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, make_chained_plan, make_plan
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, make_chained_plan, make_plan
 from offramp.tools.bench.cli import main as eebench
 
 

@@ -17,11 +17,11 @@ from tests.loopback import MODEL, serving
 from tests.small import _vectors, equal_times
 
 from offramp.bundle import Bundle
-from offramp.compiler.asked_task import AskedTask
-from offramp.compiler.errors import ModelError
-from offramp.compiler.model import read_model
-from offramp.engine.plan import Mode
-from offramp.tools.bench.compare import Also, AlsoRunner
+from offramp.compiler.common.asked_task import AskedTask
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend.model import read_model
+from offramp.engine.stages.plan import Mode
+from offramp.tools.bench.common.compare import Also, AlsoRunner
 
 
 def flat(ending: str | None) -> onnx.ModelProto:

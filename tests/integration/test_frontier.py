@@ -14,7 +14,7 @@ from tests.bundles import compile_tiny
 from tests.integration.test_cascade import by_graph, fast_copies
 from tests.integration.test_compile_tiny import answers, vectors
 
-from offramp.engine.plan import make_plan
+from offramp.engine.stages.plan import make_plan
 from offramp.tools.bench.cli import main
 from offramp.tools.bench.frontier.measurement import whole_copy
 from offramp.tools.bench.frontier.policies import BOTH, EXITS, BundlePair, choose_policies

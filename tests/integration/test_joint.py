@@ -16,26 +16,26 @@ from tests.bundles import compile_tiny
 from tests.integration.test_compile_tiny import Arrays, answers, images, sentences, vectors
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, write_bundle
-from offramp.calibration import profiling
-from offramp.calibration.dataset import DataError
-from offramp.calibration.errors import UntrainableError
-from offramp.compiler import joint
-from offramp.compiler.build import BuildOptions, build_bundle
-from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
+from offramp.calibration.data.dataset import DataError
+from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.measure import profiling
+from offramp.compiler.blueprints import joint
 from offramp.compiler.commands.cli import main
-from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.errors import (
+from offramp.compiler.common.errors import (
     CompileError,
     EngineOptionsError,
     ModelError,
     OptionsConflictError,
 )
+from offramp.compiler.engines.build import BuildOptions, build_bundle
+from offramp.compiler.engines.options import EngineBuildOptions
+from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.errors import BackendError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode, make_plan
-from offramp.engine.precision import require_plain
+from offramp.engine.common.errors import BackendError
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.self_check import CheckVerdict, run_self_check
+from offramp.engine.stages.plan import Mode, make_plan
+from offramp.engine.stages.precision import require_plain
 
 ROWS = 90
 
@@ -214,7 +214,7 @@ def test_where_it_saves_no_more_the_frozen_models_exits_stay(
 def test_what_the_certificate_does_not_cover_is_not_shipped(
     tmp_path: Path, always_joint: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offramp.compiler.policy import PolicyChoice
+    from offramp.compiler.exits.policy import PolicyChoice
 
     certified: list[int] = []
 
@@ -245,7 +245,7 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_exits(
     folder = tmp_path / "tiny.ee.training"
     assert (folder / "weights.pt").exists()
     searched: list[int] = []
-    real = "offramp.compiler.compile.find_exits"
+    real = "offramp.compiler.steps.compile.find_exits"
     monkeypatch.setattr(real, lambda *_, **__: searched.append(1))
     bundle = small(tmp_path)
     assert not searched, "exits are those of the run before"

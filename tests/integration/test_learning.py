@@ -18,15 +18,15 @@ from tests.learning import IDLE_REASON, idle_copy
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
+from offramp.engine.common.errors import OptionsError
 from offramp.engine.core import Engine
-from offramp.engine.errors import OptionsError
 from offramp.engine.learning import compiling, learners, lifecycle
-from offramp.engine.learning.options import LearnOptions
 from offramp.engine.learning.recording import is_recording
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode
-from offramp.engine.results import EngineResult
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.requests.results import EngineResult
+from offramp.engine.requests.statistics import ModelStatistics
+from offramp.engine.stages.plan import Mode
 
 SAMPLES = 900
 OPTIONS = EngineOptions(

@@ -14,12 +14,12 @@ from tests.models import mlp
 from tests.small import _vectors, equal_times
 
 from offramp.bundle import Bundle
-from offramp.bundle.measured import Measured, MeasuredSize, Ratio
-from offramp.calibration import limits
-from offramp.calibration.training_options import TrainingOptions
-from offramp.compiler import compile as compiling
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.printing import print_bundle
+from offramp.bundle.schema.measured import Measured, MeasuredSize, Ratio
+from offramp.calibration.choose import limits
+from offramp.calibration.data.training_options import TrainingOptions
+from offramp.compiler.commands.printing import print_bundle
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.steps import compile as compiling
 
 MEASURED_LOSS = limits.measured_loss
 ONE = Ratio(value=1.0, half_width=0.1)

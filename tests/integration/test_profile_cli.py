@@ -13,9 +13,9 @@ from tests.bundles import compile_tiny
 from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import Bundle
-from offramp.calibration import profiling
+from offramp.calibration.measure import profiling
 from offramp.compiler.commands.cli import main
-from offramp.engine.profile_check import predicted_savings
+from offramp.engine.models.profile_check import predicted_savings
 
 
 def fake_times(patched: pytest.MonkeyPatch, slowdown: float, border: float) -> None:

@@ -14,7 +14,7 @@ from tests.models import mlp
 from tests.small import _vectors, equal_times
 
 from offramp.bundle import Bundle
-from offramp.engine import criteria
+from offramp.engine.answers import criteria
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 

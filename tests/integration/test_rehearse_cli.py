@@ -14,11 +14,11 @@ from tests.bundles import compile_tiny
 from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import NEVER, Bundle, ExitPolicy
-from offramp.calibration import profiling
+from offramp.calibration.measure import profiling
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.certify import binomial_cdf, evaluate
-from offramp.compiler import policy
 from offramp.compiler.commands.cli import COMMANDS, main
+from offramp.compiler.exits import policy
 
 MADE_WITH = ("--selection", "pame", "--rehearsal-batch", "24", "--max-violations", "0.1")
 
@@ -273,7 +273,7 @@ def test_a_bundle_without_exits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("offramp.compiler.exits.net_savings_alone", lambda *_: 0.0)
+    monkeypatch.setattr("offramp.compiler.exits.exits.net_savings_alone", lambda *_: 0.0)
     x = np.random.default_rng(0).standard_normal((1400, 16)).astype(np.float32)
     bundle = compile_tiny(
         models.mlp(), {"x": x}, Path(), epochs=1, selection="pame", max_overhead=None

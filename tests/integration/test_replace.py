@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.companions import profiles_of
 from tests.engines import half_leave
 from tests.models import mlp
 from tests.serving_checks import MODEL, Truth, options, replaced
@@ -19,16 +20,20 @@ from tests.sliced import inputs_of, slice_proto
 from tests.unit.engine.serving import until
 
 from offramp.bundle import ActiveExit, Bundle, BundleError
-from offramp.engine import served_model
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher, worker_command
+from offramp.cluster.serving.options import NAME, ClusterOptions
+from offramp.cluster.serving.statistics import profile_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher, worker_command
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.models import served_model
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.serving.totals import totals_of
+from offramp.engine.stages.plan import Mode
 from offramp.tools.gpu.staged import plain_bundle
+
+SHORT = {NAME: ClusterOptions(profile_window_s=1.0)}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +91,7 @@ class Held:
                 len(backend._sessions),
                 len(engine._executor._models),
                 len(engine._control._states),
-                len(engine._profiles._recorded),
+                len(profiles_of(engine)._recorded),
             )
         )
 
@@ -136,7 +141,7 @@ def test_workers_run_the_bundle_that_replaces_another(
 
 
 def windows(engine: Engine) -> int:
-    profile = engine.statistics()[MODEL].batch_profile
+    profile = profile_of(engine.statistics()[MODEL])
     return profile.windows if profile else 0
 
 
@@ -148,7 +153,7 @@ def test_a_model_without_exits_is_replaced_by_one_with_exits(
     served = shutil.copytree(bundles[1].path, tmp_path / "served.ee")
 
     async def body() -> None:
-        how = replace(options(Mode.OFF), keep_state=True, profile_window_s=1.0)
+        how = replace(options(Mode.OFF), keep_state=True, extensions=SHORT)
         async with await Engine.open({MODEL: bundles[0].path}, how) as engine:
             first = await engine.infer(MODEL, inputs)
             assert set(first.exits.tolist()) == {-1}
@@ -157,7 +162,7 @@ def test_a_model_without_exits_is_replaced_by_one_with_exits(
             assert set(then.exits.tolist()) == {-1, 0}
             statistics = engine.statistics()[MODEL]
             assert (statistics.mode, statistics.version) == ("audit", 2)
-            assert statistics.control is not None and statistics.batch_profile is not None
+            assert statistics.control is not None and profile_of(statistics) is not None
             total = totals_of(statistics)
             assert (total.requests, total.answered) == (2, 2 * len(truths[1]))
             await until(lambda: bool(windows(engine)))

@@ -16,21 +16,22 @@ from tests.elastic_torch import ElasticCnn, exported, shaken
 from tests.part_sizes import check_part_sizes
 
 from offramp.bundle import Bundle, ExitPolicy
-from offramp.calibration.dataset import read_dataset, split
-from offramp.calibration.trade_offs import kept_variants
+from offramp.calibration.choose.trade_offs import kept_variants
+from offramp.calibration.data.dataset import read_dataset, split
 from offramp.certify import samples_needed
-from offramp.compiler import sharing, weight_parts, weights
+from offramp.compiler.blueprints import sharing
 from offramp.compiler.commands.cli import main
-from offramp.compiler.model import read_model
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs import weight_parts, weights
 from offramp.compiler.report.frontier import frontier_view
-from offramp.compiler.supernet import Supernet, read_spec
-from offramp.compiler.supernet.extract import extract_subnet
-from offramp.compiler.supernet.norm import SubnetNorm
-from offramp.compiler.supernet.spec import SubnetChoice
 from offramp.engine.backends import make_backend
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
+from offramp.supernet.graphs import Supernet, read_spec
+from offramp.supernet.graphs.extract import extract_subnet
+from offramp.supernet.graphs.norm import SubnetNorm
+from offramp.supernet.graphs.spec import SubnetChoice
 
 SPEC = """
 [[depth]]

@@ -13,9 +13,9 @@ from tests.small import equal_times
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.compiler.export.export import ExportOptions, export_bundle
-from offramp.compiler.staged_answers import AnsweringStages
-from offramp.engine.agreement import agreement_of
-from offramp.engine.plan import make_plan
+from offramp.compiler.samples.staged_answers import AnsweringStages
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.stages.plan import make_plan
 
 BOUND = 0.1
 RANGES = {"percent": (0.0, 100.0), "clipped logits": (-1.0, 2.0)}

@@ -21,17 +21,17 @@ from tests.sliced import slice_proto
 from tests.tasks import CASES, SAMPLES, compiled, images
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
-from offramp.calibration import torch_graph
-from offramp.calibration.bridge_training import TrainedBridge
-from offramp.calibration.dataset import Dataset, split
-from offramp.calibration.estimates import BackboneTimes
+from offramp.calibration.data.dataset import Dataset, split
+from offramp.calibration.measure.estimates import BackboneTimes
+from offramp.calibration.torch import torch_graph
+from offramp.calibration.torch.bridge_training import TrainedBridge
 from offramp.certify import MODEL_END
-from offramp.compiler.bridged_exits import _built, bridges_of
-from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.printing import print_bundle
-from offramp.engine.agreement import agreement_of
-from offramp.engine.plan import Mode
+from offramp.compiler.commands.printing import print_bundle
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.exits.bridged_exits import _built, bridges_of
+from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.stages.plan import Mode
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
@@ -206,7 +206,7 @@ def test_of_both_families_the_one_that_nets_more_is_taken(tmp_path: Path) -> Non
 
 
 def test_precisions_are_for_classification(tmp_path: Path) -> None:
-    from offramp.compiler.errors import ModelError
+    from offramp.compiler.common.errors import ModelError
 
     build, data, options = CASES["segmentation"]
     with pytest.raises(ModelError, match="--precision int8 is for classification; the task is seg"):

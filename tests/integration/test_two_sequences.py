@@ -16,9 +16,9 @@ from tests.loopback import MODEL, ask, check, serving
 from tests.padded import Arrays, answers, sentences
 
 from offramp.bundle import ActiveExit, Bundle, LengthRange, write_bundle
-from offramp.calibration import profiling
+from offramp.calibration.measure import profiling
 from offramp.certify import MODEL_END
-from offramp.compiler.printing import print_bundle
+from offramp.compiler.commands.printing import print_bundle
 
 SAMPLES, FIRST, SECOND = 1400, 12, 7
 

@@ -21,11 +21,11 @@ from tests.loopback import MODEL, serving
 from tests.small import _vectors, equal_times
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
-from offramp.calibration.dataset import read_samples
+from offramp.calibration.data.dataset import read_samples
 from offramp.client import InvalidInputError
-from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
-from offramp.engine.plan import Mode
-from offramp.tools.bench.compare import Also, AlsoRunner
+from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
+from offramp.engine.stages.plan import Mode
+from offramp.tools.bench.common.compare import Also, AlsoRunner
 from offramp.tools.bench.load.reference import input_specs, read_data
 
 NAMES = ["token_type_ids", "x", "scale"]

@@ -24,22 +24,22 @@ from tests.variants import SubnetBundle, write_with_variants
 
 from offramp.bundle import ActiveExit, Bundle, BundleIntegrityError, ExitPolicy, write_bundle
 from offramp.bundle.files import dump
-from offramp.calibration import profiling
-from offramp.compiler.model import SourceModel
-from offramp.engine import model_runtime
+from offramp.calibration.measure import profiling
+from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.backends import make_backend, onnxruntime
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.common.errors import OptionsError
 from offramp.engine.core import Engine
-from offramp.engine.errors import OptionsError
-from offramp.engine.external_weights import WeightForm
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.results import EngineResult
-from offramp.engine.scheduling import PolicyName
-from offramp.engine.served_model import scheduler_of
-from offramp.engine.statistics import ModelStatistics
-from offramp.server.metrics import render_metrics
-from offramp.server.status import render_status
+from offramp.engine.graphs.external_weights import WeightForm
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.models.served_model import scheduler_of
+from offramp.engine.requests.results import EngineResult
+from offramp.engine.requests.statistics import ModelStatistics
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.serving import model_runtime
+from offramp.engine.stages.plan import Mode
+from offramp.server.page.metrics import render_metrics
+from offramp.server.page.status import render_status
 from offramp.tools.bench.simulated_model import model_of
 from offramp.tools.bench.simulation import SimulatedLoad, simulate
 

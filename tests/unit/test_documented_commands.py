@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from offramp.cluster.remote import eeworker
 from offramp.compiler.commands.cli import COMMANDS, COMPILE
-from offramp.engine.remote import eeworker
 from offramp.server.arguments import make_parser
 from offramp.tools.bench import cli
 

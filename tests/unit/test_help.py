@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
+from offramp.cluster.remote import eeworker
 from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands.cli import COMMANDS, COMPILE
-from offramp.engine.remote import eeworker
 from offramp.server import arguments
 from offramp.tools.bench import cli
 

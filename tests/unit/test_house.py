@@ -18,7 +18,7 @@ PRODUCT = sorted(
     for path in ROOT.glob("*/**/*.py")
     if not path.relative_to(ROOT).as_posix().startswith((*OUTSIDE, ".", "build"))
 )
-LONG, MOST_LONG = 400, 3
+LONG, MOST_LONG = 600, 0
 """Lines from which a file is long, and how many may be."""
 
 WORDS = {

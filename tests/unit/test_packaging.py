@@ -142,7 +142,7 @@ def test_a_tree_without_links_builds_nothing_and_says_what_to_do(
 def test_a_missing_extra_is_named_with_a_command_that_needs_no_index(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "offramp.compiler.cuts", None)
+    monkeypatch.setitem(sys.modules, "offramp.compiler.cuts.cuts", None)
     assert eecompile(["inspect", "model.onnx"]) == 1
     line = capsys.readouterr().err
     assert "pip install '.[compile]' (for the dot: Offramp's source folder or wheel)" in line

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from offramp.cluster.planning.cluster_file import parse_cluster
+from offramp.cluster.planning.ray_entry import RayEntry
+from offramp.cluster.remote import eeworker
 from offramp.compiler.commands.cli import COMMANDS as SUBCOMMANDS
 from offramp.compiler.commands.cli import COMPILE
 from offramp.compiler.data.spec import OPTIONS
-from offramp.engine.options import ModelOptions
-from offramp.engine.planning.cluster_file import parse_cluster
-from offramp.engine.planning.ray_entry import RayEntry
-from offramp.engine.remote import eeworker
-from offramp.engine.scheduling import POLICIES, PolicyName
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.scheduling.policies import POLICIES, PolicyName
 from offramp.server.arguments import make_parser
 from offramp.tools.bench.cli import make_parser as bench_parser
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from offramp.engine.options import ModelOptions
-from offramp.engine.remote import eeworker
-from offramp.engine.remote.listening import ADMIT_LIMIT_S, MOST_UNKNOWN
+from offramp.cluster.remote import eeworker
+from offramp.cluster.remote.listening import ADMIT_LIMIT_S, MOST_UNKNOWN
+from offramp.engine.models.options import ModelOptions
 from offramp.proto import tensors, wire
+from offramp.server.arguments.options import ServerOptions
 from offramp.server.arguments.parser import make_parser
 from offramp.server.endpoints import MAX_CALLS
-from offramp.server.options import ServerOptions
 from offramp.server.service import ARRIVAL_S
 from offramp.server.streaming import MAX_IN_FLIGHT
 

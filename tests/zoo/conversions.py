@@ -11,7 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import version_converter
 
-from offramp.engine.environment import cpu_features
+from offramp.engine.common.environment import cpu_features
 
 Arrays = dict[str, NDArray[Any]]
 Conversion = Callable[[Path, Arrays], None]

@@ -15,15 +15,15 @@ import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Exit, Head
-from offramp.calibration.cut_tensors import CutTensor
-from offramp.calibration.families import family_of, joined_width, masks_of
+from offramp.calibration.heads.cut_tensors import CutTensor
+from offramp.calibration.heads.families import family_of, joined_width, masks_of
 from offramp.certify.decision import MODEL_END
-from offramp.compiler.endings import CONFIDENCE, exit_prefix
-from offramp.compiler.exits import build_on
-from offramp.compiler.graph import copied
-from offramp.compiler.rounding import SINGLE
-from offramp.compiler.runtime import GraphRunner
-from offramp.compiler.slicing import Sliced
+from offramp.compiler.common.rounding import SINGLE
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
+from offramp.compiler.exits.exits import build_on
+from offramp.compiler.graphs.graph import copied
+from offramp.compiler.graphs.runtime import GraphRunner
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from offramp.compiler.runtime import random_inputs
+from offramp.compiler.graphs.runtime import random_inputs
 from tests.zoo.conversions import Arrays
 
 FOLDER = Path(onnx.__file__).parent / "backend/test/data/light"

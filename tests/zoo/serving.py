@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.client import AsyncClient, InferResult
-from offramp.compiler.rounding import rounding_of
+from offramp.compiler.common.rounding import rounding_of
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.plan import Mode
 from offramp.server.endpoints import GrpcEndpoint
 from offramp.server.reception import Reception
 from tests.zoo.exits import Arrays, draw_policy, give_exits

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.certify.decision import MODEL_END
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import CompileError
-from offramp.compiler.model import read_model
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.rounding import rounding_of
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import Sliced, slice_model
+from offramp.compiler.common.errors import CompileError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.rounding import rounding_of
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import Sliced, slice_model
+from offramp.compiler.frontend.model import read_model
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
 from offramp.tools.gpu.staged import bundle_of
 from tests.zoo.exits import (
     Arrays,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import Dataset, read_samples
+from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control.costs import CostModel
@@ -38,8 +38,13 @@ from offramp.tools.bench.adapt.scenarios import (
 )
 from offramp.tools.bench.adapt.scores import course, hindsight, score
 from offramp.tools.bench.adapt.sequence import Population, SampleSequence, draw
-from offramp.tools.bench.arguments import COUNT, SHARE
-from offramp.tools.bench.output import check_outputs, describe_environment, wide_console, write_json
+from offramp.tools.bench.common.arguments import COUNT, SHARE
+from offramp.tools.bench.common.output import (
+    check_outputs,
+    describe_environment,
+    wide_console,
+    write_json,
+)
 
 _DESCRIPTION: Final = """\
 Serve the same sequence of samples under several controllers, and compare how

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from offramp import __version__
 from offramp.bundle import BundleError
-from offramp.calibration.dataset import DataError
+from offramp.calibration.data.dataset import DataError
 from offramp.commands.completion import complete
 from offramp.commands.parser import LayeredParser
+from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.backends.custom_ops import using_libraries
-from offramp.engine.criteria import CriterionError, load_criterion
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.tools.bench import adapt_command, compare_command, load_command, simulate_command
 
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import Progress
 
-from offramp.bundle.policy import Promise
-from offramp.calibration.dataset import read_samples
+from offramp.bundle.schema.policy import Promise
+from offramp.calibration.data.dataset import read_samples
 from offramp.commands.combinations import Illegal
 from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends import BACKENDS, make_backend
@@ -21,8 +21,8 @@ from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.tools.bench import frontier_command
-from offramp.tools.bench.arguments import COUNT, positives
-from offramp.tools.bench.compare import (
+from offramp.tools.bench.common.arguments import COUNT, positives
+from offramp.tools.bench.common.compare import (
     OFFRAMP,
     SOURCE,
     AlsoRunner,
@@ -33,14 +33,14 @@ from offramp.tools.bench.compare import (
     parse_also,
     samples_run,
 )
-from offramp.tools.bench.methods import TunedMethod, parse_methods, tune_methods
-from offramp.tools.bench.output import (
+from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
     figure_table,
     warn_of_calibration_data,
     write_json,
 )
+from offramp.tools.bench.methods import TunedMethod, parse_methods, tune_methods
 
 SHORT: Final = (
     *("--data", "--batch-sizes", "--rounds", "--samples", "--threads", "--backend"),

@@ -11,25 +11,25 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from offramp.calibration.dataset import read_samples
+from offramp.calibration.data.dataset import read_samples
 from offramp.compiler.data.arguments import source_of
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU
 from offramp.engine.tensorrt.probe import parse_device
-from offramp.tools.bench.arguments import shares
-from offramp.tools.bench.compare import baseline_of, samples_run
-from offramp.tools.bench.frontier.measurement import measure_frontier
-from offramp.tools.bench.frontier.page import write_page
-from offramp.tools.bench.frontier.policies import BundlePair, choose_policies, how_to_make
-from offramp.tools.bench.frontier.report import WIDTH, print_frontier, to_json
-from offramp.tools.bench.output import (
+from offramp.tools.bench.common.arguments import shares
+from offramp.tools.bench.common.compare import baseline_of, samples_run
+from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
     warn_of_calibration_data,
     wide_console,
     write_json,
 )
+from offramp.tools.bench.frontier.measurement import measure_frontier
+from offramp.tools.bench.frontier.page import write_page
+from offramp.tools.bench.frontier.policies import BundlePair, choose_policies, how_to_make
+from offramp.tools.bench.frontier.report import WIDTH, print_frontier, to_json
 
 _BOUNDS = (0.005, 0.01, 0.02)
 _CONFIDENCE_LEVEL = 0.95

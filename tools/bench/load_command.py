@@ -17,7 +17,13 @@ from offramp.client import ModelMetadata
 from offramp.commands.combinations import Illegal
 from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
-from offramp.tools.bench.arguments import add_trace_arguments
+from offramp.tools.bench.common.arguments import add_trace_arguments
+from offramp.tools.bench.common.output import (
+    check_outputs,
+    describe_environment,
+    warn_of_calibration_data,
+)
+from offramp.tools.bench.common.traces import Trace
 from offramp.tools.bench.load.generator import GeneratedLoad, generate
 from offramp.tools.bench.load.metrics_poll import MetricsPoll
 from offramp.tools.bench.load.reference import (
@@ -48,8 +54,6 @@ from offramp.tools.bench.load.shares import (
     used_samples,
 )
 from offramp.tools.bench.load.worker import Task
-from offramp.tools.bench.output import check_outputs, describe_environment, warn_of_calibration_data
-from offramp.tools.bench.traces import Trace
 
 _LEAST_POLL_S: Final = 0.25
 """Between two readings of the metrics: each costs the server some milliseconds."""
@@ -285,7 +289,7 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
         report.write_json(options.json)
     if options.html is not None:
         # it draws with the compiler's report, which is loaded only where a page is wanted
-        from offramp.tools.bench.dynamics import RunView, write_page  # noqa: PLC0415
+        from offramp.tools.bench.common.dynamics import RunView, write_page  # noqa: PLC0415
 
         shown = RunView(
             name=name,

@@ -26,22 +26,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
-from offramp.bundle.criteria import PATIENCE, Criterion
 from offramp.bundle.records import TUNE
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.records import ExitRecords, record_answers
+from offramp.bundle.schema.criteria import PATIENCE, Criterion
+from offramp.calibration.choose.records import ExitRecords, record_answers
+from offramp.calibration.data.dataset import Dataset
 from offramp.certify import FloatArray, Records, evaluate
 from offramp.certify.path import best_common_thresholds
-from offramp.compiler.certainty import with_certainty
 from offramp.compiler.engines.verification import part_data
-from offramp.engine.answering_graphs import answering_graphs
+from offramp.compiler.exits.certainty import with_certainty
+from offramp.engine.answers.criteria import State, patience_of_classes
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.search import search_thresholds
 from offramp.engine.control.published.thresholds import count_allowed
-from offramp.engine.controllers import MAX_DISAGREEMENT
-from offramp.engine.criteria import State, patience_of_classes
-from offramp.engine.plan import Plan, StageSpec, make_plan
-from offramp.tools.bench.arguments import look_up
+from offramp.engine.models.controllers import MAX_DISAGREEMENT
+from offramp.engine.stages.answering_graphs import answering_graphs
+from offramp.engine.stages.plan import Plan, StageSpec, make_plan
+from offramp.tools.bench.common.arguments import look_up
 
 TUNING_SHARE: Final = 0.25
 """Of the data, that tunes where records do not do."""

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Final
 
 from offramp.bundle import Bundle
-from offramp.compiler.planning import part_sizes
-from offramp.engine.plan import Mode, make_plan
-from offramp.engine.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
-from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError, parse_plan
-from offramp.engine.planning.cluster_times import make_cluster
-from offramp.engine.planning.facts import facts_of, recorded_shares
-from offramp.engine.planning.placing import roles_for, stage_times
-from offramp.engine.planning_files import read_planning, read_profiles
+from offramp.cluster.command.plan import part_sizes
+from offramp.cluster.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError, parse_plan
+from offramp.cluster.planning.cluster_times import make_cluster
+from offramp.cluster.planning.facts import facts_of, recorded_shares
+from offramp.cluster.planning.placing import roles_for, stage_times
+from offramp.cluster.serving.planning_files import read_planning, read_profiles
+from offramp.cluster.serving.served_splits import ServedSplits
 from offramp.engine.scheduling import DeviceKind, Placement, StreamPlacement
-from offramp.engine.served_splits import ServedSplits
+from offramp.engine.stages.plan import Mode, make_plan
 
 MOST_PLAN_BYTES: Final = 2**24
 

@@ -15,25 +15,26 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.commands.combinations import Illegal
-from offramp.engine.deployment import STAGE_OVERHEAD_S
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.scheduling import POLICIES, ParallelLimit, PolicyName
-from offramp.engine.served_model import scheduler_of
-from offramp.tools.bench.arguments import COUNT, add_trace_arguments, share, trace_of
-from offramp.tools.bench.dynamics import RunView, write_page
-from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
-from offramp.tools.bench.output import (
+from offramp.engine.models.deployment import STAGE_OVERHEAD_S
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.served_model import scheduler_of
+from offramp.engine.scheduling import ParallelLimit
+from offramp.engine.scheduling.policies import POLICIES, PolicyName
+from offramp.engine.stages.plan import Mode
+from offramp.tools.bench.common.arguments import COUNT, add_trace_arguments, share, trace_of
+from offramp.tools.bench.common.dynamics import RunView, write_page
+from offramp.tools.bench.common.outcomes import Outcomes, hdr_table, summarise, timeline
+from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
     print_summaries,
     wide_console,
     write_json,
 )
+from offramp.tools.bench.common.traces import Trace
 from offramp.tools.bench.planned_devices import placed, read_splits, slowed
 from offramp.tools.bench.simulated_model import model_of
 from offramp.tools.bench.simulation import draw_load, simulate
-from offramp.tools.bench.traces import Trace
 
 _DESCRIPTION: Final = """\
 Drive the server's own scheduler and policies on virtual time. Stages take as

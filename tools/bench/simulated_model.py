@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.records import CERTIFY
 from offramp.certify import leaves
-from offramp.engine.deployment import points_of, variants_may_serve, with_variants
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.models.deployment import points_of, variants_may_serve, with_variants
+from offramp.engine.models.options import ModelOptions
 from offramp.engine.scheduling import OperatingPoints
+from offramp.engine.stages.plan import Mode, make_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -27,7 +27,7 @@ from offramp.engine.scheduling import (
     Submission,
     Wait,
 )
-from offramp.tools.bench.outcomes import Outcomes, Status
+from offramp.tools.bench.common.outcomes import Outcomes, Status
 from offramp.tools.bench.simulated_devices import SecondsTable, SimulatedDevices
 from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from offramp.bundle.engines import Precision
-from offramp.compiler.errors import CompileError
-from offramp.engine.errors import BackendError
+from offramp.compiler.common.errors import CompileError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt import probe
 from offramp.tools.gpu.environment import hardware
 from offramp.tools.gpu.machine import GpuMachine, Machine
@@ -74,8 +74,8 @@ def measure_kernels(options: argparse.Namespace, document: Document) -> None:
 
 def measure_engines(options: argparse.Namespace, document: Document) -> None:
     """Engines of ResNet-50 and of the example: built, checked, loaded, timed."""
-    from offramp.compiler.errors import EngineBuildError  # noqa: PLC0415
-    from offramp.compiler.tensorrt import TensorRTBuilder  # noqa: PLC0415
+    from offramp.compiler.common.errors import EngineBuildError  # noqa: PLC0415
+    from offramp.compiler.engines.tensorrt import TensorRTBuilder  # noqa: PLC0415
     from offramp.tools.gpu.engines import EngineBench  # noqa: PLC0415
 
     began = time.monotonic()

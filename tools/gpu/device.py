@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
+from offramp.engine.cuda.primary_context import primary_context
 from offramp.engine.kernels.arguments import Launch
 from offramp.engine.kernels.compilation import load_kernels
 from offramp.engine.tensorrt import probe
-from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.messages import errors_of_tensorrt
 from offramp.engine.tensorrt.standalone import PreparedEngine
 

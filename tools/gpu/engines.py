@@ -19,10 +19,10 @@ from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision, ShapeProfile, ShapeRange
 from offramp.compiler.engines.halving import halve
 from offramp.compiler.engines.options import BuildSettings
+from offramp.compiler.engines.tensorrt import TensorRTBuilder
 from offramp.compiler.engines.units import UnitGraphs, units_of
-from offramp.compiler.tensorrt import TensorRTBuilder
-from offramp.engine.differences import relative_difference
-from offramp.engine.tensorrt.device import primary_context
+from offramp.engine.answers.differences import relative_difference
+from offramp.engine.cuda.primary_context import primary_context
 from offramp.engine.tensorrt.lookup import TOLERANCES
 from offramp.engine.tensorrt.standalone import PreparedEngine, StandaloneEngine
 from offramp.tools.gpu import resnets

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from typing import Any
 
-from offramp.engine.environment import cpu_model, package_version
-from offramp.engine.errors import BackendError
+from offramp.engine.common.environment import cpu_model, package_version
+from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt import probe
 
 _PACKAGES = ("numpy", "onnx", "onnxruntime", "onnx-graphsurgeon", "pytest", "hypothesis")

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
-from offramp.calibration.paired import BatchRunner
+from offramp.calibration.measure.paired import BatchRunner
 from offramp.compiler.engines.options import SizeRange, parse_batches
 from offramp.engine.backends.factory import kernels_for, make_backend
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import Driver
 from offramp.engine.cuda.executable import ExecutableFactory
-from offramp.engine.pipeline import Departure
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.stages.pipeline import Departure
+from offramp.engine.stages.plan import Mode, make_plan
 from offramp.engine.tensorrt import probe
 from offramp.tools.gpu.timing import PyCudaTimer, TimedDriver, TimedFactory, Timer
 
@@ -140,9 +140,9 @@ class GpuMachine:
         """
         if self.backend != "tensorrt":
             return {}
-        from offramp.compiler.build import BuildOptions, build_bundle  # noqa: PLC0415
+        from offramp.compiler.common.errors import EngineBuildError  # noqa: PLC0415
+        from offramp.compiler.engines.build import BuildOptions, build_bundle  # noqa: PLC0415
         from offramp.compiler.engines.options import EngineBuildOptions  # noqa: PLC0415
-        from offramp.compiler.errors import EngineBuildError  # noqa: PLC0415
 
         engines = EngineBuildOptions(
             device=self._device,
@@ -226,8 +226,8 @@ class BareEngine:
 
 @contextmanager
 def _bare_engine(bundle: Bundle, index: int, batches: Sequence[int]) -> Iterator[BatchRunner]:
+    from offramp.engine.cuda.primary_context import primary_context  # noqa: PLC0415
     from offramp.engine.tensorrt import compat  # noqa: PLC0415
-    from offramp.engine.tensorrt.device import primary_context  # noqa: PLC0415
     from offramp.engine.tensorrt.lookup import EnginePlace, find_engines  # noqa: PLC0415
     from offramp.engine.tensorrt.standalone import StandaloneEngine  # noqa: PLC0415
 

@@ -18,7 +18,7 @@ import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 from offramp.tools.gpu import berts, resnets
 from offramp.tools.gpu.staged import REPLAY, CutModel, plain_bundle
 

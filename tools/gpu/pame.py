@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.calibration.paired import BatchRunner
-from offramp.engine.backends.base import Slot
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
-from offramp.tools.bench.compare import baseline_of, compare
+from offramp.calibration.measure.paired import BatchRunner
+from offramp.engine.stages.base import Slot
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_plan
+from offramp.tools.bench.common.compare import baseline_of, compare
 from offramp.tools.gpu.machine import Machine
 from offramp.tools.gpu.models import GOES_ON, BenchModel, Recorded
 from offramp.tools.gpu.staged import REPLAY

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle import Bundle
+from offramp.engine.common.errors import EngineError
 from offramp.engine.core import Engine
-from offramp.engine.errors import EngineError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.plan import Mode
 from offramp.tools.gpu.machine import Machine
 from offramp.tools.gpu.models import BenchModel, Recorded, Samples
 

@@ -39,14 +39,15 @@ from offramp.bundle import (
 from offramp.bundle.bundle import RECORDS
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.input_ranges import INPUT_RANGES
-from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
-from offramp.calibration.cut_tensors import CutTensor
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.placement import choose_candidates
-from offramp.compiler.slicing import SegmentModel, split
-from offramp.compiler.weights import pack_weights
+from offramp.bundle.schema.input_ranges import INPUT_RANGES
+from offramp.bundle.schema.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.calibration.heads.cut_tensors import CutTensor
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.placement import choose_candidates
+from offramp.compiler.cuts.slicing import SegmentModel, split
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.weights import pack_weights
 
 REPLAY = "replay"
 """Input [batch, exits] of float32 that exits take for their confidence, where it is replayed."""

@@ -27,7 +27,7 @@ from offramp.engine.cuda.executable import (
 )
 from offramp.engine.cuda.pycuda_driver import PyCudaStream
 from offramp.engine.kernels.arguments import GATHER_ROWS, Launch
-from offramp.engine.plan import StageSpec
+from offramp.engine.stages.plan import StageSpec
 from offramp.testing.cuda_driver import FakeDriver
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offramp.calibration.elastic import (
+from offramp.supernet.training import (
     ElasticChoice,
     ElasticDepth,
     ElasticModule,

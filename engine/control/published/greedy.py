@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import BoolArray, FloatArray, IntArray, Records
 from offramp.certify.records import final_agrees
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import BoolArray, Float32Array, FloatArray, IntArray, Records, evaluate, leaves
 from offramp.certify.path import best_common_thresholds
 from offramp.engine.control.published.greedy import greedy_thresholds

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import BoolArray, ConfidenceArray, Evaluation, FloatArray, Records, evaluate
 from offramp.certify.path import best_common_thresholds
 from offramp.engine.control.published.greedy import greedy_thresholds

@@ -1,1 +1,25 @@
-"""The policies of the papers, a small class each; :mod:`..factory` makes them by name."""
+"""Scheduling policies, each a small class, and the table of their names."""
+
+from offramp.engine.scheduling.policies.factory import (
+    POLICIES,
+    PlanPolicy,
+    PolicyName,
+    chooses_points,
+    make_policy,
+    make_scheduler,
+    may_buffer,
+    place,
+    policy_for,
+)
+
+__all__ = [
+    "POLICIES",
+    "PlanPolicy",
+    "PolicyName",
+    "chooses_points",
+    "make_policy",
+    "make_scheduler",
+    "may_buffer",
+    "place",
+    "policy_for",
+]

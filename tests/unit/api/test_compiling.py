@@ -19,11 +19,11 @@ from offramp.api import ExportCheckError, ModuleExportError, compiling
 from offramp.api.compiling import CompileKeywords
 from offramp.api.torch_export import ExampleCall, export_module
 from offramp.bundle import BundleExistsError, TensorSpec
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.commands.compile_arguments import compile_parser
-from offramp.compiler.errors import ModelError
-from offramp.compiler.options import CompileOptions
-from offramp.engine.criteria import CriterionError
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import CompileOptions
+from offramp.engine.answers.criteria import CriterionError
 
 X = np.random.default_rng(0).standard_normal((40, 16)).astype(np.float32)
 
@@ -62,7 +62,7 @@ def compiling_specs(model: onnx.ModelProto) -> list[TensorSpec]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Asked]:
-    from offramp.compiler import compile as module
+    from offramp.compiler.steps import compile as module
 
     asked = Asked()
     monkeypatch.setattr(module, "compile_model", asked)
@@ -447,7 +447,7 @@ NOT_KEYWORDS = {
     "--overwrite": "an argument of its own",
     "--max-disagreement": "an argument of its own",
     "--custom-ops": "code: offramp.engine.backends.custom_ops.using_libraries",
-    "--criterion-module": "code: offramp.engine.criteria.register",
+    "--criterion-module": "code: offramp.engine.answers.criteria.register",
     "--preprocessing": "its content has keywords",
     "--progress-file": "of the process that a server starts",
 }

@@ -29,11 +29,11 @@ from offramp.api import ForkedError, ModelClosedError
 from offramp.api.keywords import ServerKeywords
 from offramp.api.opening import engine_options
 from offramp.bundle import BundleNotFoundError
+from offramp.engine.common.errors import BadInputError, DeadlineExceededError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BadInputError, DeadlineExceededError
-from offramp.engine.learning.options import LearnOptions
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.stages.plan import Mode
 from offramp.server.arguments import make_parser
 
 Inputs = NDArray[np.float32]

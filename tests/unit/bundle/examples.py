@@ -25,8 +25,8 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.files import dump
-from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
-from offramp.bundle.parts import HeadScore
+from offramp.bundle.schema.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.bundle.schema.parts import HeadScore
 
 HEAD = Head(kind="grid", grid=2, hidden=64)
 

@@ -14,7 +14,7 @@ from tests.unit.bundle.examples import MANIFEST, rewrite_manifest, write
 from offramp.bundle import Bundle, BundleSchemaError, CpuFeatures, Head
 from offramp.bundle.bundle import read_manifest
 from offramp.bundle.files import dump
-from offramp.bundle.joint_training import JointEpoch, JointTraining
+from offramp.bundle.schema.joint_training import JointEpoch, JointTraining
 
 
 def test_a_cascade_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.unit.bundle.examples import FILES, write
 
 from offramp.bundle import Bundle, BundleSchemaError, InputRange, InputRanges
 from offramp.bundle.files import dump
-from offramp.bundle.input_ranges import INPUT_RANGES
+from offramp.bundle.schema.input_ranges import INPUT_RANGES
 
 RANGES = InputRanges(inputs=(InputRange(name="image", lowest=0.0, highest=255.0),))
 

@@ -21,7 +21,7 @@ from offramp.bundle import (
     TensorSpec,
 )
 from offramp.bundle.files import dump
-from offramp.bundle.input_ranges import INPUT_RANGES
+from offramp.bundle.schema.input_ranges import INPUT_RANGES
 
 PADDING = Padding(
     size="sequence",

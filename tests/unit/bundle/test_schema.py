@@ -12,7 +12,7 @@ import pytest
 from tests.unit.bundle.examples import replace_file, rewrite_manifest, sign, write
 
 from offramp.bundle import Bundle, BundleSchemaError, Head
-from offramp.bundle.serde import to_plain
+from offramp.bundle.schema.serde import to_plain
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from offramp.bundle import (
     Promise,
     TensorSpec,
 )
-from offramp.bundle.parts import HeadScore
-from offramp.bundle.serde import from_plain, to_plain
+from offramp.bundle.schema.parts import HeadScore
+from offramp.bundle.schema.serde import from_plain, to_plain
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 counts = st.integers(0, 2**40)

@@ -15,7 +15,7 @@ from tests.unit.bundle.examples import MANIFEST, rewrite_manifest
 
 from offramp.bundle import Bundle, BundleSchemaError, ExitPolicy, SharingCost, Variant
 from offramp.bundle.files import dump
-from offramp.bundle.parts import folder_of
+from offramp.bundle.schema.parts import folder_of
 
 FIRST = replace(MANIFEST.exits[0], inputs=("q/cut",))
 NOTHING = ExitPolicy(version=4, active=())

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.augmentation import MadeSamples, makes_sense, method_for
+from offramp.calibration.data.dataset import Dataset
 
 
 def spec(dtype: str, *shape: int | str) -> TensorSpec:

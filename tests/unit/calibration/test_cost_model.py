@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.bundle.cascades import CASCADE_PROFILE, cascade_manifest
 from tests.unit.bundle.examples import PROFILE
 
-from offramp.calibration.selection import net_savings_alone
+from offramp.calibration.choose.selection import net_savings_alone
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.two_stage import StageTimes
 

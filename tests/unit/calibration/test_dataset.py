@@ -12,9 +12,9 @@ import pytest
 
 from offramp.bundle import Answer, AnswerTask, TaskKind, TensorSpec
 from offramp.bundle.mapped import is_mapped
-from offramp.calibration import data_sources, dataset
-from offramp.calibration.dataset import DataError, Dataset, TakenInputs, read_dataset
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data import data_sources, dataset
+from offramp.calibration.data.dataset import DataError, Dataset, TakenInputs, read_dataset
+from offramp.calibration.data.scratch import ScratchSpace
 
 SPECS = (
     TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence")),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offramp.calibration.elastic import (
+from offramp.supernet.training import (
     ElasticBatchNorm2d,
     ElasticChoice,
     ElasticConv2d,

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Head
-from offramp.calibration.cut_tensors import CutTensor, why_no_head
-from offramp.calibration.families import HIDDEN, family_of, grids_of, masks_of, pooling_window
-from offramp.calibration.features import LAST
-from offramp.compiler.heads import build_last, build_pooling
+from offramp.calibration.heads.cut_tensors import CutTensor, why_no_head
+from offramp.calibration.heads.families import HIDDEN, family_of, grids_of, masks_of, pooling_window
+from offramp.calibration.heads.features import LAST
+from offramp.compiler.exits.heads import build_last, build_pooling
 
 
 def cut(*shape: int | str, **options: Any) -> CutTensor:

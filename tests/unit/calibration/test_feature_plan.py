@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.calibration.dataset import DataError
-from offramp.calibration.feature_plan import (
+from offramp.calibration.data.dataset import DataError
+from offramp.calibration.heads.feature_plan import (
     GIB,
     MOST_PASSES,
     SampleCounts,

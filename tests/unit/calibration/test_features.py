@@ -16,16 +16,16 @@ from tests.unit.calibration.test_families import pool_by_hand
 
 from offramp.bundle import Answer
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration import features as features_module
-from offramp.calibration.augmentation import MadeSamples
-from offramp.calibration.cut_tensors import CutTensor
-from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.families import grids_of
-from offramp.calibration.features import WHOLE, Recording, fit_projections, record
-from offramp.calibration.records import dump_records, record_answers
-from offramp.compiler.heads import attach_poolings
-from offramp.compiler.runtime import GraphRunner
-from offramp.engine.exit_check import confidence_of
+from offramp.calibration.choose.records import dump_records, record_answers
+from offramp.calibration.data.augmentation import MadeSamples
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.calibration.heads import features as features_module
+from offramp.calibration.heads.cut_tensors import CutTensor
+from offramp.calibration.heads.families import grids_of
+from offramp.calibration.heads.features import WHOLE, Recording, fit_projections, record
+from offramp.compiler.exits.heads import attach_poolings
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.engine.answers.exit_check import confidence_of
 
 SAMPLES = 150
 """Two batches and a part of one."""

@@ -17,9 +17,9 @@ from onnx import numpy_helper
 from tests.models import Builder
 
 from offramp.bundle import Answer
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.joint_state import JointState
-from offramp.calibration.joint_training import (
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.torch.joint_state import JointState
+from offramp.calibration.torch.joint_training import (
     JointlyTrained,
     JointModel,
     JointOptions,
@@ -127,7 +127,7 @@ def test_answers_that_are_too_large_to_hold_are_computed_in_every_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held = trained()
-    monkeypatch.setattr("offramp.calibration.joint_training._HELD_BYTES", 100)
+    monkeypatch.setattr("offramp.calibration.torch.joint_training._HELD_BYTES", 100)
     found = trained()
     assert len(found.training.epochs) == len(held.training.epochs)
     for name, weight in weights(held.proto).items():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Head, Measured, MeasuredSize, Ratio
-from offramp.bundle.parts import HeadScore
-from offramp.calibration.limits import (
+from offramp.bundle.schema.parts import HeadScore
+from offramp.calibration.choose.limits import (
     PolicyTerms,
     limit_of_certificate,
     limit_of_choice,
@@ -18,7 +18,7 @@ from offramp.calibration.limits import (
     limit_of_samples,
     measured_loss,
 )
-from offramp.calibration.records import ExitRecords
+from offramp.calibration.choose.records import ExitRecords
 from offramp.certify import allowed_errors, tuning_path
 from offramp.engine.control.costs import CostModel
 
@@ -155,7 +155,7 @@ def test_samples_too_few_for_any_policy() -> None:
 
 @pytest.mark.parametrize(("errors", "samples"), [(0.0, 100), (0.03, 542)])
 def test_the_samples_that_would_do_are_named(errors: float, samples: int) -> None:
-    from offramp.calibration.limits import _samples_for
+    from offramp.calibration.choose.limits import _samples_for
 
     found = _samples_for(errors, TERMS)
     assert found is not None

@@ -10,18 +10,18 @@ import pytest
 from tests.fakes import fake_plan
 
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Measured
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.measuring import (
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.measure.measuring import (
     Budget,
     Compared,
     deal,
     measure_runners,
     stages_of_samples,
 )
-from offramp.calibration.paired import StagedModel, never_exiting
-from offramp.calibration.records import ExitRecords
-from offramp.engine.agreement import agreement_of
-from offramp.engine.pipeline import Departure, Pipeline
+from offramp.calibration.measure.paired import StagedModel, never_exiting
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.stages.pipeline import Departure, Pipeline
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 SOURCE_MS, FIRST_MS, SECOND_MS = 10.0, 2.0, 9.0

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from offramp.bundle import Answer, AnswerForm
-from offramp.calibration.objectives import ClassObjective
+from offramp.calibration.heads.objectives import ClassObjective
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offramp.calibration.preconditioning import (
+from offramp.calibration.heads.preconditioning import (
     COMPONENTS,
     LARGEST,
     LEAST_DEVIATION,

@@ -10,21 +10,17 @@ import onnx
 import pytest
 from tests.sliced import dataset_of, inputs_of, sliced
 
-from offramp.calibration import profiling
-from offramp.calibration.dataset import DataError
-from offramp.calibration.estimates import sets_of_exits
-from offramp.calibration.profiling import (
-    profile_backbone,
-    profile_heads,
-    profile_stages,
-)
-from offramp.calibration.running import run_over
-from offramp.compiler.heads import build_empty
-from offramp.compiler.packing import Draft
+from offramp.calibration.data.dataset import DataError
+from offramp.calibration.data.running import run_over
+from offramp.calibration.measure import profiling
+from offramp.calibration.measure.estimates import sets_of_exits
+from offramp.calibration.measure.profiling import profile_backbone, profile_heads, profile_stages
+from offramp.compiler.blueprints.packing import Draft
+from offramp.compiler.exits.heads import build_empty
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, chain_stages
-from offramp.engine.timing import Effort
+from offramp.engine.common.timing import Effort
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, chain_stages
 
 SIZES = (1, 3)
 

@@ -12,11 +12,11 @@ from onnx import TensorProto, numpy_helper
 from tests.models import Builder
 from tests.sliced import BUILDERS, Sliced, dataset_of, inputs_of, sliced
 
-from offramp.calibration import activations
-from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.quantization import PREFIX, Ranges, measure_ranges, quantize
-from offramp.compiler.runtime import GraphRunner
-from offramp.engine.assembly import assemble
+from offramp.calibration.data import activations
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.calibration.precision.quantization import PREFIX, Ranges, measure_ranges, quantize
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.engine.graphs.assembly import assemble
 
 TOLERANCE = 0.15
 """Of the answer's largest value: 127 steps, on random weights, through a dozen layers."""

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from offramp.bundle.mapped import is_mapped
-from offramp.calibration import data_sources, sample_writer
-from offramp.calibration.errors import DataError
-from offramp.calibration.sample_writer import SampleWriter, hash_arrays
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data import data_sources, sample_writer
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.sample_writer import SampleWriter, hash_arrays
+from offramp.calibration.data.scratch import ScratchSpace
 
 ROWS = np.arange(60, dtype=np.float32).reshape(20, 3)
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import NEVER
-from offramp.calibration import selection
-from offramp.calibration.selection import Candidates, CostModel, certified_policy
+from offramp.calibration.choose import selection
+from offramp.calibration.choose.selection import Candidates, CostModel, certified_policy
 from offramp.certify import binomial_cdf, evaluate, samples_needed, savings_of, tuning_path, walk
 
 PROMISE = {"max_disagreement": 0.05, "confidence_level": 0.9}

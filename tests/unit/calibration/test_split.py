@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.calibration.dataset import DataError, Dataset, DataSplit, split
+from offramp.calibration.data.dataset import DataError, Dataset, DataSplit, split
 from offramp.calibration.groups.find import find_groups
 
 

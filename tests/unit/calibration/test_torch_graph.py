@@ -28,11 +28,11 @@ from tests.zoo.families import FAMILIES
 from tests.zoo.variants import Exported, Variant, export
 from torch import Tensor
 
-from offramp.calibration.errors import UntrainableError
-from offramp.calibration.torch_graph import TorchGraph, check_trainable
+from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.torch.torch_graph import TorchGraph, check_trainable
 from offramp.calibration.torch_operators.node import plain
 from offramp.calibration.torch_operators.table import OPERATORS
-from offramp.compiler.runtime import random_inputs
+from offramp.compiler.graphs.runtime import random_inputs
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "fashion" / "fashion_resnet56.onnx"

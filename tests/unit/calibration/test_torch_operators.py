@@ -19,8 +19,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.torch_graphs import difference, in_runtime, in_torch
 from torch import Tensor
 
-from offramp.calibration.errors import UntrainableError
-from offramp.calibration.torch_graph import TorchGraph
+from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.torch.torch_graph import TorchGraph
 from offramp.calibration.torch_operators.table import OPERATORS
 
 TOLERANCES = {"float16": 1e-3, "bfloat16": 2e-2}

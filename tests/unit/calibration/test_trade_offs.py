@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from offramp.bundle import ActiveExit
-from offramp.calibration.records import ExitRecords
-from offramp.calibration.trade_offs import (
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.trade_offs import (
     WAYS,
     RecordedVariant,
     TradeOff,

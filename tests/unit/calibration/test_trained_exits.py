@@ -13,11 +13,11 @@ import pytest
 from tests.unit.calibration.heads_to_try import TOKENS, Problem, answer, problem
 
 from offramp.bundle import AnswerForm, Head
-from offramp.calibration import families
-from offramp.calibration.families import masks_of
-from offramp.calibration.training import TrainedHead
-from offramp.compiler.heads import build_exit
-from offramp.engine.exit_check import confidence_of
+from offramp.calibration.heads import families
+from offramp.calibration.heads.families import masks_of
+from offramp.calibration.heads.training import TrainedHead
+from offramp.compiler.exits.heads import build_exit
+from offramp.engine.answers.exit_check import confidence_of
 
 KINDS = (
     "map",

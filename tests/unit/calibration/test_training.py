@@ -9,13 +9,10 @@ import pytest
 from tests.unit.calibration.heads_to_try import CLASSES, Problem, objective, problem
 
 from offramp.bundle import Head
-from offramp.calibration.features import WHOLE
-from offramp.calibration.learners import Preconditioners
-from offramp.calibration.training import (
-    count_steps,
-    train_heads,
-)
-from offramp.calibration.training_options import TrainingOptions
+from offramp.calibration.data.training_options import TrainingOptions
+from offramp.calibration.heads.features import WHOLE
+from offramp.calibration.heads.learners import Preconditioners
+from offramp.calibration.heads.training import count_steps, train_heads
 
 
 def truth(made: Problem) -> np.ndarray:

@@ -9,10 +9,10 @@ import pytest
 from tests.models import Builder
 
 from offramp.bundle import Answer
-from offramp.bundle.tasks import AnswerTask
-from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.running import check_answers, check_unusual
-from offramp.compiler.graph import serialised
+from offramp.bundle.schema.tasks import AnswerTask
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.calibration.data.running import check_answers, check_unusual
+from offramp.compiler.graphs.graph import serialised
 
 NAN, INF = np.nan, np.inf
 

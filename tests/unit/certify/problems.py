@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 
 Problem: TypeAlias = tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.float64]]
 """Confidence, agreement and latency, as ``tune`` takes them."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.certify.problems import realistic
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import (
     AgreementCurve,
     allowed_errors,

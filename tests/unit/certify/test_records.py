@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import Records, evaluate, savings_of
 
 CONFIDENCE = np.array([[0.9, 0.5, 0.2, 0.9], [0.8, 0.7, 0.6, 0.1]], dtype=np.float32)

@@ -15,7 +15,7 @@ from tests.unit.certify.population import (
     synthetic_costs,
 )
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import (
     MODEL_END,
     AgreementCurve,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import onnx
 import pytest
 
-from offramp.compiler.model import SourceModel, read_model
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.source_model import SourceModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,9 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
-from offramp.compiler.asked_task import AskedTask
-from offramp.compiler.errors import ModelError
-from offramp.compiler.runtime import GraphRunner
+from offramp.compiler.common.asked_task import AskedTask
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.runtime import GraphRunner
 
 
 def ending(*kinds: str, classes: int = 4, axis: int = -1):

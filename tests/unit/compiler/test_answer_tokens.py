@@ -28,18 +28,18 @@ from tests.padded import paddings_of
 from tests.sliced import slice_proto
 
 from offramp.bundle import Head
-from offramp.bundle.manifest import Answer
-from offramp.bundle.serde import from_plain, to_plain
-from offramp.calibration.dataset import DataError, Dataset
-from offramp.compiler import answer, answer_tokens
-from offramp.compiler.asked_task import AskedTask
+from offramp.bundle.schema.manifest import Answer
+from offramp.bundle.schema.serde import from_plain, to_plain
+from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.commands.cli import main
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import ModelError
-from offramp.compiler.model import SourceModel
-from offramp.compiler.prompts import check_lengths
-from offramp.compiler.runtime import GraphRunner
-from offramp.engine.differences import relative_difference
+from offramp.compiler.common.asked_task import AskedTask
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.frontend import answer, answer_tokens
+from offramp.compiler.frontend.prompts import check_lengths
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.answers.differences import relative_difference
 
 Read = Callable[..., SourceModel]
 Feeds = dict[str, NDArray[Any]]

@@ -10,11 +10,11 @@ import pytest
 from onnx import TensorProto
 from tests import models
 
-from offramp.compiler.batch import free_batch
-from offramp.compiler.errors import ModelError
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.shapes import annotate
-from offramp.engine.differences import relative_difference
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend.batch import free_batch
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.shapes import annotate
+from offramp.engine.answers.differences import relative_difference
 
 Make = Callable[[int], onnx.ModelProto]
 

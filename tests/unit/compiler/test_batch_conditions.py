@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from tests.models import Builder
 
-from offramp.compiler.batch import free_batch
-from offramp.compiler.batch_conditions import check_conditions
-from offramp.compiler.errors import ModelError
-from offramp.compiler.rows import check_rows
-from offramp.compiler.shapes import annotate
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend.batch import free_batch
+from offramp.compiler.frontend.batch_conditions import check_conditions
+from offramp.compiler.graphs.rows import check_rows
+from offramp.compiler.graphs.shapes import annotate
 
 WIDTH = 4
 NEVER = 1e6

@@ -10,14 +10,14 @@ import pytest
 from onnx import TensorProto, helper
 from tests.models import Builder
 
-from offramp.compiler.bodies import BodyScope
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.flow import count_flops
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.shapes import concrete_shapes, declared_types
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import slice_model
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.flow import count_flops
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import slice_model
+from offramp.compiler.graphs.bodies import BodyScope
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.shapes import concrete_shapes, declared_types
 
 WIDTH = 16
 PRODUCT = 2 * WIDTH * WIDTH

@@ -14,13 +14,13 @@ import torch
 from tests import models
 from tests.sliced import inputs_of, slice_proto
 
-from offramp.calibration.torch_graph import TorchGraph
-from offramp.compiler.bridged_exits import bridges_of
-from offramp.compiler.bridges import Bridge
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.slicing import Sliced
-from offramp.compiler.tail import giving
-from offramp.engine.assembly import assemble
+from offramp.calibration.torch.torch_graph import TorchGraph
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.bridged_exits import bridges_of
+from offramp.compiler.exits.bridges import Bridge
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.tail import giving
+from offramp.engine.graphs.assembly import assemble
 
 BUILDERS = {
     "pixels": functools.partial(models.residual_cnn, blocks=5, dense="logits"),

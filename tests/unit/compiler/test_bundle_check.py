@@ -17,13 +17,13 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
 from offramp.bundle.class_losses import ClassLoss
-from offramp.calibration.dataset import DataError
+from offramp.calibration.data.dataset import DataError
 from offramp.certify import MODEL_END, upper_bound
-from offramp.compiler import bundle_check
-from offramp.compiler.bundle_check import BundleCheck, VerifyOptions, verify_bundle
 from offramp.compiler.commands.cli import main
-from offramp.compiler.errors import VerificationError
-from offramp.compiler.printing_check import print_check
+from offramp.compiler.commands.printing_check import print_check
+from offramp.compiler.common.errors import VerificationError
+from offramp.compiler.steps import bundle_check
+from offramp.compiler.steps.bundle_check import BundleCheck, VerifyOptions, verify_bundle
 from offramp.engine.backends.host import HostSlot
 
 SAMPLES = 300

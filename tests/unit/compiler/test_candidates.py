@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from offramp.compiler import ExitRule
-from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
-from offramp.compiler.errors import UnknownCutPointError
-from offramp.compiler.placement import choose_candidates
+from offramp.compiler.common.errors import UnknownCutPointError
+from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.cuts.placement import choose_candidates
 
 
 def analysis(*shares: float) -> CutAnalysis:

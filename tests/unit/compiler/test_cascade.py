@@ -18,16 +18,16 @@ from tests.quantised import Rounded, quantised
 from tests.sliced import BUILDERS, inputs_of, sliced
 
 from offramp.bundle import Head
-from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.families import family_of
-from offramp.compiler.cascade import PREFIX, requantise, slice_cascade, verify_front
-from offramp.compiler.errors import ModelError, VerificationError
-from offramp.compiler.heads import build_own
-from offramp.compiler.model import SourceModel
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.slicing import Sliced
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.calibration.heads.families import family_of
+from offramp.compiler.blueprints.cascade import PREFIX, requantise, slice_cascade, verify_front
+from offramp.compiler.common.errors import ModelError, VerificationError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.heads import build_own
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.exit_check import confidence_of
 
 QUANTISED = ("residual", "vgg", "bert", "mlp", "dense")
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Answer
-from offramp.bundle.criteria import IN_GRAPH, Criterion
-from offramp.bundle.tasks import AnswerTask
-from offramp.calibration.learned_certainty import fit_certainty
-from offramp.compiler.certainty import with_certainty
-from offramp.compiler.endings import CONFIDENCE, end_classes
-from offramp.compiler.parts import PartBuilder
-from offramp.engine.certainty import log_odds, statistics_of, sure_by
-from offramp.engine.exit_check import confidence_of
+from offramp.bundle.schema.criteria import IN_GRAPH, Criterion
+from offramp.bundle.schema.tasks import AnswerTask
+from offramp.calibration.heads.learned_certainty import fit_certainty
+from offramp.compiler.common.parts import PartBuilder
+from offramp.compiler.exits.certainty import with_certainty
+from offramp.compiler.exits.endings import CONFIDENCE, end_classes
+from offramp.engine.answers.certainty import log_odds, statistics_of, sure_by
+from offramp.engine.answers.exit_check import confidence_of
 
 WEIGHTS = (0.7, -0.4, 1.3, 0.5)
 NUMBERS = st.sampled_from([-np.inf, np.inf, np.nan, -90.0, -1.0, 0.0, 0.5, 1.0, 3.0, 30.0, 90.0])

@@ -10,11 +10,11 @@ import onnx
 import pytest
 from tests.zoo.ready import FOLDER, with_random_weights
 
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import read_model
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import split
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import split
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from onnx import TensorProto, helper
 from tests import models
 from tests.operators import DOMAIN, build_library, squash_mlp, squash_tokens, with_domain
 
-from offramp.bundle.custom_ops import OperatorLibrary
+from offramp.bundle.schema.custom_ops import OperatorLibrary
 from offramp.compiler.commands.cli import main
-from offramp.compiler.custom_ops import libraries_of
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import ModelError
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.run_alone import OperandType, run_alone
-from offramp.compiler.shapes import declared_types
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import slice_model
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import slice_model
+from offramp.compiler.graphs.custom_ops import libraries_of
+from offramp.compiler.graphs.run_alone import OperandType, run_alone
+from offramp.compiler.graphs.shapes import declared_types
 from offramp.engine.backends.custom_ops import libraries, using_libraries
 
 

@@ -14,10 +14,10 @@ from tests.sliced import inputs_of, sliced
 from tests.unit.bundle.examples import rewrite_manifest
 
 from offramp.bundle import Bundle, BundleSchemaError
-from offramp.compiler.cut_points import CutAnalysis
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import SourceModel
-from offramp.compiler.runtime import GraphRunner
+from offramp.compiler.cuts.cut_points import CutAnalysis
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.compiler.graphs.source_model import SourceModel
 
 Read = Callable[..., SourceModel]
 LSTM = ("states0/batch_first", "last0/batch_first")

@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto
 from tests import models
 
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.shapes import declared_types
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.graphs.shapes import declared_types
 
 LAYERS = ["layer0/attended", "layer0/out", "layer1/attended", "layer1/out", "layer2/attended"]
 

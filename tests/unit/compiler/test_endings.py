@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Answer
-from offramp.bundle.manifest import AnswerForm
-from offramp.bundle.tasks import AnswerTask, TaskKind
-from offramp.compiler.endings import (
+from offramp.bundle.schema.manifest import AnswerForm
+from offramp.bundle.schema.tasks import AnswerTask, TaskKind
+from offramp.compiler.common.parts import DescribedTensor, PartBuilder
+from offramp.compiler.exits.endings import (
     CONFIDENCE,
     add_confidence,
     add_principal,
     end_labels,
     end_values,
 )
-from offramp.compiler.parts import DescribedTensor, PartBuilder
-from offramp.engine.exit_check import exits, exits_by_count
-from offramp.engine.principal_values import principal_values, sure_of
+from offramp.engine.answers.exit_check import exits, exits_by_count
+from offramp.engine.answers.principal_values import principal_values, sure_of
 
 SHARES = (1.0, 0.99, 0.9, 0.6, 0.5, 0.3)
 OPSETS = (13, 18)

@@ -6,8 +6,8 @@ import pytest
 from onnx import TensorProto
 from tests import models
 
-from offramp.compiler.flow import SYMBOLIC_SIZE, count_flops
-from offramp.compiler.graph import Dataflow
+from offramp.compiler.cuts.flow import SYMBOLIC_SIZE, count_flops
+from offramp.compiler.graphs.graph import Dataflow
 
 
 def costs(b: models.Builder) -> list[float]:

@@ -6,7 +6,7 @@ import onnx
 import pytest
 from tests import models
 
-from offramp.compiler.graph import Dataflow, captured_names, weight_bytes
+from offramp.compiler.graphs.graph import Dataflow, captured_names, weight_bytes
 
 
 def test_order_is_topological_even_if_the_file_is_not():

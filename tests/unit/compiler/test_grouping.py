@@ -14,15 +14,15 @@ from tests.small import equal_times
 
 from offramp.bundle import Bundle, TensorSpec
 from offramp.bundle.records import CERTIFY
-from offramp.calibration.dataset import DataError, read_dataset, read_samples
-from offramp.calibration.groups.key import GroupKey
-from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
+from offramp.calibration.data.dataset import DataError, read_dataset, read_samples
+from offramp.calibration.data.key import GroupKey
+from offramp.compiler.commands.printing import print_bundle
+from offramp.compiler.commands.printing_check import print_check
+from offramp.compiler.common.options import RehearseOptions
 from offramp.compiler.engines.verification import part_data
-from offramp.compiler.grouping import grouped
-from offramp.compiler.options import RehearseOptions
-from offramp.compiler.printing import print_bundle
-from offramp.compiler.printing_check import print_check
-from offramp.compiler.rehearse import rehearse_bundle
+from offramp.compiler.samples.grouping import grouped
+from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
+from offramp.compiler.steps.rehearse import rehearse_bundle
 
 DISTINCT, COPIES = 700, 3
 SPEC = TensorSpec(name="x", dtype="float32", shape=("batch", 16))

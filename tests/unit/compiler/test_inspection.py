@@ -9,7 +9,7 @@ from rich.console import Console
 from tests import models
 
 from offramp.compiler.commands.printing_model import print_inspection
-from offramp.compiler.cuts import find_cuts
+from offramp.compiler.cuts.cuts import find_cuts
 
 
 def test_inspection_shows_cut_points_and_reasons(read):

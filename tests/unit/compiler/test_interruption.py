@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from tests.unit.bundle.examples import write
 
-from offramp.compiler.interruption import SignalledError, Target, raising_signals, status_of
+from offramp.compiler.commands.interruption import (
+    SignalledError,
+    Target,
+    raising_signals,
+    status_of,
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

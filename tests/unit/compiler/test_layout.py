@@ -9,12 +9,12 @@ import onnx
 import pytest
 from tests.models import Builder
 
-from offramp.calibration.families import family_of
-from offramp.compiler.cut_points import CutPoint
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.layout import ChannelFinder
-from offramp.compiler.shapes import declared_types
+from offramp.calibration.heads.families import family_of
+from offramp.compiler.cuts.cut_points import CutPoint
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.layout import ChannelFinder
+from offramp.compiler.graphs.shapes import declared_types
 
 
 def cuts_of(read: Callable[..., object], proto: onnx.ModelProto) -> list[CutPoint]:

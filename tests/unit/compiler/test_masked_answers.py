@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 from tests.models import Builder
 
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import ModelError
-from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.runtime import random_inputs
-from offramp.compiler.slice_verification import TOLERANCE, verify
-from offramp.compiler.slicing import split
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import TOLERANCE, verify
+from offramp.compiler.cuts.slicing import split
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.runtime import random_inputs
+from offramp.compiler.graphs.source_model import SourceModel
 
 WIDTH, CLASSES = 32, 6
 MASKS = st.one_of(

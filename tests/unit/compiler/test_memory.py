@@ -13,11 +13,11 @@ import pytest
 from onnx import helper
 from rich.console import Console
 
-from offramp.calibration.scratch import ScratchSpace
-from offramp.compiler import memory
-from offramp.compiler.memory import GivingBack, count_process, give_back, peak_bytes
-from offramp.compiler.printing import print_use
-from offramp.compiler.progress import Advance
+from offramp.calibration.data.scratch import ScratchSpace
+from offramp.compiler.commands.printing import print_use
+from offramp.compiler.common import memory
+from offramp.compiler.common.memory import GivingBack, count_process, give_back, peak_bytes
+from offramp.compiler.common.progress import Advance
 from offramp.engine.backends.onnxruntime import make_session
 
 

@@ -24,11 +24,12 @@ from tests.decoders import decoder, prompts
 from tests.models import Builder
 from tests.unit.compiler.test_answer import ending, trees
 
-from offramp.calibration import torch_graph
-from offramp.compiler import preparation, simplifier, slice_verification
+from offramp.calibration.torch import torch_graph
 from offramp.compiler.commands.cli import main
-from offramp.compiler.source_file import MAX_BYTES
-from offramp.engine.differences import Difference
+from offramp.compiler.cuts import slice_verification
+from offramp.compiler.frontend import preparation, simplifier
+from offramp.compiler.frontend.source_file import MAX_BYTES
+from offramp.engine.answers.differences import Difference
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +213,7 @@ def test_a_batch_that_is_folded_into_another_dimension(capfd) -> None:
 
 
 def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
-    place = "offramp.calibration.scratch.shutil"
+    place = "offramp.calibration.data.scratch.shutil"
     monkeypatch.setattr(place, SimpleNamespace(**{**vars(shutil), "disk_usage": _full_disk}))
     told = compiling(
         capfd, models.mlp(), "--max-disagreement", "0.05", "--scratch", ".", x=samples(16)
@@ -517,7 +518,7 @@ def without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the model is run before its operators were looked at")
 
     for name in ("verify", "measure_batch_effect", "timer_of", "find_exits"):
-        monkeypatch.setattr(f"offramp.compiler.compile.{name}", too_late)
+        monkeypatch.setattr(f"offramp.compiler.steps.compile.{name}", too_late)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
-from offramp.calibration.scratch import ScratchSpace
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import ModelError, NoCutPointError
-from offramp.compiler.model import read_model
-from offramp.compiler.placement import choose_candidates
-from offramp.compiler.runtime import GraphRunner, runs_opset
-from offramp.engine.differences import relative_difference
+from offramp.calibration.data.scratch import ScratchSpace
+from offramp.compiler.common.errors import ModelError, NoCutPointError
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.placement import choose_candidates
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.runtime import GraphRunner, runs_opset
+from offramp.engine.answers.differences import relative_difference
 
 
 def test_facts(tmp_path):
@@ -290,7 +290,7 @@ def test_more_operators_than_onnxslim_can_take_are_left_as_they_are(
 ) -> None:
     proto = models.residual_cnn()
     limit = len(proto.graph.node) - 1
-    monkeypatch.setattr("offramp.compiler.preparation.MOST_SIMPLIFIED", limit)
+    monkeypatch.setattr("offramp.compiler.frontend.preparation.MOST_SIMPLIFIED", limit)
     monkeypatch.setattr("onnxslim.slim", lambda *_, **__: pytest.fail("was run"))
     model = read(proto)
     assert len(model.proto.graph.node) == limit + 1
@@ -312,10 +312,10 @@ SLOW = (sys.executable, "-c", "import time; time.sleep(1e6)")
 def test_a_simplifier_that_does_not_end_is_stopped_and_done_without(
     read, tmp_path, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr("offramp.compiler.simplifier._SMALL_OPERATORS", 0)
-    monkeypatch.setattr("offramp.compiler.simplifier.COMMAND", SLOW)
+    monkeypatch.setattr("offramp.compiler.frontend.simplifier._SMALL_OPERATORS", 0)
+    monkeypatch.setattr("offramp.compiler.frontend.simplifier.COMMAND", SLOW)
     before = read(models.residual_cnn(), simplify=False)
-    monkeypatch.setattr("offramp.compiler.weights._SMALL_BYTES", 0)
+    monkeypatch.setattr("offramp.compiler.graphs.weights._SMALL_BYTES", 0)
     scratch = ScratchSpace(tmp_path / "scratch")
     scratch.place.mkdir()
     model = read(models.residual_cnn(), simplify_limit=0.25, scratch=scratch)
@@ -337,9 +337,9 @@ def _command(process: Path) -> list[str]:
 
 
 def test_a_simplifier_that_ends_badly_is_done_without(read, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("offramp.compiler.simplifier._SMALL_OPERATORS", 0)
+    monkeypatch.setattr("offramp.compiler.frontend.simplifier._SMALL_OPERATORS", 0)
     fails = (sys.executable, "-c", "import sys; sys.exit('a wheel came off')")
-    monkeypatch.setattr("offramp.compiler.simplifier.COMMAND", fails)
+    monkeypatch.setattr("offramp.compiler.frontend.simplifier.COMMAND", fails)
     read(models.mlp())
     assert "not simplified: onnxslim fails: a wheel came off" in caplog.text
 
@@ -349,7 +349,7 @@ def test_a_simplifier_imports_nothing_of_the_folder_that_it_is_run_in(
 ) -> None:
     (tmp_path / "onnx.py").write_text("raise SystemExit('mine')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("offramp.compiler.simplifier._SMALL_OPERATORS", 0)
+    monkeypatch.setattr("offramp.compiler.frontend.simplifier._SMALL_OPERATORS", 0)
     read(models.mlp())
     assert caplog.text == ""
 
@@ -361,7 +361,7 @@ def test_a_model_is_simplified_the_same_in_a_process_of_its_own(read, monkeypatc
     proto.graph.node.insert(0, helper.make_node("Identity", ["x"], ["again"]))
     here = read(proto)
     assert "Identity" not in {node.op_type for node in here.proto.graph.node}
-    monkeypatch.setattr("offramp.compiler.simplifier._SMALL_OPERATORS", 0)
-    monkeypatch.setattr("offramp.compiler.weights._SMALL_BYTES", 0)
+    monkeypatch.setattr("offramp.compiler.frontend.simplifier._SMALL_OPERATORS", 0)
+    monkeypatch.setattr("offramp.compiler.graphs.weights._SMALL_BYTES", 0)
     assert read(proto).proto == here.proto
     assert caplog.text == ""

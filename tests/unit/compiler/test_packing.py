@@ -12,8 +12,8 @@ from tests.unit.bundle.examples import HEAD
 
 from offramp.bundle import Bundle, BundleIntegrityError, Exit, ExitPolicy
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.calibration.records import ExitRecords
-from offramp.compiler.packing import judged, rewrite
+from offramp.calibration.choose.records import ExitRecords
+from offramp.compiler.blueprints.packing import judged, rewrite
 
 EXIT = Exit(
     index=1,

@@ -19,11 +19,11 @@ from tests.quantised import quantised
 from tests.sliced import slice_proto, sliced
 
 from offramp.bundle import Bundle, Head, LengthRange, Padding, TensorSpec
-from offramp.calibration.dataset import Dataset
-from offramp.compiler.cascade import slice_cascade
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.padding import length_ranges
-from offramp.compiler.rounding import SINGLE
+from offramp.calibration.data.dataset import Dataset
+from offramp.compiler.blueprints.cascade import slice_cascade
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.rounding import SINGLE
+from offramp.compiler.samples.padding import length_ranges
 
 TOKENS = 12
 TABLE = 64

@@ -12,24 +12,20 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle, write_bundle
-from offramp.compiler.commands.cli import main
-from offramp.compiler.planning import PlanOptions, part_sizes, plan_bundle
-from offramp.compiler.report.cluster import draw_plan, render_plan
-from offramp.engine.control_state import identity_of
-from offramp.engine.planning.batch_profile import (
-    BatchProfile,
-    ProfileWindow,
-    dump_batch_profile,
-)
-from offramp.engine.planning.cluster import ModelFacts
-from offramp.engine.planning.cluster_plan import (
+from offramp.bundle.schema.part_sizes import PartSizes
+from offramp.cluster.command.page import draw_plan, render_plan
+from offramp.cluster.command.plan import PlanOptions, part_sizes, plan_bundle
+from offramp.cluster.planning.batch_profile import BatchProfile, ProfileWindow, dump_batch_profile
+from offramp.cluster.planning.cluster import ModelFacts
+from offramp.cluster.planning.cluster_plan import (
     ClusterPlan,
     PlanError,
     PlannedSplit,
     Replicas,
     parse_plan,
 )
-from offramp.engine.planning.facts import PartSizes
+from offramp.compiler.commands.cli import main
+from offramp.engine.common.control_state import identity_of
 
 BUNDLE = Path(__file__).parents[2] / "golden" / "bundle"
 CLUSTER = """

@@ -12,15 +12,15 @@ import pytest
 from tests.sliced import sliced
 
 from offramp.bundle import CpuFeatures
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.choice import PrecisionChoice
 from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.calibration.precision.mixing import Mix
-from offramp.compiler import precision
-from offramp.compiler.errors import VerificationError
-from offramp.compiler.precision import LEAST_AGREEMENT, choose_precision
-from offramp.compiler.progress import SILENT
+from offramp.compiler.blueprints import precision
+from offramp.compiler.blueprints.precision import LEAST_AGREEMENT, choose_precision
+from offramp.compiler.common.errors import VerificationError
+from offramp.compiler.common.progress import SILENT
 
 NOTHING = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: "
 

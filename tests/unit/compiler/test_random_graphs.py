@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.random_graphs import RandomGraph
 
-from offramp.calibration.families import family_of
-from offramp.compiler.cut_points import CutAnalysis
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import split
-from offramp.engine.differences import relative_difference
+from offramp.calibration.heads.families import family_of
+from offramp.compiler.cuts.cut_points import CutAnalysis
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import split
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.answers.differences import relative_difference
 
 TOLERANCE = 1e-5
 """float32 sums in another order; the graphs are a few layers deep."""

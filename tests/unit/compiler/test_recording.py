@@ -15,18 +15,20 @@ from tests import models
 from tests.bundles import compile_tiny
 from tests.sliced import Sliced, dataset_of, slice_proto, sliced
 
-from offramp.calibration import features, profiling, running
-from offramp.calibration.dataset import DataError, DataSplit, split
-from offramp.calibration.estimates import BackboneTimes
-from offramp.calibration.feature_plan import GIB, MOST_PASSES
-from offramp.calibration.training_options import TrainingOptions
-from offramp.compiler.compile import compile_model
-from offramp.compiler.exits import FoundExits, find_exits
-from offramp.compiler.feature_folder import find_scratch
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.progress import SILENT
-from offramp.compiler.recording import FeatureRecorder
-from offramp.compiler.scores import MEASURED_SAMPLES
+from offramp.calibration.data import running
+from offramp.calibration.data.dataset import DataError, DataSplit, split
+from offramp.calibration.data.training_options import TrainingOptions
+from offramp.calibration.heads import features
+from offramp.calibration.heads.feature_plan import GIB, MOST_PASSES
+from offramp.calibration.measure import profiling
+from offramp.calibration.measure.estimates import BackboneTimes
+from offramp.compiler.common.feature_folder import find_scratch
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.progress import SILENT
+from offramp.compiler.exits.exits import FoundExits, find_exits
+from offramp.compiler.exits.recording import FeatureRecorder
+from offramp.compiler.exits.scores import MEASURED_SAMPLES
+from offramp.compiler.steps.compile import compile_model
 from offramp.engine.backends.onnxruntime import make_session
 
 

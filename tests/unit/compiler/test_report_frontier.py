@@ -10,7 +10,7 @@ import pytest
 from tests.unit.calibration.test_trade_offs import OF_FULL, OF_SUBNET, full, subnet
 from tests.unit.compiler.test_report import make
 
-from offramp.calibration.trade_offs import Judged
+from offramp.calibration.choose.trade_offs import Judged
 from offramp.compiler.report import render_report
 from offramp.compiler.report.frontier import FrontierView, frontier_view
 

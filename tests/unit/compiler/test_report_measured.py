@@ -15,8 +15,8 @@ from tests.unit.compiler.test_report import Page, exact
 
 from offramp.bundle import Bundle, BundleSchemaError, Measured, MeasuredSize, Profile, Ratio
 from offramp.bundle.files import dump
-from offramp.bundle.measured import MEASURED
-from offramp.compiler.printing import print_bundle
+from offramp.bundle.schema.measured import MEASURED
+from offramp.compiler.commands.printing import print_bundle
 from offramp.compiler.report import render_report
 from offramp.compiler.report.words import SavingsCheck, measured_ratios
 

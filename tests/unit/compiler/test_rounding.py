@@ -9,14 +9,21 @@ from onnx import TensorProto, helper, numpy_helper
 from tests import models
 
 from offramp.bundle import CpuFeatures
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import ModelError, VerificationError
-from offramp.compiler.graph import refill
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.rounding import BFLOAT, HALF, SINGLE, STEPS, rounding_of, warn_of_overflow
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import choose_candidates, slice_model, split
+from offramp.compiler.common.errors import ModelError, VerificationError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.rounding import (
+    BFLOAT,
+    HALF,
+    SINGLE,
+    STEPS,
+    rounding_of,
+    warn_of_overflow,
+)
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import choose_candidates, slice_model, split
+from offramp.compiler.graphs.graph import refill
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 
 
 def halved(proto: onnx.ModelProto, *, keep_io: bool = False) -> onnx.ModelProto:

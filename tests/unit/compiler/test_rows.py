@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tests import models
 
-from offramp.compiler.errors import ModelError
-from offramp.compiler.rows import check_rows, compare_batches, scaled_by_batch
-from offramp.compiler.shapes import annotate
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.rows import check_rows, compare_batches, scaled_by_batch
+from offramp.compiler.graphs.shapes import annotate
 
 
 def normalised(*, training: bool):

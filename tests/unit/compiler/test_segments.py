@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 from tests import models
 
-from offramp.compiler import batch
-from offramp.compiler.cut_points import CutAnalysis, CutPoint
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import ModelError, VerificationError
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import split
-from offramp.engine.differences import relative_difference
+from offramp.compiler.common.errors import ModelError, VerificationError
+from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import split
+from offramp.compiler.frontend import batch
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.answers.differences import relative_difference
 
 BUILDERS = {
     "residual": models.residual_cnn,

@@ -11,11 +11,11 @@ import pytest
 from tests import models
 from tests.sliced import inputs_of, slice_proto
 
-from offramp.bundle.tasks import AnswerTask
-from offramp.calibration.dataset import DataError, Dataset
-from offramp.compiler.errors import ModelError
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.settling import settle_task
+from offramp.bundle.schema.tasks import AnswerTask
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.steps.settling import settle_task
 
 SOME = Path("any")
 

@@ -8,10 +8,10 @@ import pytest
 from onnx import TensorProto, numpy_helper
 from tests.models import Builder
 
-from offramp.compiler import shape_trace
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.shape_trace import ShapeTrace
-from offramp.compiler.shapes import concrete_shapes, infer_types
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.graphs import shape_trace
+from offramp.compiler.graphs.shape_trace import ShapeTrace
+from offramp.compiler.graphs.shapes import concrete_shapes, infer_types
 
 TOKENS, WIDTH = 4, 16
 ONE = numpy_helper.from_array(np.array([1], np.int64))

@@ -13,10 +13,12 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
-from offramp.compiler import runtime, source_file
-from offramp.compiler.errors import ModelError
-from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.runtime import GraphRunner
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend import source_file
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs import runtime
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.compiler.graphs.source_model import SourceModel
 
 Read = Callable[..., SourceModel]
 
@@ -229,7 +231,7 @@ def test_what_the_onnx_checker_lets_pass_is_one_line(
     def annotate(_: onnx.ModelProto) -> None:
         raise ValueError("cannot reshape array\nof size 2")
 
-    monkeypatch.setattr("offramp.compiler.model.annotate", annotate)
+    monkeypatch.setattr("offramp.compiler.frontend.model.annotate", annotate)
     with pytest.raises(ModelError, match=r"contradicts itself \(ValueError: cannot .* of size 2\)"):
         read(models.mlp())
 

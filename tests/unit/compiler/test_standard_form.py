@@ -15,8 +15,8 @@ from onnx import helper, numpy_helper
 from tests import models
 from tests.models import Builder
 
-from offramp.compiler.errors import ModelError
-from offramp.compiler.model import read_model
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend.model import read_model
 
 Deviation = Callable[[onnx.ModelProto], None]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Answer
-from offramp.calibration.records import ExitRecords
-from offramp.compiler.suspect_answers import warn_of_answers
+from offramp.calibration.choose.records import ExitRecords
+from offramp.compiler.exits.suspect_answers import warn_of_answers
 
 ANSWER = Answer(output="y", classes=2, form="logits")
 

@@ -15,19 +15,20 @@ from tests import tails
 from tests.models import mlp
 
 from offramp.bundle import Head
-from offramp.calibration.cut_tensors import CutTensor
-from offramp.calibration.dataset import Dataset
-from offramp.compiler.answer_ranges import check_ranges
-from offramp.compiler.asked_task import AskedTask
-from offramp.compiler.endings import CONFIDENCE
-from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.heads import build_exit
-from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.runtime import GraphRunner
-from offramp.compiler.scores import settle_scores
-from offramp.compiler.tail import giving
-from offramp.engine.agreement import agreement_of
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.heads.cut_tensors import CutTensor
+from offramp.compiler.common.asked_task import AskedTask
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.exits.answer_ranges import check_ranges
+from offramp.compiler.exits.endings import CONFIDENCE
+from offramp.compiler.exits.heads import build_exit
+from offramp.compiler.exits.scores import settle_scores
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.tail import giving
+from offramp.engine.answers.agreement import agreement_of
 
 SAMPLES = 256
 

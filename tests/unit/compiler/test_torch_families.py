@@ -9,14 +9,14 @@ import onnx
 import pytest
 from tests.torch_families import FAMILIES, export
 
-from offramp.calibration.families import family_of
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import read_model
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import split
-from offramp.engine.assembly import assemble
-from offramp.engine.differences import relative_difference
+from offramp.calibration.heads.families import family_of
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import split
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.engine.answers.differences import relative_difference
+from offramp.engine.graphs.assembly import assemble
 
 TOLERANCE = 1e-5
 """float32 sums in another order; the models are a few layers deep."""

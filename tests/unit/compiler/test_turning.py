@@ -11,10 +11,10 @@ import onnxruntime as ort
 import pytest
 from tests import models
 
-from offramp.calibration.families import family_of
-from offramp.compiler import model as model_module
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.runtime import GraphRunner, random_inputs
+from offramp.calibration.heads.families import family_of
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.frontend import model as model_module
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 
 BUILDERS = {"batch second": models.batch_second, "recurrent": models.recurrent}
 

@@ -16,8 +16,8 @@ from tests import models
 
 from offramp.bundle import TensorSpec
 from offramp.bundle.onnx_wire import without_inputs
-from offramp.compiler.errors import ModelError
-from offramp.compiler.model import read_model
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend.model import read_model
 
 ROWS = 4
 KINDS = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "bool": TensorProto.BOOL}

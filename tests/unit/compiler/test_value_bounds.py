@@ -16,11 +16,11 @@ from onnx import TensorProto
 from tests.models import Builder
 
 from offramp.bundle import Answer, TensorSpec
-from offramp.compiler.model import SourceModel
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.shapes import annotate, declared_types
-from offramp.compiler.value_bounds import find_value_bounds
-from offramp.engine.value_limits import ValueLimits
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.shapes import annotate, declared_types
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.samples.value_bounds import find_value_bounds
+from offramp.engine.requests.value_limits import ValueLimits
 
 WIDTH = 3
 COLUMNS = 4

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.calibration.scratch import ScratchSpace
-from offramp.compiler import weight_parts, weights
-from offramp.compiler.weight_parts import has_first_channels, in_parts
-from offramp.compiler.weights import pack_weights, weight_file
+from offramp.calibration.data.scratch import ScratchSpace
+from offramp.compiler.graphs import weight_parts, weights
+from offramp.compiler.graphs.weight_parts import has_first_channels, in_parts
+from offramp.compiler.graphs.weights import pack_weights, weight_file
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.external_weights import WeightForm
+from offramp.engine.graphs.external_weights import WeightForm
 
 WHOLE: NDArray[np.float32] = (
     np.random.default_rng(0).standard_normal((8, 16, 3, 3)).astype(np.float32)

@@ -12,13 +12,13 @@ from tests.sliced import Sliced, sliced
 
 from offramp.bundle.graph_weights import filled_parts, named_weights
 from offramp.bundle.onnx_wire import Place
-from offramp.calibration.scratch import ScratchError, ScratchSpace
-from offramp.compiler import weights
-from offramp.compiler.graph import weight_bytes
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.weights import PackedWeights, WeightSizes, pack_weights, weight_file
-from offramp.engine.assembly import assemble
+from offramp.calibration.data.scratch import ScratchError, ScratchSpace
+from offramp.compiler.graphs import weights
+from offramp.compiler.graphs.graph import weight_bytes
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.weights import PackedWeights, WeightSizes, pack_weights, weight_file
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.graphs.assembly import assemble
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import ModelError
-from offramp.compiler.model import read_model
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.shapes import infer_types
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.shapes import infer_types
 
 WIDER_THAN_ALL_TRIED = 70_000
 

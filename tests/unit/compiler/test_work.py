@@ -11,15 +11,15 @@ from onnx import helper, numpy_helper
 from rich.console import Console
 
 from offramp.compiler.commands.printing_model import print_inspection
-from offramp.compiler.cut_points import CutAnalysis
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.model import SourceModel
-from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.shapes import declared_types
-from offramp.compiler.slice_verification import verify
-from offramp.compiler.slicing import split
-from offramp.compiler.work import work_of
+from offramp.compiler.cuts.cut_points import CutAnalysis
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slice_verification import verify
+from offramp.compiler.cuts.slicing import split
+from offramp.compiler.cuts.work import work_of
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.shapes import declared_types
+from offramp.compiler.graphs.source_model import SourceModel
 
 Read = Callable[..., SourceModel]
 _rng = np.random.default_rng(0)

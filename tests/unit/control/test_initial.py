@@ -11,7 +11,7 @@ from tests.unit.certify.population import Population, synthetic_costs
 
 from offramp.bundle import ExitPolicy
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration.selection import certified_policy
+from offramp.calibration.choose.selection import certified_policy
 from offramp.certify import tuning_path
 from offramp.certify.binomial import binomial_cdf
 from offramp.engine.control.initial import certified_on

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offramp.engine.tensorrt.device import primary_context
+from offramp.engine.cuda.primary_context import primary_context
 
 ENTRY_POINTS_OF_CUBIN = b"a cubin"
 

@@ -12,12 +12,12 @@ from tests.engines import engine_bundle
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
-from offramp.engine.backends.base import Backend
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.batch import Layouts
 from offramp.engine.cuda.driver import DeviceMemoryError
 from offramp.engine.cuda.memory import Arena, MemoryPool, Needs, Region, RowBuffers, mib
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import StageSpec, make_plan
+from offramp.engine.stages.base import Backend
+from offramp.engine.stages.plan import StageSpec, make_plan
 from offramp.testing.cuda_driver import FakeDriver, MisuseError
 
 

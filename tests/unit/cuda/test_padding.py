@@ -13,8 +13,8 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.engine.cuda.padding import padded, padded_sizes
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
 
 
 def test_sizes_hold_what_they_are_for_and_less_than_twice_as_much() -> None:

@@ -19,9 +19,9 @@ import pytest
 from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, Mode, installed
 from tests.unit.tensorrt.bindings import pycuda, signatures_of
 
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.pycuda_driver import PyCudaDriver, require_pycuda
-from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import ENTRY_POINTS, RowCopy, gather_rows
 
 

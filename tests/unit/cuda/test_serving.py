@@ -28,10 +28,10 @@ from tests.unit.engine.serving import until
 
 from offramp.bundle import Bundle
 from offramp.engine.backends import Backend
+from offramp.engine.common.errors import BackendError
 from offramp.engine.core import Engine
 from offramp.engine.cuda.executable import Shape
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import Mode
+from offramp.engine.stages.plan import Mode
 from offramp.testing.cuda_driver import FakeDriver
 
 MOST = 8

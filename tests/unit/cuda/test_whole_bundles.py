@@ -17,8 +17,8 @@ from tests.engines import engine_bundle
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_chained_plan, make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_chained_plan, make_plan
 
 ROWS = 8
 LOOKING_ON = ExitPolicy(

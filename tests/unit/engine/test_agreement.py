@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import Answer
-from offramp.bundle.manifest import AnswerForm
-from offramp.bundle.tasks import AnswerTask, TaskKind
-from offramp.engine.agreement import AGREED, DIFFERED, agreement_of
+from offramp.bundle.schema.manifest import AnswerForm
+from offramp.bundle.schema.tasks import AnswerTask, TaskKind
+from offramp.engine.answers.agreement import AGREED, DIFFERED, agreement_of
 
 
 def answer(kind: TaskKind, classes: int, form: AnswerForm = "logits", **terms: float) -> Answer:

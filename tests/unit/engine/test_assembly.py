@@ -13,14 +13,14 @@ from onnx import TensorProto, helper
 from tests.sliced import BUILDERS, Sliced, inputs_of, sliced
 
 from offramp.bundle import Answer, Head
-from offramp.bundle.parts import given_behind
-from offramp.calibration.cut_tensors import CutTensor
-from offramp.calibration.families import joined_width, masks_of
-from offramp.compiler.heads import build_exit
-from offramp.engine.assembly import CONFIDENCE, assemble, with_confidence
+from offramp.bundle.schema.parts import given_behind
+from offramp.calibration.heads.cut_tensors import CutTensor
+from offramp.calibration.heads.families import joined_width, masks_of
+from offramp.compiler.exits.heads import build_exit
+from offramp.engine.answers.differences import relative_difference
+from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.differences import relative_difference
-from offramp.engine.exit_check import confidence_of
+from offramp.engine.graphs.assembly import CONFIDENCE, assemble, with_confidence
 
 TOLERANCE = 1e-5
 """Float32 sums in another order, as layouts and fusions differ at borders (the compiler's own)."""

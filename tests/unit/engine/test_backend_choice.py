@@ -17,10 +17,10 @@ from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, installed
 
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, list_targets
 from offramp.engine.backends import factory, make_backend, onnxruntime_cuda
-from offramp.engine.backends.base import Backend
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.kernels.compilation import source_hash
-from offramp.engine.options import EngineOptions
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.stages.base import Backend
 from offramp.engine.tensorrt import probe
 
 H200 = probe.Device(

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from offramp.engine.cluster_workers import ClusterWorkers, WorkerPlace, read_cluster_workers
-from offramp.engine.options import EngineOptions
-from offramp.engine.planning.cluster_file import ClusterFileError
-from offramp.engine.planning.ray_entry import RayEntry
-from offramp.engine.remote.process import WorkerCommand
-from offramp.engine.remote.tcp import HostPort
-from offramp.engine.remote.tcp_launcher import TcpLauncher
+from offramp.cluster.planning.cluster_file import ClusterFileError
+from offramp.cluster.planning.ray_entry import RayEntry
+from offramp.cluster.remote.process import WorkerCommand
+from offramp.cluster.remote.tcp import HostPort
+from offramp.cluster.remote.tcp_launcher import TcpLauncher
+from offramp.cluster.serving.cluster_workers import (
+    ClusterWorkers,
+    WorkerPlace,
+    read_cluster_workers,
+)
+from offramp.engine.models.options import EngineOptions
 
 DEVICES = """
 [devices.gpu]
@@ -103,7 +107,7 @@ def test_ray_starts_what_has_no_address(folder: Path) -> None:
     actor = WorkerPlace(device_type="gpu", address=None, resources={"CPU": 2.0, "gadget": 1.0})
     assert workers.places == (actor,) * 4, "as many as there are devices"
     assert workers.ray == RayEntry(address="10.0.0.1:6379", least=3)
-    assert (workers.local, EngineOptions(cluster=workers).streams) == (0, 4)
+    assert (workers.local, EngineOptions(devices=workers).streams) == (0, 4)
 
 
 def test_ray_starts_the_workers_that_are_named(folder: Path) -> None:
@@ -136,10 +140,8 @@ def test_what_ray_cannot_be_told_is_said_in_a_line(folder: Path, text: str, told
 
 def test_each_worker_is_a_stream_and_only_those_here_take_cores(folder: Path) -> None:
     workers = read(folder, LOCAL + REMOTE + ROUTER)
-    options = EngineOptions(cluster=workers, backend="onnxruntime")
-    assert (options.streams, options.worker_count) == (2, 2)
+    options = EngineOptions(devices=workers, backend="onnxruntime")
+    assert options.streams == 2
     assert options.threads_per_stream() == EngineOptions(streams=1).threads_per_stream()
-    with pytest.raises(ValueError, match="workers is 2, and a cluster has workers of its own"):
-        EngineOptions(cluster=workers, workers=2)
     with pytest.raises(ValueError, match="streams is 3 and there are 2 workers"):
-        EngineOptions(cluster=workers, streams=3)
+        EngineOptions(devices=workers, streams=3)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Answer
-from offramp.bundle.tasks import AnswerTask
+from offramp.bundle.schema.tasks import AnswerTask
 from offramp.certify import MODEL_END, UNKNOWN
-from offramp.engine.comparison import answer_log
-from offramp.engine.recorder import Recorder
+from offramp.engine.requests.comparison import answer_log
+from offramp.engine.requests.recorder import Recorder
 
 PIXELS = Answer(
     output="y", classes=2, form="logits", task=AnswerTask(kind="segmentation", share=0.75)

@@ -26,7 +26,7 @@ from hypothesis.extra import numpy as arrays
 from tests.unit.bundle.examples import write
 
 from offramp.bundle import Bundle
-from offramp.engine.control_state import MAX_BYTES, identity_of, load_state, save_state
+from offramp.engine.common.control_state import MAX_BYTES, identity_of, load_state, save_state
 
 HERE = {"bundle": "0123", "controller": "certified", "max_disagreement": "0.01"}
 STATE = {

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from offramp.bundle import Bundle
-from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.engine_index import addressed, model_digest
 from offramp.bundle.engines import PrecisionEvidence
+from offramp.bundle.schema.batch_effect import BatchEffect
 from offramp.certify.shared_risk import both_hold
+from offramp.engine.common.errors import OptionsError
 from offramp.engine.control.costs import CostModel
-from offramp.engine.controllers import left_for_exits, make_controller, ramp_budget
-from offramp.engine.errors import OptionsError
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.whole_promise import end_evidence, whole_policy, whole_status
+from offramp.engine.models.controllers import left_for_exits, make_controller, ramp_budget
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.whole_promise import end_evidence, whole_policy, whole_status
+from offramp.engine.stages.plan import Mode
 
 BUNDLE = Path(__file__).parents[2] / "golden" / "bundle"
 

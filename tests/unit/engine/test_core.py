@@ -12,14 +12,14 @@ import pytest
 from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
-from offramp.engine.core import Engine
-from offramp.engine.errors import (
+from offramp.engine.common.errors import (
     BadInputError,
     DeadlineExceededError,
     DrainingError,
     ModelNotServedError,
     QueueFullError,
 )
+from offramp.engine.core import Engine
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 
@@ -242,7 +242,7 @@ def test_work_for_two_streams_wakes_two() -> None:
 
 
 def test_closing_does_not_wait_for_a_stage_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.engine.executor._JOIN_LIMIT_S", 0.05)
+    monkeypatch.setattr("offramp.engine.serving.executor._JOIN_LIMIT_S", 0.05)
     gate = Gate()
     backend = FakeBackend(on_run=gate)
 

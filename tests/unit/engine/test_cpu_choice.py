@@ -14,10 +14,10 @@ from tests.unit.bundle.cascades import write_cascade
 
 from offramp.bundle import Bundle
 from offramp.engine.backends import cpu_choice, factory, make_backend
-from offramp.engine.backends.base import StageResult, TensorBatch
 from offramp.engine.backends.cpu_choice import LEAST_GAIN, relative_time
 from offramp.engine.backends.host import HostSlot, HostStage
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.stages.base import StageResult, TensorBatch
 from offramp.engine.tensorrt import probe
 
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.bundle.criteria import Criterion
-from offramp.engine import criteria
-from offramp.engine.backends.host import HostSlot
-from offramp.engine.criteria import (
+from offramp.bundle.schema.criteria import Criterion
+from offramp.engine.answers import criteria
+from offramp.engine.answers.criteria import (
     STATE,
     CriterionError,
     HostCriterion,
@@ -26,6 +25,7 @@ from offramp.engine.criteria import (
     register,
     state_in,
 )
+from offramp.engine.backends.host import HostSlot
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_a_function_that_is_wrong_is_an_error_and_serves_as_not_sure(case, caplo
 def test_files_bring_criteria(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
-        "from offramp.engine.criteria import register\n"
+        "from offramp.engine.answers.criteria import register\n"
         "def plain(answers):\n    return answers[:, 0] * 0 + 0.25\n"
         "@register('stately', depends_on_earlier=True)\n"
         "def stately(answers, state):\n    return answers[:, 0] * 0, state\n"

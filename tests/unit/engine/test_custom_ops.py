@@ -12,7 +12,7 @@ from tests.operators import DOMAIN, build_library, squash_mlp
 from tests.unit.bundle.examples import MANIFEST, POLICY, write
 
 from offramp.bundle import Bundle, Manifest
-from offramp.bundle.custom_ops import OperatorLibrary
+from offramp.bundle.schema.custom_ops import OperatorLibrary
 from offramp.engine.backends import make_backend
 from offramp.engine.backends.custom_ops import (
     libraries,
@@ -21,7 +21,7 @@ from offramp.engine.backends.custom_ops import (
     using_libraries,
 )
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 
 ROOT = Path(__file__).parents[3]
 NEEDED = OperatorLibrary(file="squash.so", sha256="0" * 64, operators=(f"{DOMAIN}:Squash",))

@@ -9,10 +9,10 @@ from tests.fakes import ScriptedController, policy_of, script
 from tests.unit.engine.serving import Gate, until, with_engine
 
 from offramp.bundle import NEVER
+from offramp.engine.common.errors import BackendError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
-from offramp.engine.planning.batch_profile import Departures
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.requests.departures import Departures
+from offramp.engine.scheduling.policies import PolicyName
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 TWO_EXITS = (0.9, 0.9)

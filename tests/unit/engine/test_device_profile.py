@@ -10,12 +10,12 @@ from tests.engines import engine_bundle
 
 from offramp.bundle import Bundle, Profile, write_bundle
 from offramp.bundle.files import dump
-from offramp.engine.backends.base import StageResult, TensorBatch
 from offramp.engine.backends.host import HostSlot
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.device_profile import measure_profile
-from offramp.engine.errors import BackendError
-from offramp.engine.plan import StageSpec
+from offramp.engine.common.errors import BackendError
+from offramp.engine.models.device_profile import measure_profile
+from offramp.engine.stages.base import StageResult, TensorBatch
+from offramp.engine.stages.plan import StageSpec
 
 COMPILED = Profile(
     device="cpu",

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Answer
-from offramp.bundle.tasks import AnswerTask
-from offramp.engine.differences import Scales, compare, relative_difference
+from offramp.bundle.schema.tasks import AnswerTask
+from offramp.engine.answers.differences import Scales, compare, relative_difference
 
 MASKS = (-1e2, -1e4, -65504.0, -1e9, -3.4e38, -1e30, 1e6, -math.inf, math.inf, math.nan)
 

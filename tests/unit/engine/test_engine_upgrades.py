@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tests.engines import engine_bundle
 
-from offramp.engine import engine_upgrades
+from offramp.engine.common import compiler_process
+from offramp.engine.common.compiler_process import BuildProcess
 from offramp.engine.control.engine_builds import BuildBudget
-from offramp.engine.engine_upgrades import LOOK_S, BuildProcess, EngineUpgrades
-from offramp.engine.tensorrt.lookup import MissingEngine
+from offramp.engine.serving.engine_upgrades import LOOK_S, EngineUpgrades
+from offramp.engine.stages.base import MissingEngine
 
 PATIENCE_S = 120.0
 
@@ -203,13 +204,13 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the compiler, what never ends."""
     (tmp_path / "offramp_test_sleeper.py").write_text(_SLEEPER)
     worker = (
-        "from offramp.engine import build_worker\n"
+        "from offramp.engine.common import build_worker\n"
         "build_worker._COMPILER = 'offramp_test_sleeper'\n"
         "build_worker.main()\n"
     )
     (tmp_path / "offramp_test_worker.py").write_text(worker)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(engine_upgrades, "_WORKER", "offramp_test_worker")
+    monkeypatch.setattr(compiler_process, "_WORKER", "offramp_test_worker")
 
 
 def at_work(build: BuildProcess) -> None:

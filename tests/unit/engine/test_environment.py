@@ -14,9 +14,9 @@ import pytest
 
 from offramp.bundle import CpuFeatures
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.environment import common_facts, cpu_features, cpu_model, package_version
+from offramp.engine.common.environment import common_facts, cpu_features, cpu_model, package_version
 from offramp.engine.self_check import environment as self_check
-from offramp.tools.bench import output
+from offramp.tools.bench.common import output
 from offramp.tools.gpu import environment as gpu_machine
 
 COMMON = ["cpu", "cores", "load_average_1min", "platform", "python", "packages", "command"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from offramp.bundle import NEVER
-from offramp.engine.exit_check import (
+from offramp.engine.answers.exit_check import (
     confidence_of,
     exits,
     exits_by_count,

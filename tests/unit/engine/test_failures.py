@@ -13,11 +13,11 @@ import pytest
 from tests.fakes import script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
-from offramp.engine.backends.base import Rows, StageResult, TensorBatch
+from offramp.engine.common.errors import BackendError, DeadlineExceededError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError, DeadlineExceededError
-from offramp.engine.results import EngineResult
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.requests.results import EngineResult
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.stages.base import Rows, StageResult, TensorBatch
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 
 REFILL = PolicyName("refill")

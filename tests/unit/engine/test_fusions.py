@@ -18,10 +18,10 @@ from tests.models import Builder
 from tests.sliced import Sliced, slice_proto
 
 from offramp.bundle import Answer, Head
-from offramp.calibration.cut_tensors import CutTensor
-from offramp.compiler.heads import build_exit
-from offramp.engine.assembly import assemble
-from offramp.engine.layouts import enter_blocked
+from offramp.calibration.heads.cut_tensors import CutTensor
+from offramp.compiler.exits.heads import build_exit
+from offramp.engine.graphs.assembly import assemble
+from offramp.engine.graphs.layouts import enter_blocked
 
 ROOT = Path(__file__).parents[3]
 EXITS = 4

@@ -20,13 +20,13 @@ from tests.sliced import inputs_of, sliced
 from tests.unit.bundle.examples import replace_file, rewrite_manifest
 
 from offramp.bundle import Bundle, BundleError
-from offramp.engine.backends.base import StageResult
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.common.errors import BackendError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.stages.base import StageResult
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_plan
 
 
 @pytest.fixture

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from tests.unit.certify.population import Population, feed, policy_of, synthetic, synthetic_costs
 
+from offramp.engine.common.control_state import load_state, save_state
+from offramp.engine.common.state_file import StateFile
 from offramp.engine.control.certified import CertifiedController
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.exit_proposals import ExitProposals
 from offramp.engine.control.published.apparate import ApparateController
 from offramp.engine.control.shift_guard import ShiftGuard
-from offramp.engine.control_loop import ControlLoop
-from offramp.engine.control_state import load_state, save_state
-from offramp.engine.executor import Executor
-from offramp.engine.recorder import Recorder
-from offramp.engine.served_model import ModelControl
-from offramp.engine.state_file import StateFile
+from offramp.engine.models.served_model import ModelControl
+from offramp.engine.requests.recorder import Recorder
+from offramp.engine.serving.control_loop import ControlLoop
+from offramp.engine.serving.executor import Executor
 
 COSTS = synthetic_costs()
 PROMISED = policy_of({0: 0.99, 1: 0.98, 2: 0.98}, version=4, promised=0.01)

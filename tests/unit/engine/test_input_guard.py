@@ -10,7 +10,7 @@ from tests.unit.engine.serving import until, with_engine
 from offramp.bundle import InputRange, InputRanges
 from offramp.certify import MODEL_END
 from offramp.engine.core import Engine
-from offramp.engine.input_guard import MARGIN, InputGuard
+from offramp.engine.requests.input_guard import MARGIN, InputGuard
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 

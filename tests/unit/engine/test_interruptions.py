@@ -12,12 +12,12 @@ import pytest
 from tests.fakes import ScriptedController, policy_of, script
 from tests.unit.engine.serving import Gate, until, with_engine
 
+from offramp.engine.common.errors import BackendError, DeadlineExceededError, WorkerLostError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError, DeadlineExceededError, WorkerLostError
-from offramp.engine.results import EngineResult
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.requests.results import EngineResult
+from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.scheduling.scheduler import MOST_LOSSES
-from offramp.engine.streams import StreamHealth
+from offramp.engine.serving.streams import StreamHealth
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 

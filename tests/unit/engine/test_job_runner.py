@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offramp.engine import job_runner
+from offramp.engine.common import job_runner
+from offramp.engine.common.errors import EngineError
+from offramp.engine.common.job_runner import JobError, JobRunner
+from offramp.engine.common.job_worker import NICENESS, READY, read_message
 from offramp.engine.control.controller import Job
 from offramp.engine.control.published.thresholds import tune
-from offramp.engine.errors import EngineError
-from offramp.engine.job_runner import JobError, JobRunner
-from offramp.engine.job_worker import NICENESS, READY, read_message
 
 PATIENCE_S = 60.0
 """For what should be there at once; a test that waits that long has failed."""
@@ -419,7 +419,7 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
         """
 import os
 from offramp.engine.control.controller import Job
-from offramp.engine.job_runner import JobRunner
+from offramp.engine.common.job_runner import JobRunner
 
 print("once")
 with JobRunner() as runner:
@@ -438,7 +438,7 @@ def test_an_orphan_ends_itself_amid_a_job(tmp_path: Path) -> None:
         """
 import os, signal, time
 from offramp.engine.control.controller import Job
-from offramp.engine.job_runner import JobRunner
+from offramp.engine.common.job_runner import JobRunner
 
 runner = JobRunner()
 runner.start().result(60)

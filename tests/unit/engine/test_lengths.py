@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import InputRange, InputRanges, LengthRange, Padding, TensorSpec
-from offramp.engine.input_guard import InputGuard
-from offramp.engine.lengths import STEP, Arrays, LengthRules
+from offramp.engine.requests.input_guard import InputGuard
+from offramp.engine.requests.lengths import STEP, Arrays, LengthRules
 
 LONGEST, LIMIT, FILL = 44, 60, 5
 SPECS = (

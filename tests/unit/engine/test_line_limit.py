@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from offramp.engine.line_limit import MOST_LINES, QueuedHandler
+from offramp.engine.common.line_limit import MOST_LINES, QueuedHandler
 
 PIPE_BYTES = 4096
 LINE = "x" * 99

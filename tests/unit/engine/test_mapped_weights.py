@@ -20,12 +20,12 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.bundle.graph_weights import WEIGHTS, named_weights
-from offramp.compiler import weights
-from offramp.compiler.weights import WeightSizes, pack_weights
+from offramp.compiler.graphs import weights
+from offramp.compiler.graphs.weights import WeightSizes, pack_weights
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode, Plan, StageGraph, make_chained_plan, make_plan
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.stages.plan import Mode, Plan, StageGraph, make_chained_plan, make_plan
 
 ROWS = 5
 MODELS = ("residual", "vgg", "bert", "recurrent", "towers", "dense", "conditional")

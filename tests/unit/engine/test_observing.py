@@ -15,12 +15,12 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, Observations
+from offramp.engine.common.control_state import load_state
+from offramp.engine.common.errors import BackendError
 from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control.evidence_window import EvidenceWindow
-from offramp.engine.control_state import load_state
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
-from offramp.engine.results import ResultKind, StreamResult
+from offramp.engine.requests.results import ResultKind, StreamResult
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 TWO_EXITS = (0.9, 0.9)

@@ -22,14 +22,14 @@ from offramp.engine.backends import onnxruntime_cuda
 from offramp.engine.backends.onnxruntime import ONE_NODE, OnnxRuntimeBackend
 from offramp.engine.backends.onnxruntime_cuda import OnnxRuntimeCudaFactory
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
 from offramp.engine.cuda.padding import padded_sizes
-from offramp.engine.errors import BackendError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, StageSpec, make_chained_plan, make_plan
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.self_check import run_self_check
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, StageSpec, make_chained_plan, make_plan
 from offramp.testing.cuda_driver import FakeDriver
 
 RealSession = ort.InferenceSession

@@ -11,12 +11,12 @@ import pytest
 from tests.engines import engine_bundle
 from tests.unit.engine.serving import LIMIT_S
 
-from offramp.engine import opening as opening_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.common.errors import BackendError, OptionsError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError, OptionsError
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode, StageSpec
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.serving import opening as opening_of
+from offramp.engine.stages.plan import Mode, StageSpec
 
 
 def test_cancelling_waits_for_the_loading_thread_and_keeps_its_own_error(

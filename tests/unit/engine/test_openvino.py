@@ -15,9 +15,9 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.backends.openvino import OpenVinoBackend
-from offramp.engine.errors import BackendError
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, StageSpec, make_plan
+from offramp.engine.common.errors import BackendError
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, StageSpec, make_plan
 
 WIDE = 1024
 

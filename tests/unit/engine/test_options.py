@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.scheduling.policies import PolicyName
 
 
 @pytest.mark.parametrize("field", ["max_batch_size", "max_queue_samples"])

@@ -16,9 +16,9 @@ from tests.unit.engine.serving import until
 from offramp.bundle import Bundle, LengthRange
 from offramp.certify import MODEL_END
 from offramp.client import InvalidInputError, ServerError
-from offramp.engine.plan import Mode
-from offramp.engine.scheduling import PolicyName
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.requests.statistics import ModelStatistics
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.stages.plan import Mode
 
 THRESHOLD, SHORTEST, LONGEST, TABLE = 0.97, 3, 24, 64
 
@@ -135,7 +135,7 @@ def test_lengths_that_calibration_never_had_are_told(
                 check(bundle, inputs, result)
         return [result.exits for result in results], found
 
-    with caplog.at_level(logging.WARNING, "offramp.engine.lengths"):
+    with caplog.at_level(logging.WARNING, "offramp.engine.requests.lengths"):
         exits, found = asyncio.run(body())
     assert found.unseen_lengths == 60
     told = [record.getMessage() for record in caplog.records if "calibration had" in record.msg]

@@ -9,8 +9,8 @@ from onnx import TensorProto, helper
 
 from offramp.bundle import ActiveExit, Answer, Exit, Head, Segment, TensorSpec
 from offramp.certify import MODEL_END
-from offramp.engine.answering_graphs import answering_graphs
-from offramp.engine.plan import StageSpec, chain_stages, plan_stages
+from offramp.engine.stages.answering_graphs import answering_graphs
+from offramp.engine.stages.plan import StageSpec, chain_stages, plan_stages
 
 
 def segment(index: int, *inputs: str, output: str) -> Segment:

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.companions import plans_of, profiles_of
 from tests.held import HeldBackend, cluster_for
 from tests.small import compile_small
 from tests.split_serving import Serving, Small, in_process, serve
 
-from offramp.engine.plan_loop import GONE_AFTER_S, PlanLoop
-from offramp.engine.plan_status import PlanStatus
-from offramp.engine.planning.replanning import ReplanGuard, ReplanRules
+from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules
+from offramp.cluster.serving.plan_loop import GONE_AFTER_S, PlanLoop
+from offramp.cluster.serving.plan_status import PlanStatus
+from offramp.cluster.serving.statistics import plan_of
 from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
 
 RULES = ReplanRules(window_s=120.0, pause_s=1200.0, least_rows=100)
@@ -49,7 +51,7 @@ class Planning:
     """An engine whose plan loop the test looks with, by a clock of its own."""
 
     def __init__(self, serving: Serving) -> None:
-        loop = serving.engine._plans
+        loop = plans_of(serving.engine)
         assert loop is not None
         self.serving, self.loop, self.now_s = serving, loop, 1000.0
         loop._clock = lambda: self.now_s
@@ -57,7 +59,7 @@ class Planning:
 
     @property
     def status(self) -> PlanStatus:
-        found = self.serving.engine.statistics()["small"].plan
+        found = plan_of(self.serving.engine.statistics()["small"])
         assert found is not None
         return found
 
@@ -75,7 +77,7 @@ class Planning:
     async def window(self, *numbers: int) -> None:
         """Let a window pass with rows of these requests, and look at its end."""
         await self.send(*numbers)
-        self.serving.engine._profiles.end_window()
+        profiles_of(self.serving.engine).end_window()
         self.now_s += RULES.window_s
         await self.look()
 
@@ -103,7 +105,9 @@ def test_the_plan_follows_what_is_observed(
         await planning.look()
         assert planning.status.changes == 0
         assert planning.status.reason == "a change would gain 0.0%, less than 10%"
-        planning.serving.engine._profiles.end_window()  # what came before the test does not count
+        profiles_of(
+            planning.serving.engine
+        ).end_window()  # what came before the test does not count
         await planning.send(*late)
         planning.now_s += 1
         await planning.look()
@@ -173,7 +177,7 @@ def test_a_worker_that_is_gone_for_long_is_planned_without(small: Small) -> None
         await planning.serving.load.more()
         backend.up[lost] = True
         planning.now_s += RULES.pause_s
-        planning.serving.engine._profiles.end_window()
+        profiles_of(planning.serving.engine).end_window()
         await planning.look()
         assert planning.status.reason != "workers of the plan in force are gone"
 
@@ -210,7 +214,7 @@ def test_a_change_that_fails_is_told_in_a_line(
         await planning.look()
         before = planning.splits
         planning.serving.backend.hold_fails = "out of memory"
-        planning.serving.engine._profiles.end_window()
+        profiles_of(planning.serving.engine).end_window()
         await planning.send(*leaving[1])
         await planning.look()
         assert planning.status.given_up == 1

@@ -12,12 +12,12 @@ from tests.unit.bundle.cascades import cascade_manifest, write_cascade
 from tests.unit.bundle.examples import MANIFEST, write
 
 from offramp.bundle import CpuFeatures, Manifest
+from offramp.engine.common.errors import BackendError
 from offramp.engine.control.costs import CostModel
-from offramp.engine.controllers import ramp_budget
-from offramp.engine.errors import BackendError
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode, make_plan
-from offramp.engine.precision import (
+from offramp.engine.models.controllers import ramp_budget
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.stages.plan import Mode, make_plan
+from offramp.engine.stages.precision import (
     is_rounded,
     require_plain,
     warn_of_other_kernels,

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.bundle.manifest import AnswerForm
-from offramp.bundle.tasks import AnswerTask, TaskKind
-from offramp.engine.exit_check import (
+from offramp.bundle.schema.manifest import AnswerForm
+from offramp.bundle.schema.tasks import AnswerTask, TaskKind
+from offramp.engine.answers.exit_check import (
     confidence_of,
     exits,
     exits_by_count,
     highest_at,
     pixels_at,
 )
-from offramp.engine.principal_values import (
+from offramp.engine.answers.principal_values import (
     HIGHEST,
     MOST_PLACES,
     principal_values,

@@ -17,10 +17,9 @@ from tests.unit.bundle.examples import PROFILE, write
 from tests.unit.engine.test_device_profile import TimedBackend
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Profile
-from offramp.bundle.serde import from_plain
-from offramp.engine import profile_check
-from offramp.engine.plan import Mode, Plan, make_plan
-from offramp.engine.profile_check import (
+from offramp.bundle.schema.serde import from_plain
+from offramp.engine.models import profile_check
+from offramp.engine.models.profile_check import (
     SeenTimes,
     predicted_savings,
     read_kept,
@@ -29,6 +28,7 @@ from offramp.engine.profile_check import (
     sizes_within,
     write_kept,
 )
+from offramp.engine.stages.plan import Mode, Plan, make_plan
 
 COMPILED = replace(  # two stages: 1 + 0.25 + 0.125 ms, and 3 ms, of a model of 4 ms at batch 1
     PROFILE,

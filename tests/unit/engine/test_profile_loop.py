@@ -13,22 +13,24 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.companions import profiles_of
 from tests.fakes import FAKE_HASH, fake_model, script
 from tests.unit.engine.serving import with_engine
 
-from offramp.engine.core import Engine
-from offramp.engine.executor import Executor
-from offramp.engine.planning.batch_profile import (
+from offramp.cluster.planning.batch_profile import (
     BatchProfile,
-    Departures,
     ProfileStatus,
     ProfileWindow,
     dump_batch_profile,
     parse_recorded,
 )
-from offramp.engine.planning.forecasting import LastValue, forecast_going_on
-from offramp.engine.profile_file import ProfileFile
-from offramp.engine.profile_loop import ProfileLoop
+from offramp.cluster.planning.forecasting import LastValue, forecast_going_on
+from offramp.cluster.serving.profile_file import ProfileFile
+from offramp.cluster.serving.profile_loop import ProfileLoop
+from offramp.cluster.serving.statistics import profile_of
+from offramp.engine.core import Engine
+from offramp.engine.requests.departures import Departures
+from offramp.engine.serving.executor import Executor
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 EPOCH_S = 1_764_064_800.0
@@ -49,12 +51,17 @@ class Counting:
         return SimpleNamespace(departures=(both, one) if self.alone.any() else (both,))
 
 
+def beside(file: ProfileFile | None) -> Path | None:
+    """The bundle that a file is kept beside."""
+    return None if file is None else file.path.with_name(file.path.name.partition(".m@")[0])
+
+
 class Serving:
     """A loop over counts and clocks that the test moves."""
 
     def __init__(self, file: ProfileFile | None = None) -> None:
         self.counting, self.now_s = Counting(), 1000.0
-        model = fake_model(FakeBackend(), (0.9, 0.9), profile_file=file)
+        model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
         self.loop = ProfileLoop(
             cast(Executor, self.counting),
             {"m": model},
@@ -80,7 +87,7 @@ class Serving:
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileFile:
     monkeypatch.setattr("platform.node", lambda: "one")
-    return ProfileFile.of(tmp_path / "small.ee", "digits")
+    return ProfileFile.of(tmp_path / "small.ee", "m")
 
 
 def begun(file: ProfileFile | None = None) -> Serving:
@@ -150,11 +157,9 @@ def test_a_restart_goes_on(file: ProfileFile, caplog: pytest.LogCaptureFixture) 
     old = begun(file)
     old.window(50, 30, 20)
     old.loop.stop()
-    assert [p.name for p in file.path.parent.iterdir()] == [
-        "small.ee.digits@one.batch-profile.json"
-    ]
-    new = begun(ProfileFile(file.path))
-    assert "goes on from 1 windows in small.ee.digits@one.batch-profile.json" in caplog.text
+    assert [p.name for p in file.path.parent.iterdir()] == ["small.ee.m@one.batch-profile.json"]
+    new = begun(file)
+    assert "goes on from 1 windows in small.ee.m@one.batch-profile.json" in caplog.text
     assert new.status.windows == 1
     went_on = new.window(1, 1, 2)
     assert went_on.windows == 2
@@ -163,7 +168,7 @@ def test_a_restart_goes_on(file: ProfileFile, caplog: pytest.LogCaptureFixture) 
 
 
 def test_one_server_at_a_time_writes(file: ProfileFile, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = begun(file), begun(ProfileFile(file.path))
+    first, second = begun(file), begun(file)
     second.window(1, 1, 1)
     assert not file.path.exists()
     assert "is kept by another server of this name on this host" in caplog.text
@@ -252,7 +257,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "place").mkdir()
-    serving = begun(ProfileFile(tmp_path / "place" / "x.batch-profile.json"))
+    serving = begun(ProfileFile.of(tmp_path / "place" / "x.ee", "m"))
     serving.loop._recorded["m"].file.path = tmp_path / "none" / "x"  # type: ignore[union-attr]
     serving.window(1, 1, 1)
     assert serving.window(1, 1, 1).windows == 2
@@ -286,16 +291,16 @@ def test_a_model_without_exits_to_run_has_no_windows() -> None:
 
 
 def test_an_engine_records_and_tells(tmp_path: Path) -> None:
-    file = ProfileFile(tmp_path / "x.batch-profile.json")
+    file = ProfileFile.of(tmp_path / "x.ee", "fake")
 
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         rows = script([0.95, 0.1], [0.5, 0.1], [0.5, 0.2], [0.5, 0.3])
         await engine.infer("fake", {SCRIPT: rows})
-        engine._profiles.end_window()
-        status = engine.statistics()["fake"].batch_profile
+        profiles_of(engine).end_window()
+        status = profile_of(engine.statistics()["fake"])
         assert status == ProfileStatus(window_s=120.0, windows=1, going_on=(0.75,))
 
-    with_engine(body, profile_file=file)
+    with_engine(body, kept_beside=tmp_path / "x.ee")
     assert len(parse_recorded(file.path.read_text()).profile.windows) == 1
 
 
@@ -305,7 +310,7 @@ def test_a_model_that_is_added_takes_the_file_of_the_one_that_it_replaces(
     serving = begun(file)
     serving.counting.snapshot = lambda model: Counting.snapshot(serving.counting, "m")  # type: ignore[method-assign]
     serving.window(50, 30, 20)
-    model = fake_model(FakeBackend(), (0.9, 0.9), profile_file=ProfileFile(file.path))
+    model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
     serving.loop.add("m2", "m", model)
     status = serving.loop.status("m2")
     assert status is not None and status.windows == 1, "the same bundle goes on"
@@ -323,7 +328,7 @@ def test_a_model_that_is_added_takes_the_file_of_the_one_that_it_replaces(
 
 def test_a_model_that_was_added_in_vain_returns_the_file(file: ProfileFile) -> None:
     serving = begun(file)
-    model = fake_model(FakeBackend(), (0.9, 0.9), profile_file=ProfileFile(file.path))
+    model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
     serving.loop.add("m2", "m", model)
     serving.loop.remove("m2", save=False)
     serving.loop.remove("m2", save=False)  # it is gone already

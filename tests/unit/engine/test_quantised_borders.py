@@ -16,16 +16,16 @@ from tests.quantised import quantised
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import ActiveExit, Exit, Head
-from offramp.calibration.dataset import Dataset
-from offramp.compiler.cascade import slice_cascade
-from offramp.compiler.heads import build_exit, build_own
-from offramp.compiler.options import CompileOptions
-from offramp.compiler.packing import Draft
-from offramp.compiler.slicing import Sliced
-from offramp.engine.answering_graphs import answering_graphs
+from offramp.calibration.data.dataset import Dataset
+from offramp.compiler.blueprints.cascade import slice_cascade
+from offramp.compiler.blueprints.packing import Draft
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.heads import build_exit, build_own
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.plan import plan_stages
-from offramp.engine.quantised_borders import carries_steps, give_steps, take_steps
+from offramp.engine.graphs.quantised_borders import carries_steps, give_steps, take_steps
+from offramp.engine.stages.answering_graphs import answering_graphs
+from offramp.engine.stages.plan import plan_stages
 
 SHAPE = ("batch", 4, 6, 6)
 THREE = np.uint8(3)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.certify import MODEL_END, UNKNOWN
-from offramp.engine.recorder import Recorder
+from offramp.engine.requests.recorder import Recorder
 
 
 def sample_ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -15,16 +15,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.companions import profiles_of
 from tests.fakes import ScriptedController, fake_model, policy_of, script
 from tests.unit.engine.serving import LIMIT_S, Gate, until
 
 from offramp.bundle import BundleError
 from offramp.bundle.locks import FileLock
-from offramp.engine.control_loop import ControlLoop
-from offramp.engine.control_state import load_state
-from offramp.engine.core import Engine
-from offramp.engine.engine_upgrades import EngineUpgrades
-from offramp.engine.errors import (
+from offramp.cluster.serving.profile_file import ProfileFile
+from offramp.engine.common.control_state import load_state
+from offramp.engine.common.errors import (
     BackendError,
     BadInputError,
     DrainingError,
@@ -32,14 +31,16 @@ from offramp.engine.errors import (
     OptionsError,
     OutOfServiceError,
 )
-from offramp.engine.executor import Executor
-from offramp.engine.opening import LoadedModel
-from offramp.engine.plan import Mode
-from offramp.engine.profile_file import ProfileFile
-from offramp.engine.results import ResultKind
+from offramp.engine.core import Engine
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.requests.results import ResultKind
 from offramp.engine.scheduling import DeviceScheduler
-from offramp.engine.served_model import ServedModel
-from offramp.engine.tensorrt.lookup import MissingEngine
+from offramp.engine.serving.control_loop import ControlLoop
+from offramp.engine.serving.engine_upgrades import EngineUpgrades
+from offramp.engine.serving.executor import Executor
+from offramp.engine.serving.opening import LoadedModel
+from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.plan import Mode
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 PATH = Path("new.ee")
@@ -91,7 +92,7 @@ def removed(engine: Engine) -> Callable[[], bool]:
     return lambda: (
         len(engine._executor._models) == 1
         and len(engine._control._states) <= 1
-        and len(engine._profiles._recorded) <= 1
+        and len(profiles_of(engine)._recorded) <= 1
         and not engine._versions._removals
     )
 
@@ -365,11 +366,11 @@ def test_the_state_at_one_path_belongs_to_one_version_at_a_time(
 def test_what_fails_before_the_switch_leaves_the_old_version_whole(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, profile = tmp_path / "same.state.npz", tmp_path / "same.batch-profile.json"
+    path, profile = tmp_path / "same.state.npz", ProfileFile.of(tmp_path / "same.ee", "fake").path
 
     def model(version: int) -> ServedModel:
         made = controlled(backend, path, version)
-        return replace(made, profile_file=ProfileFile(profile))
+        return replace(made, kept_beside=tmp_path / "same.ee")
 
     backend = FakeBackend()
 
@@ -377,7 +378,8 @@ def test_what_fails_before_the_switch_leaves_the_old_version_whole(
         first = model(3)
         async with serving(first, backend, lambda: model(4)) as (engine, load):
             await engine.infer("fake", HALF_SURE)
-            loop = getattr(engine, f"_{failing}")
+            profiles = profiles_of(engine)
+            loop = {"control": engine._control, "profiles": profiles}[failing]
             adds = loop.add
 
             def add(*arguments: Any) -> None:
@@ -393,7 +395,7 @@ def test_what_fails_before_the_switch_leaves_the_old_version_whole(
             assert (statistics.version, statistics.earlier) == (1, None)
             assert await exit_of(engine) == 0
             controller_of(first).kept = {"policy": 3, "seen": 5}
-            engine._profiles.end_window()
+            profiles.end_window()
         assert load_state(path, fingerprint={}) == {"policy": 3, "seen": 5}
         assert profile.exists()
 
@@ -500,7 +502,7 @@ def test_closing_does_not_wait_for_audits_of_an_old_version_and_keeps_what_it_le
 ) -> None:
     gate, backend = Gate(), FakeBackend()
     backend.on_run = lambda stage, rows: gate(stage, rows) if stage == 1 else None
-    monkeypatch.setattr("offramp.engine.executor._JOIN_LIMIT_S", 0.05)
+    monkeypatch.setattr("offramp.engine.serving.executor._JOIN_LIMIT_S", 0.05)
     path = tmp_path / "old.state.npz"
 
     async def body() -> None:
@@ -633,7 +635,7 @@ def test_an_engine_that_drains_at_the_last_moment_does_not_switch(
         backend = FakeBackend()
         second = partial_model(backend, (0.6,))
         async with serving(fake_model(backend), backend, second) as (engine, _):
-            monkeypatch.setattr(engine._profiles, "add", lambda *_: engine._versions.end())
+            monkeypatch.setattr(profiles_of(engine), "add", lambda *_: engine._versions.end())
             with pytest.raises(DrainingError, match="shutting down"):
                 await engine.replace("fake", PATH)
             assert removed(engine)()
@@ -645,7 +647,7 @@ def test_an_engine_that_drains_at_the_last_moment_does_not_switch(
 def test_on_a_device_a_version_that_cannot_be_warmed_up_is_not_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
 
     def on_run(stage: int, rows: int) -> None:
         if stage == 2:  # the new version alone has it
@@ -670,8 +672,8 @@ def test_on_a_device_a_version_that_cannot_be_warmed_up_is_not_served(
 def test_a_stream_that_is_out_of_service_stays_so_for_the_new_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 3600.0)
-    monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.serving.streams.LONGEST_PAUSE_S", 3600.0)
 
     class Half(FakeBackend):
         def open_slot(self) -> Any:

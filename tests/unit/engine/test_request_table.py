@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
-from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
-from offramp.engine.request_table import CompletionQueue, Request, RequestTable
+from offramp.engine.common.errors import BackendError, DeadlineExceededError, EngineError
+from offramp.engine.requests.request_table import CompletionQueue, Request, RequestTable
+from offramp.engine.requests.statistics import Counters, StageCounters
 from offramp.engine.scheduling import DropCause, Dropped
-from offramp.engine.statistics import Counters, StageCounters
 
 
 def table() -> RequestTable:

@@ -10,13 +10,10 @@ import pytest
 from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S, with_engine
 
+from offramp.engine.common.errors import DeadlineExceededError
 from offramp.engine.core import Engine
-from offramp.engine.errors import DeadlineExceededError
-from offramp.engine.scheduling import (
-    POLICIES,
-    ParallelLimit,
-    PolicyName,
-)
+from offramp.engine.scheduling import ParallelLimit
+from offramp.engine.scheduling.policies import POLICIES, PolicyName
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 SLACKFIT = PolicyName("slackfit")

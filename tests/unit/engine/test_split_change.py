@@ -18,13 +18,13 @@ from tests.split_serving import BACK, FRONT, Serving, Small, serve
 from tests.unit.engine.serving import until
 
 from offramp.bundle import ActiveExit
-from offramp.engine.control_loop import ControlLoop
-from offramp.engine.plan import StageSpec
-from offramp.engine.planning.transition import TransitionError
-from offramp.engine.recorder import Recorder
-from offramp.engine.served_model import ModelControl
-from offramp.engine.split_change import DRAIN_LIMIT_S, SplitServing
-from offramp.engine.swapping import put_in_force
+from offramp.cluster.planning.transition import TransitionError
+from offramp.cluster.serving.split_change import DRAIN_LIMIT_S, SplitServing
+from offramp.engine.models.served_model import ModelControl
+from offramp.engine.requests.recorder import Recorder
+from offramp.engine.serving.control_loop import ControlLoop
+from offramp.engine.serving.swapping import put_in_force
+from offramp.engine.stages.plan import StageSpec
 
 THREE = plan_of((0, 0, {"fast": 1}), (1, 3, {"slow": 2}), (4, 4, {"fast": 1}))
 

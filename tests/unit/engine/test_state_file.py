@@ -14,8 +14,8 @@ import pytest
 from tests.unit.bundle.examples import write
 
 from offramp.bundle import Bundle
-from offramp.engine.control_state import load_state
-from offramp.engine.state_file import StateFile
+from offramp.engine.common.control_state import load_state
+from offramp.engine.common.state_file import StateFile
 
 HERE = {"bundle": "0123"}
 
@@ -101,7 +101,7 @@ def test_other_names_of_the_bundle_are_kept_meanwhile(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys, time
-from offramp.engine.state_file import StateFile
+from offramp.engine.common.state_file import StateFile
 file = StateFile.of(sys.argv[1], "small")
 assert file.save({"by": "holder"}, {})
 print("held", flush=True)

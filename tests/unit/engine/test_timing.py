@@ -9,8 +9,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from offramp.calibration.estimates import fit_borders, rising
-from offramp.engine.timing import (
+from offramp.calibration.measure.estimates import fit_borders, rising
+from offramp.engine.common.timing import (
     WARM_UP_ROUNDS,
     Effort,
     MachineLoad,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offramp.certify.decision import NEVER
-from offramp.engine.serving.totals import add_counts, totals_of
-from offramp.engine.statistics import (
+from offramp.engine.requests.statistics import (
     CountersSnapshot,
     Histogram,
     ModelStatistics,
     StageStatistics,
     VariantStatistics,
 )
+from offramp.engine.serving.totals import add_counts, totals_of
 
 
 def histogram(*counts: int) -> Histogram:

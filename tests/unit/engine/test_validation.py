@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import TensorSpec
-from offramp.engine.validation import check_request, check_tensors
+from offramp.engine.common.validation import check_request, check_tensors
 
 IDS = TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence"))
 MASK = TensorSpec(name="attention_mask", dtype="int64", shape=("batch", "sequence"))

@@ -21,16 +21,16 @@ from tests.unit.bundle import examples
 from tests.unit.bundle.test_variants import variant
 
 from offramp.bundle import Bundle, Manifest, SharingCost
-from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.compiler import weights
-from offramp.compiler.weights import pack_weights
+from offramp.bundle.schema.file_entry import FileEntry
+from offramp.compiler.graphs import weights
+from offramp.compiler.graphs.weights import pack_weights
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.backends.openvino import OpenVinoBackend
-from offramp.engine.external_weights import WeightForm
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Plan, make_plan
-from offramp.engine.weight_sharing import MOST_MORE_TIME, share_weights
+from offramp.engine.graphs.external_weights import WeightForm
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.weight_sharing import MOST_MORE_TIME, share_weights
+from offramp.engine.stages.plan import Plan, make_plan
 
 PACKED, SHARED = WeightForm.PACKED, WeightForm.SHARED
 ROWS = 5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.kernels.shim import Device, Guarded
 
 from offramp.bundle import NEVER
-from offramp.engine.exit_check import (
+from offramp.engine.answers.exit_check import (
     confidence_of,
     exits,
     exits_by_count,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offramp.compiler.progress import SILENT, STAGES, FileProgress, stage_of
-from offramp.engine import options
+from offramp.compiler.common.progress import SILENT, STAGES, FileProgress, stage_of
+from offramp.engine.common import environment
 from offramp.engine.learning import compiling
 from offramp.engine.learning.compile_worker import IDLE, NICE
 from offramp.engine.learning.compiling import (
@@ -71,11 +71,11 @@ def test_where_the_system_does_not_tell_nothing_is_known(
 
 
 def test_cores_can_be_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = options.available_cores()
-    monkeypatch.setattr(options, "_core_limit", None)
+    cores = environment.available_cores()
+    monkeypatch.setattr(environment, "_core_limit", None)
     for asked, found in ((1, 1), (0, 1), (cores + 5, cores)):
-        options.limit_cores(asked)
-        assert options.available_cores() == found
+        environment.limit_cores(asked)
+        assert environment.available_cores() == found
 
 
 def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:

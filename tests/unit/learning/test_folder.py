@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 from tests import models
 
-from offramp.compiler.source_file import load_source
+from offramp.compiler.frontend.source_file import load_source
 from offramp.engine.learning.folder import LearnFolder, folder_of, model_sha256
 
 

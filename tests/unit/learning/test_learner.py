@@ -17,19 +17,19 @@ from tests.learning import IDLE_REASON, FakeCompilation, argument, idle_copy
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
+from offramp.engine.common.errors import BackendError, DrainingError, OptionsError
 from offramp.engine.control.controller import Evidence
-from offramp.engine.errors import BackendError, DrainingError, OptionsError
 from offramp.engine.learning import learner as learner_module
 from offramp.engine.learning.learner import ModelLearner
 from offramp.engine.learning.learners import Learning, prepare_learner
 from offramp.engine.learning.lifecycle import Phase
-from offramp.engine.learning.options import LearnOptions
 from offramp.engine.learning.recording import LOG_NAME, is_recording, read_recording
 from offramp.engine.learning.state import STATE_NAME, LearnState
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.results import ModelInfo
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.requests.results import ModelInfo
+from offramp.engine.requests.statistics import ModelStatistics
+from offramp.engine.stages.plan import Mode
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 SAMPLES = 900

@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.calibration import data_sources
-from offramp.calibration.errors import DataError
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data import data_sources
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data import PreprocessingSpec, find_source
 from offramp.engine.learning.recording import LOG_NAME, RecordingHeader
 from offramp.engine.learning.recording_log import RecordingLog

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
-from offramp.engine.planning.goal import PlanningGoal
+from offramp.cluster.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
+from offramp.cluster.planning.goal import PlanningGoal
 from offramp.engine.scheduling import DeviceLink
 
 SIZES = (1, 2, 4)

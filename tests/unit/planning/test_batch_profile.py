@@ -7,15 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from offramp.engine.planning.batch_profile import (
+from offramp.cluster.planning.batch_profile import (
     BatchProfile,
     BatchProfileError,
     BatchProfileRecorder,
-    Departures,
     ProfileWindow,
     dump_batch_profile,
     parse_recorded,
 )
+from offramp.engine.requests.departures import Departures
 
 
 def departures(*left: int, exits: tuple[int, ...] = (0, 1)) -> Departures:

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Profile
-from offramp.engine.planning.cluster_file import (
+from offramp.cluster.planning.cluster_file import (
     ClusterFileError,
     RouterEntry,
     WorkersEntry,
     parse_cluster,
 )
-from offramp.engine.planning.cluster_times import make_cluster
+from offramp.cluster.planning.cluster_times import make_cluster
 from offramp.engine.scheduling import DeviceLink
 
 FULL = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offramp.engine.planning.cluster_plan import (
+from offramp.cluster.planning.cluster_plan import (
     ClusterPlan,
     PlanError,
     PlannedSplit,

@@ -10,8 +10,9 @@ import pytest
 from tests.unit.bundle.cascades import cascade_manifest
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Manifest
-from offramp.engine.planning.cluster import ModelFacts
-from offramp.engine.planning.facts import PartSizes, exits_in_use, facts_of, recorded_shares
+from offramp.bundle.schema.part_sizes import PartSizes
+from offramp.cluster.planning.cluster import ModelFacts
+from offramp.cluster.planning.facts import exits_in_use, facts_of, recorded_shares
 
 BUNDLE = Bundle.open(Path(__file__).parents[2] / "golden" / "bundle")
 """With exits 0 to 4 after segments 0, 3, 6, 8, 10; of these exit 2 is not in use."""

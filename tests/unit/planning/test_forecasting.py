@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from offramp.engine.planning.arima import Arima
-from offramp.engine.planning.batch_profile import BatchProfile, ProfileWindow
-from offramp.engine.planning.cluster_plan import PlanError
-from offramp.engine.planning.forecasting import (
+from offramp.cluster.planning.arima import Arima
+from offramp.cluster.planning.batch_profile import BatchProfile, ProfileWindow
+from offramp.cluster.planning.cluster_plan import PlanError
+from offramp.cluster.planning.forecasting import (
     Autoregressive,
     Ewma,
     Forecaster,

@@ -13,11 +13,11 @@ from tests.unit.planning.instances import (
     random_instance,
 )
 
-from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
-from offramp.engine.planning.cluster_plan import InfeasiblePlanError, PlanError
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.optimiser import make_cluster_plan
-from offramp.engine.planning.prediction import predict
+from offramp.cluster.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
+from offramp.cluster.planning.cluster_plan import InfeasiblePlanError, PlanError
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.optimiser import make_cluster_plan
+from offramp.cluster.planning.prediction import predict
 from offramp.engine.scheduling import DeviceLink
 
 CLOSE = 1e-6

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from offramp.certify import MODEL_END
-from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
-from offramp.engine.planning.cluster_plan import ClusterPlan, PlanError
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.optimiser import make_cluster_plan
-from offramp.engine.planning.placing import (
+from offramp.cluster.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.optimiser import make_cluster_plan
+from offramp.cluster.planning.placing import (
     StageSpan,
     StreamRole,
     borders_of,

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.engine.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
-from offramp.engine.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
-from offramp.engine.planning.goal import PlanningGoal
-from offramp.engine.planning.replanning import (
-    ReplanGuard,
-    ReplanRules,
-    fits_cluster,
-    gain_of,
-)
-from offramp.engine.planning.transition import splits_of
+from offramp.cluster.planning.cluster import Cluster, DeviceTimes, DeviceType, ModelFacts
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
+from offramp.cluster.planning.goal import PlanningGoal
+from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules, fits_cluster, gain_of
+from offramp.cluster.planning.transition import splits_of
 
 LAYERS = 12
 GOAL = PlanningGoal(slo_s=0.1, batch_sizes=(1, 2, 4, 8))

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from offramp.engine.planning.assignment import assign
-from offramp.engine.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
-from offramp.engine.planning.transition import (
+from offramp.cluster.planning.assignment import assign
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
+from offramp.cluster.planning.transition import (
     Action,
     PlanTransition,
     Segments,

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import offramp
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.listening import Admission, Listener
-from offramp.engine.remote.stages import BundlesByHash
-from offramp.engine.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut, parse_address
-from offramp.engine.remote.tcp_launcher import PING_S, TcpLauncher, TcpWorker
-from offramp.engine.remote.wire import Hello
-from offramp.engine.remote.worker import MakeBackend
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.listening import Admission, Listener
+from offramp.cluster.remote.stages import BundlesByHash
+from offramp.cluster.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut, parse_address
+from offramp.cluster.remote.tcp_launcher import PING_S, TcpLauncher, TcpWorker
+from offramp.cluster.remote.wire import Hello
+from offramp.cluster.remote.worker import MakeBackend
 from offramp.testing.worker import ScriptedBackend
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bundle"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from tests.unit.engine.serving import LIMIT_S
 
-from offramp.engine.remote.tcp import HostPort, cut
+from offramp.cluster.remote.tcp import HostPort, cut
 
 
 class Proxy:

@@ -13,14 +13,14 @@ from tests.unit.remote.listening import HELLO, TOKEN, listener, listening_worker
 from tests.unit.remote.proxy import proxy
 from tests.unit.remote.workers import answers_of, in_process, random_scripts, serve
 
+from offramp.cluster.remote import tcp_launcher
+from offramp.cluster.remote import worker as worker_module
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.tcp import HostPort, tune
+from offramp.cluster.remote.tcp_launcher import TcpLauncher, TcpWorker
+from offramp.cluster.remote.wire import Hello
+from offramp.engine.common.errors import WorkerLostError
 from offramp.engine.core import Engine
-from offramp.engine.errors import WorkerLostError
-from offramp.engine.remote import tcp_launcher
-from offramp.engine.remote import worker as worker_module
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.tcp import HostPort, tune
-from offramp.engine.remote.tcp_launcher import TcpLauncher, TcpWorker
-from offramp.engine.remote.wire import Hello
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import ScriptedBackend
 

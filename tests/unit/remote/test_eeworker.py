@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, Worker
 
+from offramp.cluster.remote.eeworker import ILLEGAL, main, make_parser, serving_words
+from offramp.cluster.remote.tcp import NetworkError, parse_address
+from offramp.cluster.remote.tcp_launcher import TcpLauncher
 from offramp.commands.combinations import Illegal
-from offramp.engine.errors import BackendError
-from offramp.engine.remote.eeworker import ILLEGAL, main, make_parser, serving_words
-from offramp.engine.remote.tcp import NetworkError, parse_address
-from offramp.engine.remote.tcp_launcher import TcpLauncher
+from offramp.engine.common.errors import BackendError
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_said(token: str, capfd: pytest.CaptureFixture[s
 def test_a_bundle_that_is_none_is_said(token: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-P", "-m", "offramp.engine.remote.eeworker"),
+            *(sys.executable, "-P", "-m", "offramp.cluster.remote.eeworker"),
             *(str(tmp_path), token, "--listen=127.0.0.1:0"),
         ],
         capture_output=True, text=True, check=False, timeout=120,

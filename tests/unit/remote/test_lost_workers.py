@@ -24,15 +24,15 @@ from tests.unit.remote.workers import (
     serve,
 )
 
-from offramp.engine import streams
+from offramp.cluster.remote.orders import Orders
+from offramp.cluster.remote.slot import FIRST_LIMIT_S, RemoteStage
+from offramp.cluster.remote.transport import Connection
+from offramp.cluster.remote.wire import Ping, Ready, encode
+from offramp.engine.common.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.core import Engine
-from offramp.engine.errors import OutOfServiceError, WorkerLostError
-from offramp.engine.plan import StageSpec
-from offramp.engine.remote.orders import Orders
-from offramp.engine.remote.slot import FIRST_LIMIT_S, RemoteStage
-from offramp.engine.remote.transport import Connection
-from offramp.engine.remote.wire import Ping, Ready, encode
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.serving import streams
+from offramp.engine.stages.plan import StageSpec
 from offramp.testing.backend import SCRIPT
 
 SCRIPTS = random_scripts(60)

@@ -24,12 +24,13 @@ from tests.unit.remote.workers import (
     serve,
 )
 
-from offramp.engine import streams
+from offramp.engine.common.errors import BackendError, OutOfServiceError, WorkerLostError
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError, OutOfServiceError, WorkerLostError
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import StageSpec
-from offramp.engine.scheduling import DeviceKind, Placement, PolicyName, StreamPlacement
+from offramp.engine.scheduling import DeviceKind, Placement, StreamPlacement
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.serving import streams
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import StageSpec
 from offramp.testing.backend import SCRIPT
 
 SCRIPTS = random_scripts(80, seed=3)

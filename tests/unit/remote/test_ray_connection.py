@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 from tests.unit.remote.listening import GOLDEN
 
-from offramp.engine.errors import BackendError, WorkerLostError
-from offramp.engine.ray import actor, connection, launcher
-from offramp.engine.ray.actor import WorkerActor
-from offramp.engine.ray.connection import connect, describe_resources
-from offramp.engine.ray.launcher import ActorNeeds, RayLauncher, actor_needs, reserve
-from offramp.engine.remote.tcp import parse_address
-from offramp.engine.remote.tcp_launcher import WorkerAddress
-from offramp.engine.remote.wire import Hello
+from offramp.cluster.ray import actor, connection, launcher
+from offramp.cluster.ray.actor import WorkerActor
+from offramp.cluster.ray.connection import connect, describe_resources
+from offramp.cluster.ray.launcher import ActorNeeds, RayLauncher, actor_needs, reserve
+from offramp.cluster.remote.tcp import parse_address
+from offramp.cluster.remote.tcp_launcher import WorkerAddress
+from offramp.cluster.remote.wire import Hello
+from offramp.cluster.serving.cluster_workers import ClusterWorkers
+from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.server.arguments import parse_arguments
 
 HELLO = Hello(version="0", backend="onnxruntime", threads=1)
@@ -137,12 +138,12 @@ def test_as_many_workers_as_there_are_free_cpus_unless_told(
 ) -> None:
     use(monkeypatch, FakeRay(0, cpus=3.5))
     options = parse_arguments([str(GOLDEN), "--cluster=ray"]).engine
-    assert (options.workers, options.worker_count, options.streams) == (0, 3, 3)
-    assert options.cluster is not None
-    assert (options.cluster.local, options.cluster.ray.least) == (0, 1)
-    assert {place.device_type for place in options.cluster.places} == {"cpu"}
+    assert options.streams == 3
+    assert isinstance(options.devices, ClusterWorkers)
+    assert (options.devices.local, options.devices.ray.least) == (0, 1)
+    assert {place.device_type for place in options.devices.places} == {"cpu"}
     options = parse_arguments([str(GOLDEN), "--cluster=ray", "--workers=5"]).engine
-    assert options.worker_count == 5
+    assert options.streams == 5
     use(monkeypatch, FakeRay(0, cpus=0.5))
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), "--cluster=ray"])
@@ -161,7 +162,7 @@ def test_the_configuration_file_may_say_ray(
     file = tmp_path / "serve.toml"
     file.write_text('[engine]\ncluster = "ray"\nworkers = 4\n')
     options = parse_arguments([str(GOLDEN), f"--config={file}"]).engine
-    assert (options.workers, options.worker_count) == (0, 4)
+    assert options.streams == 4
 
 
 FILE_SAYS_RAY = '[engine]\ncluster = "ray"\n'
@@ -191,9 +192,9 @@ def test_what_the_file_and_the_command_line_say_of_ray_goes_together(
     file = tmp_path / "serve.toml"
     file.write_text(text)
     options = parse_arguments([str(GOLDEN), f"--config={file}", *words]).engine
-    assert (options.workers, options.worker_count) == (0, workers)
-    assert options.cluster is not None
-    assert options.cluster.ray.address == address
+    assert options.streams == workers
+    assert isinstance(options.devices, ClusterWorkers)
+    assert options.devices.ray.address == address
 
 
 def test_ray_is_asked_for_only_by_what_is_not_overruled(
@@ -206,7 +207,7 @@ def test_ray_is_asked_for_only_by_what_is_not_overruled(
         "[devices.cpu]\ncount = 1\ncost_per_hour = 0\nspeed = 1\n[[workers]]\ndevice = 'cpu'\n"
     )
     words = [str(GOLDEN), f"--config={file}", f"--cluster={cluster}"]
-    assert parse_arguments(words).engine.worker_count == 1
+    assert parse_arguments(words).engine.streams == 1
     with pytest.raises(SystemExit):
         parse_arguments([*words, "--ray-address=h:1"])
     assert "--ray-address without --cluster ray: a cluster file" in capsys.readouterr().err

@@ -18,14 +18,14 @@ from tests.unit.remote.workers import scripted_workers
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.certify import NEVER
-from offramp.engine.backends.base import StageResult
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher, WorkerHandle
+from offramp.cluster.remote.slot import RemoteStage
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.deployment import zeros
-from offramp.engine.errors import BackendError, WorkerLostError
-from offramp.engine.plan import Mode, StageSpec, make_plan
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher, WorkerHandle
-from offramp.engine.remote.slot import RemoteStage
+from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.stages.base import StageResult
+from offramp.engine.stages.pipeline import zeros
+from offramp.engine.stages.plan import Mode, StageSpec, make_plan
 from offramp.testing.backend import SCRIPT
 
 

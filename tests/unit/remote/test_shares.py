@@ -10,8 +10,8 @@ from tests.unit.engine.serving import LIMIT_S
 from tests.unit.remote.listening import ThreadLauncher
 from tests.unit.remote.workers import serve
 
+from offramp.cluster.remote.backend import RemoteBackend
 from offramp.engine.core import Engine
-from offramp.engine.remote.backend import RemoteBackend
 from offramp.testing.backend import SCRIPT
 from offramp.testing.worker import Faults, ScriptedBackend
 

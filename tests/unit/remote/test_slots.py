@@ -14,16 +14,13 @@ import pytest
 from numpy.typing import NDArray
 from tests.fakes import fake_plan, script
 
-from offramp.engine.backends.base import StageResult
-from offramp.engine.backends.host import HostSlot, HostStage
-from offramp.engine.errors import BackendError, WorkerLostError
-from offramp.engine.remote import slot as slot_module
-from offramp.engine.remote.layouts import forms_of
-from offramp.engine.remote.served_slot import ServedSlot
-from offramp.engine.remote.slot import RemoteSlot, RemoteStage
-from offramp.engine.remote.tensors import InlineTensors, RemoteBatch, SharedTensors, SlotLink
-from offramp.engine.remote.transport import Connection, SharedMemory
-from offramp.engine.remote.wire import (
+from offramp.cluster.remote import slot as slot_module
+from offramp.cluster.remote.layouts import forms_of
+from offramp.cluster.remote.served_slot import ServedSlot
+from offramp.cluster.remote.slot import RemoteSlot, RemoteStage
+from offramp.cluster.remote.tensors import InlineTensors, RemoteBatch, SharedTensors, SlotLink
+from offramp.cluster.remote.transport import Connection, SharedMemory
+from offramp.cluster.remote.wire import (
     GIVEN,
     INLINE,
     PlacedArray,
@@ -34,6 +31,9 @@ from offramp.engine.remote.wire import (
     decode,
     encode,
 )
+from offramp.engine.backends.host import HostSlot, HostStage
+from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.stages.base import StageResult
 from offramp.testing.backend import SCRIPT
 
 SPEC = fake_plan([0.9]).stages[0]

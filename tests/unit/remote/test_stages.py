@@ -13,14 +13,14 @@ from tests.fakes import fake_plan
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.certify import NEVER
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.stages import BundlesByPath, describe_stage, make_described
+from offramp.cluster.remote.wire import FrameError
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.errors import BackendError
-from offramp.engine.external_weights import WeightForm
-from offramp.engine.plan import Mode, StageSpec, make_chained_plan, make_plan
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher
-from offramp.engine.remote.stages import BundlesByPath, describe_stage, make_described
-from offramp.engine.remote.wire import FrameError
+from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.external_weights import WeightForm
+from offramp.engine.stages.plan import Mode, StageSpec, make_chained_plan, make_plan
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bundle"
 

@@ -19,10 +19,10 @@ from tests.unit.remote.workers import (
     serve,
 )
 
-from offramp.engine import streams
+from offramp.engine.common.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.core import Engine
-from offramp.engine.errors import OutOfServiceError, WorkerLostError
-from offramp.engine.scheduling import PolicyName
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.serving import streams
 
 SCRIPTS = random_scripts(60)
 

@@ -10,15 +10,15 @@ import threading
 import numpy as np
 import pytest
 
-from offramp.engine.remote import transport
-from offramp.engine.remote.transport import (
+from offramp.cluster.remote import transport
+from offramp.cluster.remote.transport import (
     Connection,
     ConnectionLostError,
     Regions,
     SharedMemory,
     TooLateError,
 )
-from offramp.engine.remote.wire import FrameError, LargeBodyError, TensorForm, pack_head
+from offramp.cluster.remote.wire import FrameError, LargeBodyError, TensorForm, pack_head
 
 BYTES = np.dtype(np.uint8)
 

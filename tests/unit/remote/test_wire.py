@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.engine.remote.wire import (
+from offramp.cluster.remote.wire import (
     GIVEN,
     HEAD,
     INLINE,

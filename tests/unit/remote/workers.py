@@ -12,10 +12,10 @@ import numpy as np
 from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S
 
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.process import WorkerCommand
 from offramp.engine.core import Engine
-from offramp.engine.remote.backend import RemoteBackend
-from offramp.engine.remote.launching import LocalLauncher
-from offramp.engine.remote.process import WorkerCommand
 from offramp.testing.backend import SCRIPT, FakeBackend
 from offramp.testing.worker import ScriptedBackend
 

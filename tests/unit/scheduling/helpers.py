@@ -15,11 +15,10 @@ from offramp.engine.scheduling import (
     OperatingPoints,
     ParallelLimit,
     Placement,
-    PolicyName,
     Run,
     SampleQueue,
-    make_scheduler,
 )
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
 
 STAGES = 3
 SIZE = 4

@@ -25,13 +25,11 @@ from offramp.engine.scheduling import (
     DropCause,
     ParallelLimit,
     Placement,
-    PolicyName,
     SchedulerFullError,
     StreamPlacement,
     Submission,
-    make_policy,
-    place,
 )
+from offramp.engine.scheduling.policies import PolicyName, make_policy, place
 from offramp.engine.scheduling.queue import PATIENCE_S
 from offramp.engine.scheduling.scheduler import MOST_LOSSES
 from offramp.engine.scheduling.stragglers import StragglerMonitor

@@ -11,18 +11,17 @@ from tests.unit.scheduling.helpers import none_exit, points_of, scheduler, start
 from offramp.engine.scheduling import (
     DropCause,
     ModelScheduler,
-    PolicyName,
     SampleQueue,
     SchedulerFullError,
     Submission,
-    make_scheduler,
 )
 from offramp.engine.scheduling.admission import HEADROOM, MEMORY_S, AdmissionControl
 from offramp.engine.scheduling.buckets import Bucket
-from offramp.tools.bench.outcomes import Outcomes, Status
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.tools.bench.common.outcomes import Outcomes, Status
+from offramp.tools.bench.common.traces import poisson
 from offramp.tools.bench.simulated_model import Behaviour
 from offramp.tools.bench.simulation import SimulatedLoad, simulate
-from offramp.tools.bench.traces import poisson
 
 SLO_S = 0.05
 TABLE = table(stages=3, size=16, first_s=0.002, more_s=0.0002)

@@ -9,8 +9,8 @@ from tests.unit.scheduling.helpers import points_of
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import Latencies
+from offramp.tools.bench.common.traces import Trace, constant, gamma, poisson
 from offramp.tools.bench.simulated_model import Behaviour, SimulatedModel
-from offramp.tools.bench.traces import Trace, constant, gamma, poisson
 
 SLO_MS = 20.0
 SIZE, RECORDS = 16, 512

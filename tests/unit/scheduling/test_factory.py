@@ -6,13 +6,8 @@ import pytest
 from tests.unit.scheduling.helpers import points_of, table
 
 from offramp.certify.decision import MODEL_END
-from offramp.engine.scheduling import (
-    POLICIES,
-    OperatingPoints,
-    PolicyName,
-    make_policy,
-    may_buffer,
-)
+from offramp.engine.scheduling import OperatingPoints
+from offramp.engine.scheduling.policies import POLICIES, PolicyName, make_policy, may_buffer
 
 LATENCIES = table(first_s=1.0, more_s=0.5)
 

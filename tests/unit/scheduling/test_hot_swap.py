@@ -24,14 +24,13 @@ from offramp.engine.scheduling import (
     Idle,
     ModelScheduler,
     ParallelLimit,
-    PolicyName,
     Run,
     SchedulerFullError,
     Submission,
     Transition,
     Wait,
-    make_policy,
 )
+from offramp.engine.scheduling.policies import PolicyName, make_policy
 
 STARTED = ("batches", "retries", "cancelled", "dropped", "lost", "buffered", "discarded")
 

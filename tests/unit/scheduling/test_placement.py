@@ -16,15 +16,12 @@ from offramp.engine.scheduling import (
     Latencies,
     ModelScheduler,
     Placement,
-    PolicyName,
     Run,
     StreamPlacement,
     Submission,
     Wait,
-    make_policy,
-    place,
-    policy_for,
 )
+from offramp.engine.scheduling.policies import PolicyName, make_policy, place, policy_for
 from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
 
 FAST, SLOW = DeviceKind(name="fast"), DeviceKind(name="slow", speed=2.0)

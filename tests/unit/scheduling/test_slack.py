@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.scheduling.helpers import points_of, scheduler, started, table
 
-from offramp.engine.scheduling import (
-    DropCause,
-    Dropped,
-    Idle,
-    Latencies,
-    PolicyName,
-    Submission,
-    make_policy,
-)
+from offramp.engine.scheduling import DropCause, Dropped, Idle, Latencies, Submission
+from offramp.engine.scheduling.policies import PolicyName, make_policy
 from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
 
 INFINITY = float("inf")

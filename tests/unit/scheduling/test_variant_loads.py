@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tests.unit.scheduling.variants import front_of, latencies_of
 
 from offramp.certify.decision import MODEL_END
-from offramp.engine.scheduling import PolicyName, make_scheduler
-from offramp.tools.bench.outcomes import summarise
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.tools.bench.common.outcomes import summarise
+from offramp.tools.bench.common.traces import Trace, gamma, poisson
 from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
 from offramp.tools.bench.simulation import SimulatedOutcomes, draw_load, simulate
-from offramp.tools.bench.traces import Trace, gamma, poisson
 
 SIZE, RECORDS, SLO_MS = 16, 512, 20.0
 SPEEDUPS = (1.0, 2.0, 4.0)

@@ -22,15 +22,13 @@ from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
     OperatingPoints,
-    PolicyName,
     Run,
     StageTable,
     Submission,
-    make_policy,
-    make_scheduler,
     pareto_front,
 )
 from offramp.engine.scheduling.base import wait_until
+from offramp.engine.scheduling.policies import PolicyName, make_policy, make_scheduler
 from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
 from offramp.engine.scheduling.policy import Choice, NeverBuffers, Waiting
 from offramp.engine.scheduling.queue import SampleQueue

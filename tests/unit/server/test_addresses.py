@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.client import Client
-from offramp.server.addresses import bind, join_address, parse_host
+from offramp.server.arguments.addresses import bind, join_address, parse_host
+from offramp.server.arguments.errors import StartError
+from offramp.server.arguments.options import MIB, ServerOptions
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.errors import StartError
-from offramp.server.options import MIB, ServerOptions
 from offramp.server.reception import Reception
 from offramp.testing.engine import FakeEngine
 

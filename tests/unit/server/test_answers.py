@@ -23,8 +23,8 @@ from offramp.client.wire import build_request
 from offramp.proto.descriptors import method_path
 from offramp.server import answers, endpoints, reception
 from offramp.server.answers import CROWDED_S, MAX_RESETS, UNREAD_S, PendingAnswers, ResetCounts
+from offramp.server.arguments.options import ServerOptions
 from offramp.server.grpc_sockets import addresses_of
-from offramp.server.options import ServerOptions
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 

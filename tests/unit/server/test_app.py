@@ -29,11 +29,11 @@ from tests.leaving import codes_of_two_replicas, codes_while_leaving
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
 from offramp.client.wire import build_request
 from offramp.proto.messages import ModelStreamInferResponse
-from offramp.server.addresses import check_free
 from offramp.server.app import StopSignals, serve_until_stopped
-from offramp.server.errors import StartError
-from offramp.server.logging_setup import FORMATS, JsonFormatter, set_up_logging
-from offramp.server.options import ServerOptions
+from offramp.server.arguments.addresses import check_free
+from offramp.server.arguments.errors import StartError
+from offramp.server.arguments.logging_setup import FORMATS, JsonFormatter, set_up_logging
+from offramp.server.arguments.options import ServerOptions
 from offramp.testing.engine import FakeEngine
 
 X = np.array([[1, 2, 3, 0.95]], np.float32)
@@ -180,8 +180,8 @@ def test_at_a_terminal_nobody_waits_for_load_balancers(launch: Callable[..., Pro
 LOADING = """
 import asyncio, threading
 from offramp.server.app import serve
-from offramp.server.logging_setup import set_up_logging
-from offramp.server.options import ServerOptions
+from offramp.server.arguments.logging_setup import set_up_logging
+from offramp.server.arguments.options import ServerOptions
 
 async def load():
     print("loading", flush=True)

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from tests.engines import engine_bundle
 
-from offramp.engine.errors import OptionsError
-from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.scheduling import POLICIES, PolicyName
+from offramp.cluster.serving.options import NAME, ClusterOptions
+from offramp.cluster.serving.worker_devices import LocalWorkers
+from offramp.engine.common.errors import OptionsError
+from offramp.engine.models.options import CONTROLLERS, EngineOptions, ModelOptions
+from offramp.engine.scheduling.policies import POLICIES, PolicyName
+from offramp.engine.stages.plan import Mode
 from offramp.engine.tensorrt import probe
 from offramp.server import cli
 from offramp.server.arguments import make_parser, parse_arguments
+from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
 from offramp.server.arguments.settings import CONTROLLER_WORDS, MODES, POLICY_GROUPS
-from offramp.server.options import KeepaliveOptions, ServerOptions
 
 
 def help_all() -> str:
@@ -33,9 +35,10 @@ def test_one_bundle_is_enough() -> None:
 
 
 def test_each_worker_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.engine.options.available_cores", lambda: 8)
+    monkeypatch.setattr("offramp.engine.models.options.available_cores", lambda: 8)
     engine = parse_arguments(["m.ee", "--workers", "4"]).engine
-    assert (engine.workers, engine.streams, engine.threads_per_stream()) == (4, 4, 2)
+    assert (engine.devices, engine.streams) == (LocalWorkers(4), 4)
+    assert engine.threads_per_stream() == 2
     assert parse_arguments(["m.ee", "--workers=0", "--streams=3"]).engine.streams == 3
 
 
@@ -70,7 +73,7 @@ def test_models_are_named_by_their_folder_or_by_hand() -> None:
 
 
 def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.engine.options.available_cores", lambda: 6)
+    monkeypatch.setattr("offramp.engine.models.options.available_cores", lambda: 6)
     command = (
         "m.ee --host :: --grpc-port 0 --http-port 9 --mode audit --max-batch-size 8 "
         "--max-queue-delay-ms 1.5 --max-queue-samples 64 --slo-ms 250 --streams 2 --threads 3 "
@@ -85,7 +88,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments.engine == EngineOptions(
         mode=Mode.AUDIT, backend="onnxruntime", streams=2, threads=3,
         parallel_below=5,
-        keep_state=False, profile_window_s=30.0,
+        keep_state=False, extensions={NAME: ClusterOptions(profile_window_s=30.0)},
         defaults=ModelOptions(
             scheduling=PolicyName("delay"), max_batch_size=8, max_queue_delay_ms=1.5,
             max_queue_samples=64, slo_ms=250.0, forced_exits=False,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from offramp.commands.combinations import Illegal
-from offramp.engine.learning.options import LearnOptions
+from offramp.engine.models.learning_options import LearnOptions
 from offramp.server.arguments import make_parser, parse_arguments
-from offramp.server.arguments.combinations import TABLE
-from offramp.server.configuration import key_of
+from offramp.server.arguments.combinations import combinations
+from offramp.server.arguments.configuration import key_of
 
 GIVEN = {
     "--answer": "logits",
@@ -28,6 +28,7 @@ GIVEN = {
     "--threads": "1", "--trust-inputs": None, "--uncertified-exits": None,
 }  # fmt: skip
 """For each option of the table a value, which may be the default."""
+EVERY = combinations()
 LEARNING = ("--learn-samples", "--learn-folder", "--learn-gib", "--learn-keep")
 KEYS = {action.dest for action in make_parser().options()} - {
     "criterion_module", "custom_ops", "json", "learn_folder", "learn_gib", "learn_keep",
@@ -44,7 +45,7 @@ def words(flag: str) -> list[str]:
 def cases() -> list[tuple[Illegal, str]]:
     """Every row with each value of the option that excludes it."""
     found: list[tuple[Illegal, str]] = []
-    for row in TABLE:
+    for row in EVERY:
         _, _, values = (row.beside or "").partition(" ")
         found += itertools.product([row], values.split("|"))
     return found
@@ -80,13 +81,13 @@ def test_a_row_is_refused_on_the_command_line(
         )
 
 
-@pytest.mark.parametrize("row", TABLE, ids=identify)
+@pytest.mark.parametrize("row", EVERY, ids=identify)
 def test_a_row_says_what_to_do(row: Illegal) -> None:
     assert re.search("leave (it|one of them) out|choose --", row.why)
     assert " " not in row.option
 
 
-@pytest.mark.parametrize("flag", sorted({row.option for row in TABLE} - {"--ray-address"}))
+@pytest.mark.parametrize("flag", sorted({row.option for row in EVERY} - {"--ray-address"}))
 def test_each_option_of_the_table_is_taken_elsewhere(flag: str) -> None:
     others = {
         "--json": ["--self-check"],
@@ -148,7 +149,7 @@ def test_a_row_is_refused_in_a_file(
 def test_every_row_that_a_file_can_have_is_tried_there() -> None:
     flags = {flag: a.dest for a in make_parser().options() for flag in a.option_strings}
     possible = {
-        row.option for row in TABLE if flags[row.option] in KEYS - {"learning"} and row.beside
+        row.option for row in EVERY if flags[row.option] in KEYS - {"learning"} and row.beside
     }
     assert {row.option for row, _ in IN_FILES} == possible
 

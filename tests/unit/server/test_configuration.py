@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 
-from offramp.engine.learning.options import LearnOptions
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.scheduling import PolicyName
+from offramp.cluster.serving.cluster_workers import ClusterWorkers
+from offramp.cluster.serving.options import cluster_options
+from offramp.cluster.serving.worker_devices import LocalWorkers
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.stages.plan import Mode
 from offramp.server.arguments import Arguments, parse_arguments
-from offramp.server.configuration import Configuration, ConfigurationError, read_configuration
+from offramp.server.arguments.configuration import (
+    Configuration,
+    ConfigurationError,
+    read_configuration,
+)
 
 SLACKFIT = PolicyName("slackfit")
 
@@ -42,7 +49,7 @@ path = "/models/text.ee"
 @pytest.fixture(autouse=True)
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fits is the same on every machine."""
-    monkeypatch.setattr("offramp.engine.options.available_cores", lambda: 4)
+    monkeypatch.setattr("offramp.engine.models.options.available_cores", lambda: 4)
 
 
 @pytest.fixture
@@ -146,8 +153,8 @@ def test_a_cluster_file_is_found_beside_it(tmp_path: Path) -> None:
     )
     file = write(tmp_path, '[engine]\ncluster = "cluster.toml"\n[models.m]\npath = "m"')
     found = arguments(file).engine
-    assert found.cluster is not None
-    assert [place.device_type for place in found.cluster.places] == ["cpu"]
+    assert isinstance(found.devices, ClusterWorkers)
+    assert [place.device_type for place in found.devices.places] == ["cpu"]
     assert arguments(file, "--cluster", str(tmp_path / "cluster.toml")).engine == found
     with pytest.raises(ConfigurationError, match=r"\[engine\] cluster: .*no.toml: cannot be read"):
         options('[engine]\ncluster = "no.toml"', tmp_path)
@@ -166,9 +173,8 @@ VALUES = {
     "max_queue_delay_ms": ("2", 2.0), "max_queue_samples": ("7", 7), "slo_ms": ("1.5", 1.5),
     "forced_exits": ("false", False), "weight": ("3", 3.0), "mode": ('"off"', Mode.OFF),
     "backend": ('"onnxruntime"', "onnxruntime"), "streams": ("2", 2), "threads": ("3", 3),
-    "workers": ("2", 2),
     "parallel_below": ("5", 5), "max_violations": ("0.25", 0.25),
-    "engine_build_minutes": ("6", 6.0), "profile_window_s": ("30", 30.0),
+    "engine_build_minutes": ("6", 6.0),
     "uncertified_exits": ("true", True),
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
@@ -188,7 +194,7 @@ VALUES = {
         *(
             ("engine", EngineOptions, field.name)
             for field in fields(EngineOptions)
-            if field.name not in ("defaults", "models", "cluster", "plan_on", "learning")
+            if field.name not in ("defaults", "models", "devices", "extensions", "learning")
         ),
     ],
 )
@@ -201,6 +207,21 @@ def test_every_option_has_a_key(
     found = getattr(read if kind is EngineOptions else read.defaults, field)
     assert (found, type(found)) == (value, type(value))
     assert found != getattr(kind(), field)
+
+
+def test_extensions_have_keys_too(tmp_path: Path) -> None:
+    found = options("[engine]\nworkers = 2\nprofile_window_s = 30", tmp_path)
+    assert (found.devices, found.streams) == (LocalWorkers(2), 2)
+    assert cluster_options(found).profile_window_s == 30.0
+    for text, told in (
+        ("workers = -1", "[engine]: workers is -1, expected at least 0"),
+        ("workers = 2\nstreams = 3", "[engine]: streams is 3 and there are 2 workers: each"),
+        ('workers = 2\ncluster = "c.toml"', "[engine]: workers is 2, and a cluster has workers"),
+        ('workers = 2\nbackend = "tensorrt"', "[engine]: backend is tensorrt, and workers run"),
+        ('ray_address = "h:1"', "[engine]: there is no key 'ray_address'"),
+    ):
+        with pytest.raises(ConfigurationError, match=re.escape(told)):
+            options(f"[engine]\n{text}", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +246,7 @@ def test_every_option_has_a_key(
             '[engine]\nbackend = "onnxruntime"\nstreams = 8',
             "[engine]: 8 streams × 1 threads are more than the 4 cores",
         ),
-        ("[engine]\nplan_on = 8", "[engine]: there is no key 'plan_on'"),
+        ("[engine]\ndevices = 8", "[engine]: there is no key 'devices'"),
         ("[engine]\ndefaults = 8", "[engine]: there is no key 'defaults' (expected: mode, back"),
         ("[engine]\nmax_violations = nan", "[engine]: max_violations is nan, expected a share"),
         ("[engine]\nparallel_below = 2\nmax_violations = 0.1", "[engine]: give parallel_below, or"),

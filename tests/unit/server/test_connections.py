@@ -19,6 +19,8 @@ import pytest
 
 from offramp.client import Client, ConnectionFailedError, ServerUnavailableError
 from offramp.server import connections, endpoints, grpc_sockets
+from offramp.server.arguments.errors import StartError
+from offramp.server.arguments.options import MIB
 from offramp.server.connections import (
     LEAST_CONNECTIONS,
     MAX_HTTP_CONNECTIONS,
@@ -26,9 +28,7 @@ from offramp.server.connections import (
     fit_limits,
 )
 from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.errors import StartError
 from offramp.server.grpc_sockets import open_connections
-from offramp.server.options import MIB
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 

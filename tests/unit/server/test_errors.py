@@ -12,9 +12,9 @@ from urllib.parse import quote
 import grpc
 import pytest
 
-from offramp.engine import errors as engine_errors
-from offramp.engine.errors import EngineError
-from offramp.server.errors import STATUS_CODES, shortened, status_code
+from offramp.engine.common import errors as engine_errors
+from offramp.engine.common.errors import EngineError
+from offramp.server.arguments.errors import STATUS_CODES, shortened, status_code
 from offramp.server.reception import Reception, answering_errors
 
 

@@ -10,12 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.server.test_metrics import STATISTICS, Engine
 from tests.unit.server.test_status import Text
 
-from offramp.engine.learning.options import LearnOptions
-from offramp.engine.learning.status import LearningStatus
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.requests.learning_status import LearningStatus
 from offramp.server.arguments.parser import parse_arguments
-from offramp.server.learning_view import view_learning
-from offramp.server.metrics import render_metrics
-from offramp.server.status import render_status
+from offramp.server.page.learning_view import view_learning
+from offramp.server.page.metrics import render_metrics
+from offramp.server.page.status import render_status
 
 STATUS = LearningStatus(
     phase="waiting",

@@ -12,11 +12,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.bundle import NEVER
+from offramp.cluster.planning.batch_profile import ProfileStatus
+from offramp.cluster.serving.plan_status import PlanStatus, SplitStatus
 from offramp.engine.control.controller import Evidence
-from offramp.engine.plan_status import PlanStatus, SplitStatus
-from offramp.engine.planning.batch_profile import ProfileStatus
-from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
-from offramp.server.metrics import render_metrics
+from offramp.engine.requests.statistics import Histogram, ModelStatistics, StageStatistics
+from offramp.server.page.metrics import render_metrics
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 HOSTILE = 'a"b\\c\nd'
@@ -152,7 +152,7 @@ def test_gauges() -> None:
 
 def test_the_plan_of_a_split_model() -> None:
     assert not any("plan" in name or "split" in name for name in families())
-    seen = families(now=dataclasses.replace(STATISTICS, plan=PLAN))
+    seen = families(now=dataclasses.replace(STATISTICS, extensions={"plan": PLAN}))
     assert {
         name: {s.labels.get("segments"): s.value for s in family.samples}
         for name, family in seen.items()
@@ -170,7 +170,7 @@ def test_the_plan_of_a_split_model() -> None:
 def test_the_last_window_of_the_batch_profile_beside_its_forecast() -> None:
     assert not any("going_on" in name or "batch_profile" in name for name in families())
     status = ProfileStatus(window_s=120.0, windows=0)
-    first = families(now=dataclasses.replace(STATISTICS, batch_profile=status))
+    first = families(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": status}))
     assert "offramp_exit_going_on_share" not in first
     assert {s.value for s in first["offramp_batch_profile_windows"].samples} == {0.0}
     status = ProfileStatus(
@@ -180,7 +180,7 @@ def test_the_last_window_of_the_batch_profile_beside_its_forecast() -> None:
         forecast=(0.8, 0.8, 0.5),
         method="last value",
     )
-    seen = families(now=dataclasses.replace(STATISTICS, batch_profile=status))
+    seen = families(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": status}))
     expected = {
         "offramp_batch_profile_windows": {None: 7.0},
         "offramp_exit_going_on_share": {"exit 0": 0.75, "exit 2": 0.25},
@@ -190,7 +190,7 @@ def test_the_last_window_of_the_batch_profile_beside_its_forecast() -> None:
         samples = [s for s in seen[name].samples if s.labels["model"] == "fake"]
         assert {s.labels.get("exit"): s.value for s in samples} == by_exit
     without = dataclasses.replace(status, forecast=None)
-    seen = families(now=dataclasses.replace(STATISTICS, batch_profile=without))
+    seen = families(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": without}))
     assert "offramp_exit_going_on_share" in seen
     assert "offramp_exit_going_on_share_forecast" not in seen
 

@@ -24,17 +24,17 @@ from tests.chaos.watch import resident_mib
 from tests.unit.server.test_service import wait_until
 
 from offramp.client import Client, InvalidInputError, ServerBusyError, UnknownModelError
-from offramp.engine import errors as engine_errors
-from offramp.engine.line_limit import LINES, WINDOW_S, LineLimit, OneLineFilter, one_line
+from offramp.engine.common import errors as engine_errors
+from offramp.engine.common.line_limit import LINES, WINDOW_S, LineLimit, OneLineFilter, one_line
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferRequest
 from offramp.proto.wire import MAX_FIELDS, InferMessage
+from offramp.server.arguments.errors import REFUSALS, RequestLimitError
+from offramp.server.arguments.logging_setup import JsonFormatter
+from offramp.server.arguments.options import ServerOptions
 from offramp.server.decoding import RequestDecoder
 from offramp.server.endpoints import MAX_CALLS
-from offramp.server.errors import REFUSALS, RequestLimitError
-from offramp.server.logging_setup import JsonFormatter
 from offramp.server.memory import PEAK_BYTES, MemoryReturn
-from offramp.server.options import ServerOptions
 from offramp.server.reception import Reception, Visit, answering_errors
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer

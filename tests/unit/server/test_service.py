@@ -22,7 +22,7 @@ from offramp.client import (
     ServerUnavailableError,
     UnknownModelError,
 )
-from offramp.engine import errors as engine_errors
+from offramp.engine.common import errors as engine_errors
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
 

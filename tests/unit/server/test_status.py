@@ -11,12 +11,12 @@ import pytest
 from tests.unit.server.test_metrics import PLAN
 
 from offramp.bundle import NEVER, TensorSpec
+from offramp.cluster.planning.batch_profile import ProfileStatus
 from offramp.engine.control.controller import Evidence
-from offramp.engine.planning.batch_profile import ProfileStatus
-from offramp.engine.results import ModelInfo
-from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
-from offramp.server.agreement_view import view_agreement
-from offramp.server.status import describe_duration, render_status, view_model
+from offramp.engine.requests.results import ModelInfo
+from offramp.engine.requests.statistics import Histogram, ModelStatistics, StageStatistics
+from offramp.server.page.agreement_view import view_agreement
+from offramp.server.page.status import describe_duration, render_status, view_model
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 PROMISE = fake_model().policy.promise
@@ -112,7 +112,7 @@ def test_the_page_says_what_is_served() -> None:
 
 def test_the_plan_of_a_split_model_is_shown() -> None:
     assert "split by" not in text_of(Engine())
-    text = text_of(Engine(now=dataclasses.replace(STATISTICS, plan=PLAN)))
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, extensions={"plan": PLAN})))
     for words in (
         "0 to 1 2 × fast and 1 × slow 2 of 3 1 get less work, 1 excluded",
         "2 to 5 1 × fast 1 of 1 –",
@@ -132,7 +132,7 @@ def test_the_plan_of_a_split_model_is_shown() -> None:
         spare=0,
         given_up=0,
     )
-    text = text_of(Engine(now=dataclasses.replace(STATISTICS, plan=plan)))
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, extensions={"plan": plan})))
     assert "12.50 ms at worst." in text
     assert "0 changes of plans. Workers change to another plan now: better by 12.0%." in text
 
@@ -141,21 +141,23 @@ def test_the_last_window_of_the_batch_profile_is_shown_beside_its_forecast() -> 
     assert "Rows that" not in text_of(Engine())
     status = ProfileStatus(window_s=120.0, windows=0)
     assert "Rows that" not in text_of(
-        Engine(now=dataclasses.replace(STATISTICS, batch_profile=status))
+        Engine(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": status}))
     )
     before = dataclasses.replace(status, windows=3)
-    text = text_of(Engine(now=dataclasses.replace(STATISTICS, batch_profile=before)))
+    text = text_of(
+        Engine(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": before}))
+    )
     assert (
         "Rows that go on behind each exit, by windows of 120 s 3 windows are kept from before; "
         "none is over since the start." in text
     )
     first = dataclasses.replace(status, windows=1, going_on=(0.75, None, 0.25))
-    text = text_of(Engine(now=dataclasses.replace(STATISTICS, batch_profile=first)))
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": first})))
     assert "Rows that went on behind each exit in the last window of 120 s" in text
     assert "exit 0 75.0 % – – exit 2 25.0 % – –" in text
     assert "1 window is kept; nothing was forecast for this one." in text
     told = dataclasses.replace(first, windows=720, forecast=(0.7, 0.7, 0.5), method="last value")
-    text = text_of(Engine(now=dataclasses.replace(STATISTICS, batch_profile=told)))
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": told})))
     assert "exit 0 75.0 % 70.0 % +5.0 points exit 2 25.0 % 50.0 % -25.0 points" in text
     words = "720 windows are kept; forecast before it began by last value, conservatively."
     assert words in text

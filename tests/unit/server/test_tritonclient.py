@@ -15,8 +15,8 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from offramp.engine.errors import QueueFullError
-from offramp.engine.plan import Mode
+from offramp.engine.common.errors import QueueFullError
+from offramp.engine.stages.plan import Mode
 from offramp.proto.descriptors import method_path
 
 X = np.array([[1, 2, 3, 0.95]], np.float32)

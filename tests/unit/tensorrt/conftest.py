@@ -11,8 +11,8 @@ from tests.unit.tensorrt.fake_cuda import Cuda
 from tests.unit.tensorrt.fake_driver import FakeDriver
 from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT
 
+from offramp.engine.cuda.primary_context import primary_context
 from offramp.engine.tensorrt import messages, probe
-from offramp.engine.tensorrt.device import primary_context
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from tests.unit.tensorrt.fake_driver import FakeDriver
 from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT
 
 from offramp.bundle.engines import ShapeProfile, ShapeRange
-from offramp.compiler import tensorrt
+from offramp.compiler.common.errors import EngineBuildError
+from offramp.compiler.engines import tensorrt
 from offramp.compiler.engines.builder import EngineBuilder, TimedEngine
 from offramp.compiler.engines.options import BuildSettings
-from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.tensorrt import TensorRTBuilder
-from offramp.engine.errors import BackendError
+from offramp.compiler.engines.tensorrt import TensorRTBuilder
+from offramp.engine.common.errors import BackendError
 
 GRAPH = {
     "inputs": {"x": ["FLOAT", [-1, 3]], "mask": ["INT64", [-1, -1]]},
@@ -295,7 +295,7 @@ def test_a_second_ctrl_c_ends_the_process() -> None:
     """Even one whose build takes no notice, as TensorRT 8.6's do."""
     code = """
 import os, signal, threading
-from offramp.compiler import tensorrt
+from offramp.compiler.engines import tensorrt
 tensorrt.compat.has_progress = lambda: False
 def work():
     os.kill(os.getpid(), signal.SIGINT)

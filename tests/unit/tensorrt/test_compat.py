@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.tensorrt.fake_tensorrt import SCRATCH_BYTES, FakeTensorRT
 
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt import compat
 
 

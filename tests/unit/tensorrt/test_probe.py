@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.unit.tensorrt.fake_driver import MISMATCH, NO_DEVICE, FakeDriver
 
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt import probe
 
 _LIBRARY = """
@@ -143,8 +143,9 @@ def test_probing_imports_neither_package() -> None:
     """Importing tensorrt where no driver is may end the process."""
     code = (
         "import sys\n"
-        "from offramp.engine.tensorrt import probe, compat, standalone, messages, device\n"
-        "import offramp.compiler.tensorrt\n"
+        "from offramp.engine.tensorrt import probe, compat, standalone, messages\n"
+        "from offramp.engine.cuda import primary_context\n"
+        "import offramp.compiler.engines.tensorrt\n"
         "probe.missing(); print(sorted({'tensorrt', 'pycuda'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

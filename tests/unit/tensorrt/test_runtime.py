@@ -37,16 +37,16 @@ from offramp.compiler.engines.options import (
 )
 from offramp.compiler.engines.profiles import ModelShapes, profile_sizes, unit_profiles
 from offramp.compiler.engines.units import UnitGraphs, units_of
-from offramp.compiler.graph import Dataflow
+from offramp.compiler.graphs.graph import Dataflow
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.backends.tensorrt import TensorRTFactory, TensorRTRun, TensorRTStage
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.executable import SlotResources
-from offramp.engine.errors import BackendError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.self_check import CheckVerdict, run_self_check
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
 from offramp.engine.tensorrt import messages
 from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, open_store
 from offramp.testing.cuda_driver import FakeDriver

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tests.unit.tensorrt.fake_tensorrt import SCRATCH_BYTES, FakeTensorRT
 
-from offramp.engine.errors import BackendError
-from offramp.engine.tensorrt.device import primary_context
+from offramp.engine.common.errors import BackendError
+from offramp.engine.cuda.primary_context import primary_context
 from offramp.engine.tensorrt.standalone import StandaloneEngine, run_plan, time_plans
 from offramp.tools.gpu.device import time_ms
 

@@ -19,17 +19,18 @@ from tests.unit.tensorrt.fake_runtime import FakeRuntime
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, list_targets
-from offramp.compiler import build as building
 from offramp.compiler.commands.cli import main
+from offramp.compiler.engines import build as building
 from offramp.compiler.engines.builder import Built
-from offramp.engine import core, served_model
+from offramp.engine import core
 from offramp.engine.backends.tensorrt import TensorRTFactory
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.core import Engine
 from offramp.engine.cuda.backend import CudaBackend
-from offramp.engine.engine_upgrades import EngineUpgrades
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models import served_model
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.serving.engine_upgrades import EngineUpgrades
+from offramp.engine.stages.plan import Mode
 from offramp.engine.tensorrt import messages
 from offramp.testing.builder import FakeBuilder
 from offramp.testing.cuda_driver import FakeDriver

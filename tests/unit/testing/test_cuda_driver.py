@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import (
     ALIGNMENT,
     DeviceLostError,
@@ -19,7 +20,6 @@ from offramp.engine.cuda.driver import (
     Stream,
     StreamEvent,
 )
-from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import (
     ENTRY_POINTS,
     CheckKind,

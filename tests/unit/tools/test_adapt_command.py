@@ -12,13 +12,13 @@ from tests import models
 from tests.bundles import compile_tiny
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
-from offramp.calibration import profiling
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.data.dataset import read_dataset
+from offramp.calibration.measure import profiling
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
 from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
 from offramp.tools.bench.adapt.scenarios import answering
 from offramp.tools.bench.adapt.sequence import answering_places

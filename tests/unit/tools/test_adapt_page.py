@@ -12,7 +12,7 @@ from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy
 
 from offramp.bundle import NEVER
 from offramp.engine.control.controller import ControlEvent
-from offramp.engine.plan import Mode
+from offramp.engine.stages.plan import Mode
 from offramp.tools.bench.adapt.page import cards, write_page
 from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
 from offramp.tools.bench.adapt.report import Comparison, ControllerRun

@@ -10,7 +10,7 @@ from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy
 
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, UNKNOWN
-from offramp.engine.plan import Mode
+from offramp.engine.stages.plan import Mode
 from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 from offramp.tools.bench.adapt.scenarios import (
     SCENARIOS,
     Material,

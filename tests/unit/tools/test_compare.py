@@ -18,11 +18,11 @@ from tests.sliced import dataset_of, sliced
 
 from offramp.bundle import Bundle, Promise
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.errors import BackendError
-from offramp.engine.pipeline import Departure
-from offramp.engine.plan import StageSpec
-from offramp.tools.bench import compare as module
-from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE, Row, baseline_of, compare
+from offramp.engine.common.errors import BackendError
+from offramp.engine.stages.pipeline import Departure
+from offramp.engine.stages.plan import StageSpec
+from offramp.tools.bench.common import compare as module
+from offramp.tools.bench.common.compare import NO_EXIT, OFFRAMP, SOURCE, Row, baseline_of, compare
 from offramp.tools.bench.compare_command import chance_of, print_rows
 
 HOW: dict[str, Any] = {"threads": 1, "batch_sizes": (2, 4), "rounds": 2, "samples": 32}

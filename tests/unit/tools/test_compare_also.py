@@ -15,7 +15,7 @@ from tests.sliced import dataset_of, inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.tools.bench.cli import main
-from offramp.tools.bench.compare import Also, AlsoRunner, parse_also
+from offramp.tools.bench.common.compare import Also, AlsoRunner, parse_also
 
 
 @pytest.fixture

@@ -14,8 +14,15 @@ import numpy as np
 import pytest
 
 from offramp.certify.decision import MODEL_END
-from offramp.tools.bench.dynamics import RunView, figures, percentile_plot, plots, rate, write_page
-from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
+from offramp.tools.bench.common.dynamics import (
+    RunView,
+    figures,
+    percentile_plot,
+    plots,
+    rate,
+    write_page,
+)
+from offramp.tools.bench.common.outcomes import Outcomes, hdr_table, summarise, timeline
 
 ALL = [
     "Requests per second",
@@ -217,7 +224,7 @@ def test_the_page_needs_nothing_of_the_compiler() -> None:
     heavy = ("onnx", "onnx_graphsurgeon", "onnxslim", "torch")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({heavy!r}));"
-        "from offramp.tools.bench import dynamics; dynamics._template()"
+        "from offramp.tools.bench.common import dynamics; dynamics._template()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offramp.calibration.elastic import ElasticModule, extract
+from offramp.supernet.training import ElasticModule, extract
 from offramp.tools.zoo.elastic_minilm import (
     RATIOS,
     accuracy,

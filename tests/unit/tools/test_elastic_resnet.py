@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from offramp.calibration.elastic import ElasticModule, extract
+from offramp.supernet.training import ElasticModule, extract
 from offramp.tools.zoo import elastic_resnet
 from offramp.tools.zoo.elastic_resnet import (
     Training,

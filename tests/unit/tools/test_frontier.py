@@ -26,8 +26,8 @@ from offramp.bundle import ExitPolicy
 from offramp.bundle.files import dump
 from offramp.certify import samples_needed
 from offramp.tools.bench import frontier_command
-from offramp.tools.bench.arguments import shares
 from offramp.tools.bench.cli import main
+from offramp.tools.bench.common.arguments import shares
 from offramp.tools.bench.frontier.measurement import gain_of
 from offramp.tools.bench.frontier.policies import (
     BOTH,

@@ -9,9 +9,9 @@ import pytest
 from tests.engines import engine_bundle
 
 from offramp.bundle import TensorSpec
-from offramp.bundle.distinct import DistinctSamples
-from offramp.calibration.dataset import DataError
-from offramp.calibration.groups.key import GroupKey
+from offramp.bundle.schema.distinct import DistinctSamples
+from offramp.calibration.data.dataset import DataError
+from offramp.calibration.data.key import GroupKey
 from offramp.client import ModelMetadata, TensorMetadata
 from offramp.tools.bench.load.reference import (
     LoadData,

@@ -6,10 +6,10 @@ import pytest
 from offramp.certify.decision import MODEL_END
 from offramp.proto.messages import ModelInferRequest, ModelInferResponse
 from offramp.proto.tensors import encode_tensor
+from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.load.request_log import UNKNOWN, Causes, Reply, read_reply, status_of
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.load.shares import serialise_requests
-from offramp.tools.bench.outcomes import Status
 
 
 def response(**parameters: str) -> ModelInferResponse:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from offramp.certify.decision import MODEL_END
+from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.load.request_log import UNKNOWN, Reply, RequestLog, RequestRecords, merge
-from offramp.tools.bench.outcomes import Status
 
 
 def records() -> RequestRecords:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from offramp.commands.parser import LayeredParser
+from offramp.tools.bench.common.traces import TraceError
 from offramp.tools.bench.load.settings import LoadError, LoadSettings, read_options
 from offramp.tools.bench.load_command import add_parser
-from offramp.tools.bench.traces import TraceError
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from offramp.certify.decision import MODEL_END
-from offramp.engine.errors import BackendError, DeadlineExceededError, QueueFullError
+from offramp.engine.common.errors import BackendError, DeadlineExceededError, QueueFullError
+from offramp.server.arguments.options import MIB
 from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.options import MIB
 from offramp.testing.engine import FakeEngine
+from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.load.alarm import LoopAlarm, make_alarm
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.load.shares import Share, serialise_requests
 from offramp.tools.bench.load.worker import Report, Sender, Task
-from offramp.tools.bench.outcomes import Status
 
 SAMPLES = 6
 

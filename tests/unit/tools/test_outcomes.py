@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from offramp.certify.decision import MODEL_END
-from offramp.tools.bench.outcomes import (
+from offramp.tools.bench.common.outcomes import (
     Outcomes,
     Status,
     Timeline,

@@ -16,13 +16,12 @@ from offramp.engine.scheduling import (
     OperatingPoint,
     OperatingPoints,
     Placement,
-    PolicyName,
     Run,
     StreamPlacement,
-    make_scheduler,
 )
 from offramp.engine.scheduling.base import Piece, RowSet
-from offramp.tools.bench.outcomes import Status
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.simulated_devices import SimulatedDevices
 from offramp.tools.bench.simulated_model import Behaviour
 from offramp.tools.bench.simulation import (

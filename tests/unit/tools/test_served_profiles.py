@@ -9,8 +9,8 @@ from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy
 
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END
-from offramp.engine.plan import Mode
-from offramp.engine.planning.batch_profile import ProfileWindow
+from offramp.cluster.planning.batch_profile import ProfileWindow
+from offramp.engine.stages.plan import Mode
 from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, replay
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle
-from offramp.compiler.planning import PlanOptions, plan_bundle
-from offramp.engine.plan import Mode
-from offramp.engine.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas, dump_plan
+from offramp.cluster.command.plan import PlanOptions, plan_bundle
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas, dump_plan
+from offramp.engine.stages.plan import Mode
 from offramp.tools.bench import cli
 from offramp.tools.bench.planned_devices import placed, read_splits, slowed
 

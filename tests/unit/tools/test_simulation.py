@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 
 from offramp.certify.decision import MODEL_END
-from offramp.engine.scheduling import (
-    Latencies,
-    OperatingPoint,
-    OperatingPoints,
-    PolicyName,
-    StageTable,
-    make_scheduler,
-)
-from offramp.tools.bench.outcomes import Status
+from offramp.engine.scheduling import Latencies, OperatingPoint, OperatingPoints, StageTable
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
 from offramp.tools.bench.simulation import SimulatedLoad, SimulatedOutcomes, draw_load, simulate
 

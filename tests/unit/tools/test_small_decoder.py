@@ -14,8 +14,8 @@ import torch
 from benchmarks.small_decoder import against_whole, exit_checks
 from tests.small import compile_small
 
-from offramp.calibration.dataset import Dataset
-from offramp.compiler.model import read_model
+from offramp.calibration.data.dataset import Dataset
+from offramp.compiler.frontend.model import read_model
 from offramp.tools.zoo import small_decoder
 from offramp.tools.zoo.small_decoder import (
     ANSWERS,

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import read_model
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.frontend.model import read_model
 from offramp.tools.zoo import small_models
 from offramp.tools.zoo.architectures import (
     MobileNet,

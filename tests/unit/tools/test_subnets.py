@@ -9,7 +9,7 @@ from benchmarks.subnets import DROPS, EqualWorth, MeasuredPoint, at_equal_worth,
 from tests.unit.calibration.test_trade_offs import OF_FULL, OF_SUBNET, full, subnet
 
 from offramp.bundle import Ratio
-from offramp.calibration.trade_offs import WAYS, TradeOff, Way
+from offramp.calibration.choose.trade_offs import WAYS, TradeOff, Way
 from offramp.certify import MODEL_END
 from offramp.tools.bench.frontier.measurement import FrontierPoint
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from benchmarks.superserve_example import ObjectiveCase, tightest
 
-from offramp.tools.bench.outcomes import Summary
-from offramp.tools.bench.traces import constant
+from offramp.tools.bench.common.outcomes import Summary
+from offramp.tools.bench.common.traces import constant
 
 
 def summary(attainment: float, accuracy: float) -> Summary:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from offramp.commands.parser import LayeredParser
-from offramp.tools.bench import arguments, traces
-from offramp.tools.bench.traces import Trace, TraceError
+from offramp.tools.bench.common import arguments, traces
+from offramp.tools.bench.common.traces import Trace, TraceError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.trained_models import compile_by_default, exits_of, measure, summarise
 from tests.small import compile_small
 
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.data.dataset import read_dataset
 from offramp.certify import upper_bound
-from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE, Row
+from offramp.tools.bench.common.compare import NO_EXIT, OFFRAMP, SOURCE, Row
 
 
 def run_of(*, source: float, offramp: float, no_exit: float) -> dict[str, Row]:

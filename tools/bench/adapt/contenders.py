@@ -23,11 +23,11 @@ from offramp.engine.control.published.static import (
 )
 from offramp.engine.control.published.thresholds import Tuning
 from offramp.engine.control.published.two_stage import StageTimes
-from offramp.engine.controllers import make_controller
-from offramp.engine.options import ModelOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.controllers import make_controller
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.stages.plan import Mode
 from offramp.tools.bench.adapt.replay import Contender
-from offramp.tools.bench.arguments import look_up
+from offramp.tools.bench.common.arguments import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

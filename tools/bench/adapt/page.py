@@ -19,7 +19,7 @@ from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
 from offramp.tools.bench.adapt.report import Comparison, ControllerRun
 from offramp.tools.bench.adapt.sequence import SampleSequence
-from offramp.tools.bench.dynamics import load_template, plain, steps, stroke
+from offramp.tools.bench.common.dynamics import load_template, plain, steps, stroke
 
 _WIDTH, _HEIGHT = 520.0, 132.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0

@@ -27,7 +27,7 @@ from offramp.certify import (
 )
 from offramp.engine.control.controller import ControlEvent, Controller, ControlStatus, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.plan import Mode
+from offramp.engine.stages.plan import Mode
 from offramp.tools.bench.adapt.sequence import Population, SampleSequence, answering_places
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from offramp.tools.bench.adapt.replay import Contender, ReplayTrace
 from offramp.tools.bench.adapt.scores import WINDOW, Course, Hindsight, Score, SegmentScore
 from offramp.tools.bench.adapt.sequence import SampleSequence
-from offramp.tools.bench.output import figure_table
+from offramp.tools.bench.common.output import figure_table
 
 WIDTH = 124
 """Columns of a console on which the table is not cut."""

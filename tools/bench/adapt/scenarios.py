@@ -9,13 +9,13 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.records import record_answers
+from offramp.calibration.choose.records import record_answers
+from offramp.calibration.data.dataset import Dataset
 from offramp.certify import BoolArray, FloatArray
-from offramp.engine.answering_graphs import answering_graphs
+from offramp.engine.stages.answering_graphs import answering_graphs
 from offramp.tools.bench.adapt.corruptions import PixelRange, channel_axis, corrupt
 from offramp.tools.bench.adapt.sequence import Population, ShiftSegment
-from offramp.tools.bench.arguments import look_up
+from offramp.tools.bench.common.arguments import look_up
 
 EASY: Final = 0.8
 """Share of the data that counts as easy: the mix that E3 found in practice (5)."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 from offramp.certify.agreement import float32_at_least
 

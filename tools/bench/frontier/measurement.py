@@ -15,18 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Ratio
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.paired import BatchRunner, ComparedSystem, PlainModel, StagedModel
-from offramp.engine.agreement import agreement_of
-from offramp.engine.assembly import assemble
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.measure.paired import BatchRunner, ComparedSystem, PlainModel, StagedModel
+from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.backends import Backend, Slot
-from offramp.engine.backends.base import Stage
+from offramp.engine.common.timing import MachineLoad, Rounds, disturbances
 from offramp.engine.control.costs import CostModel
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Plan, StageSpec, exit_label, make_plan
-from offramp.engine.profile_check import predicted_savings
-from offramp.engine.timing import MachineLoad, Rounds, disturbances
-from offramp.tools.bench.compare import measure_size
+from offramp.engine.graphs.assembly import assemble
+from offramp.engine.models.profile_check import predicted_savings
+from offramp.engine.stages.base import Stage
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Plan, StageSpec, exit_label, make_plan
+from offramp.tools.bench.common.compare import measure_size
 from offramp.tools.bench.frontier.policies import (
     ALONE,
     BOTH,

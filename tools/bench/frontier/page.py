@@ -17,7 +17,7 @@ from markupsafe import Markup
 from offramp.bundle import Ratio
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
-from offramp.tools.bench.dynamics import load_template, plain, stroke
+from offramp.tools.bench.common.dynamics import load_template, plain, stroke
 from offramp.tools.bench.frontier.measurement import Frontier, FrontierPoint, FrontierSystem
 from offramp.tools.bench.frontier.policies import (
     BOTH,

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from offramp.bundle import Ratio
+from offramp.tools.bench.common.output import figure_table
 from offramp.tools.bench.frontier.measurement import CombiningGain, Frontier, FrontierSystem
 from offramp.tools.bench.frontier.policies import BOTH, DESCRIPTIONS, INT8, SOURCE
-from offramp.tools.bench.output import figure_table
 
 WIDTH = 100
 """Columns of a console on which the table is not cut."""

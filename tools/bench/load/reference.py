@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, TensorSpec, UnreadInput
-from offramp.calibration.data_sources import DataSource, NpzSource
-from offramp.calibration.dataset import read_dataset
-from offramp.calibration.groups.key import GroupKey
+from offramp.calibration.data.data_sources import DataSource, NpzSource
+from offramp.calibration.data.dataset import read_dataset
+from offramp.calibration.data.key import GroupKey
 from offramp.client import Client, ModelMetadata, OfframpError
 from offramp.engine.backends import make_backend
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_plan
 from offramp.tools.bench.load.request_log import UNKNOWN
 from offramp.tools.bench.load.settings import LoadError
 

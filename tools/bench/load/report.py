@@ -13,10 +13,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from offramp.tools.bench.common.outcomes import (
+    Outcomes,
+    Summary,
+    Timeline,
+    hdr_table,
+    summarise,
+    timeline,
+)
 from offramp.tools.bench.load.generator import GeneratedLoad
 from offramp.tools.bench.load.metrics_poll import Reading, mean_batch_size, series
 from offramp.tools.bench.load.settings import LoadSettings
-from offramp.tools.bench.outcomes import Outcomes, Summary, Timeline, hdr_table, summarise, timeline
 
 WINDOWS: Final = 60
 """That a load is cut into."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from offramp.certify.decision import MODEL_END
 from offramp.proto.messages import ModelInferResponse
 from offramp.proto.tensors import dtype_of
-from offramp.tools.bench.outcomes import Outcomes, Status
+from offramp.tools.bench.common.outcomes import Outcomes, Status
 
 UNKNOWN: Final = -1
 """The class of an answer that is not looked at."""

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from offramp.tools.bench.arguments import trace_of
-from offramp.tools.bench.traces import Trace
+from offramp.tools.bench.common.arguments import trace_of
+from offramp.tools.bench.common.traces import Trace
 
 CLOSED_LOOP_DURATION_S: Final = 10.0
 

@@ -23,6 +23,7 @@ import grpc.aio
 
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferResponse
+from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.load.alarm import make_alarm
 from offramp.tools.bench.load.request_log import (
     Causes,
@@ -33,7 +34,6 @@ from offramp.tools.bench.load.request_log import (
 )
 from offramp.tools.bench.load.settings import LoadError, LoadSettings
 from offramp.tools.bench.load.shares import Share
-from offramp.tools.bench.outcomes import Status
 
 READY: Final = "ready"
 """Said to the generator once connected; its answer is the instant to start at."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 
 
 def dataset_of(group: NDArray[np.int64] | None = None, **inputs: NDArray) -> Dataset:

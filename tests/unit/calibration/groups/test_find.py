@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.unit.calibration.groups.making import copied, dataset_of, film, series, windows
 
-from offramp.bundle.distinct import COPIES_WITHIN
-from offramp.calibration.dataset import Dataset, DataSplit, split
+from offramp.bundle.schema.distinct import COPIES_WITHIN
+from offramp.calibration.data.dataset import Dataset, DataSplit, split
+from offramp.calibration.data.groups import Groups
 from offramp.calibration.groups.find import find_groups
-from offramp.calibration.groups.groups import Groups
 
 Rng = np.random.Generator
 

@@ -16,11 +16,11 @@ from tests import models
 from tests.models import Builder
 from tests.sliced import Sliced, slice_proto
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.graphs import PREFIX
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
-from offramp.compiler.runtime import random_inputs
-from offramp.engine.environment import cpu_features
+from offramp.compiler.graphs.runtime import random_inputs
+from offramp.engine.common.environment import cpu_features
 
 _VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 RUN_HERE = [k for k in CpuPrecision if k is not CpuPrecision.BLOCKS or _VERSION >= (1, 22)]

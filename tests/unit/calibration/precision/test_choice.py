@@ -18,12 +18,12 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
     serialised,
 )
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision import choice
 from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice, choose_kind
 from offramp.calibration.precision.independence import BatchDependence
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
-from offramp.engine.timing import Effort, Estimate
+from offramp.engine.common.timing import Effort, Estimate
 
 STATIC, SIGNED, ROWS = CpuPrecision.STATIC, CpuPrecision.SIGNED, CpuPrecision.ROWS
 Ratios = Mapping[CpuPrecision, tuple[float, float]]

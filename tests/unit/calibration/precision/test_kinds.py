@@ -25,13 +25,13 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
     transformer,
 )
 
-from offramp.calibration.dataset import DataError
+from offramp.calibration.data.dataset import DataError
+from offramp.calibration.measure.profiling import TimedGraph
 from offramp.calibration.precision.graphs import CONTRIB, PREFIX, PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
-from offramp.calibration.profiling import TimedGraph
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.slicing import split
-from offramp.engine.differences import relative_difference
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.slicing import split
+from offramp.engine.answers.differences import relative_difference
 
 NEAR = {
     CpuPrecision.STATIC: 0.1,

@@ -12,7 +12,7 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
     linear,
 )
 
-from offramp.calibration import activations
+from offramp.calibration.data import activations
 from offramp.calibration.precision.ranges import Range, activation_ranges
 
 

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from tests import models
 
-from offramp.calibration.dataset import DataError, Dataset, split
+from offramp.calibration.data.dataset import DataError, Dataset, split
 from offramp.certify import samples_needed
 from offramp.certify.splits import least_to_split
 from offramp.compiler.commands.cli import main

@@ -11,12 +11,14 @@ import pytest
 
 from offramp.commands.combinations import Illegal
 from offramp.commands.parser import LayeredParser
-from offramp.compiler.commands import illegal
 from offramp.compiler.commands.cli import COMMANDS, COMPILE
-from offramp.compiler.compile import compile_model
+from offramp.compiler.common import illegal
+from offramp.compiler.common.errors import OptionsConflictError
+from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.data.spec import OPTIONS
-from offramp.compiler.errors import OptionsConflictError
-from offramp.compiler.options import CompileOptions
+from offramp.compiler.steps.compile import compile_model
+from offramp.supernet.combinations import COMBINATIONS
+from offramp.supernet.subnets import ElasticSource
 
 VALUES: Final[Mapping[str, str]] = {
     "--batch-profiles": "1",
@@ -54,6 +56,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--resample": "nearest",
 }
 """What is given of options that take a value."""
+ELASTIC = ElasticSource(Path("spec.toml"))
 PLACES: Final[Mapping[str, list[str]]] = {
     "": ["model.onnx"],
     "supernet": ["model.onnx", "--elastic", "spec.toml", "--data", "data.npz"],
@@ -62,7 +65,7 @@ PLACES: Final[Mapping[str, list[str]]] = {
 }
 ROWS: Final = [
     *(("", row) for row in illegal.COMPILE),
-    *(("supernet", row) for row in illegal.SUPERNET if row not in illegal.COMPILE),
+    *(("supernet", row) for row in COMBINATIONS),
     *(("build", row) for row in illegal.BUILD),
     *(("export", row) for row in illegal.EXPORT),
 ]
@@ -124,7 +127,7 @@ def test_each_message_names_both_options_and_a_remedy(command: str, row: Illegal
         ({"teach": "labels"}, "--teach labels without --train joint: only the copy of the"),
         ({"train": "joint", "precision": "auto"}, "--train joint with --precision auto: a bundle"),
         ({"criterion": "patience", "selection": "pame"}, "--criterion with --selection pame: all"),
-        ({"elastic": Path("spec.toml"), "train": "joint"}, "--elastic with --train joint: subnets"),
+        ({"variants": ELASTIC, "train": "joint"}, "--elastic with --train joint: subnets"),
     ],
 )
 def test_options_from_python_are_refused_before_anything_is_read(

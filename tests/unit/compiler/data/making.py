@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.data_sources import DataSource
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data.data_sources import DataSource
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data import PreprocessingSpec, find_source
 
 VOCABULARY = ("[UNK]", "[PAD]", "[CLS]", "[SEP]", "good", "bad", "film", "very", "a")

@@ -15,10 +15,10 @@ from tests.unit.compiler.data.making import IDS, X, load, load_hashed
 
 from offramp.bundle import TensorSpec
 from offramp.bundle.mapped import is_mapped
-from offramp.calibration import data_sources
-from offramp.calibration.dataset import read_dataset
-from offramp.calibration.errors import DataError
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.data import data_sources
+from offramp.calibration.data.dataset import read_dataset
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data import ArraySource, IterableSource, PreprocessingSpec, as_source
 
 A = np.arange(12, dtype=np.float32).reshape(4, 3)

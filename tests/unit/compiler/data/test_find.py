@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tests.unit.compiler.data.making import X, load, load_hashed, pixels, save_image, write_lines
 
-from offramp.calibration.data_sources import NpyFolderSource, NpzSource
-from offramp.calibration.dataset import read_dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.data.data_sources import NpyFolderSource, NpzSource
+from offramp.calibration.data.dataset import read_dataset
+from offramp.calibration.data.errors import DataError
 from offramp.compiler.data import PreprocessingSpec, as_source, find_source
 from offramp.compiler.data.arguments import add_data_arguments, source_of, spec_of
 from offramp.compiler.data.arrow import HuggingFaceSource, ParquetSource

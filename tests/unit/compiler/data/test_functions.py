@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.compiler.data.making import X, load, load_hashed
 
-from offramp.calibration.errors import DataError
+from offramp.calibration.data.errors import DataError
 from offramp.compiler.data import as_source
 
 SOURCE = """

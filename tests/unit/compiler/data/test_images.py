@@ -23,8 +23,8 @@ from tests.unit.compiler.data.making import (
 
 from offramp.bundle import TensorSpec
 from offramp.bundle.mapped import is_mapped
-from offramp.calibration import data_sources
-from offramp.calibration.errors import DataError
+from offramp.calibration.data import data_sources
+from offramp.calibration.data.errors import DataError
 from offramp.compiler.data import images
 
 RAW = TensorSpec(name="image", dtype="uint8", shape=("batch", 4, 6, 3))

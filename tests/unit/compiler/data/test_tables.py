@@ -30,8 +30,8 @@ from tests.unit.compiler.data.making import (
 
 from offramp.bundle import TensorSpec
 from offramp.bundle.mapped import is_mapped
-from offramp.calibration import data_sources
-from offramp.calibration.errors import DataError
+from offramp.calibration.data import data_sources
+from offramp.calibration.data.errors import DataError
 from offramp.compiler.data import PreprocessingSpec, as_source
 
 AGE = TensorSpec(name="age", dtype="int32", shape=("batch",))
@@ -247,7 +247,7 @@ def test_a_large_row_group_is_read_in_parts(tmp_path: Path) -> None:
     code = (
         "import sys, pyarrow\n"
         "from offramp.bundle import TensorSpec\n"
-        "from offramp.calibration.dataset import read_dataset\n"
+        "from offramp.calibration.data.dataset import read_dataset\n"
         "from offramp.compiler.data import PreprocessingSpec, find_source\n"
         "source = find_source(sys.argv[1], PreprocessingSpec())\n"
         "spec = TensorSpec(name='x', dtype='float32', shape=('batch', 2**10))\n"

@@ -21,7 +21,7 @@ from tests.unit.compiler.data.making import (
 )
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.errors import DataError
+from offramp.calibration.data.errors import DataError
 
 FIXED = TensorSpec(name="input_ids", dtype="int32", shape=("batch", 6))
 ROWS = [

@@ -15,9 +15,9 @@ from tests.small import equal_times
 from tests.unit.bundle.examples import MANIFEST, POLICY, write
 
 from offramp.bundle import Bundle, BundleSchemaError
-from offramp.calibration.errors import DataError
-from offramp.calibration.records import ExitRecords
-from offramp.calibration.scratch import ScratchSpace
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.certify.decision import NEVER
 from offramp.compiler.commands.cli import main
 from offramp.compiler.data.find import find_source
@@ -25,10 +25,10 @@ from offramp.compiler.data.made import SAMPLES, RandomSource
 from offramp.compiler.data.spec import PreprocessingSpec
 from offramp.compiler.dry_run.policy import dry_run_policy
 from offramp.compiler.dry_run.source import WARNING, made_for
-from offramp.compiler.model import read_model
+from offramp.compiler.frontend.model import read_model
 from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.stages.plan import Mode
 
 
 def records(confidence: list[list[float]]) -> ExitRecords:

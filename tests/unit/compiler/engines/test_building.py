@@ -23,18 +23,18 @@ from offramp.bundle.engines import (
     list_targets,
     parts_digest,
 )
-from offramp.compiler import build
-from offramp.compiler.build import BuildOptions, Reports, build_bundle
-from offramp.compiler.engines.building import Planned, PlannedEngine, outermost
-from offramp.compiler.engines.certification import Recertified
-from offramp.compiler.engines.options import EngineBuildOptions, parse_batches, parse_parts
-from offramp.compiler.engines.verification import PrecisionData, part_data
-from offramp.compiler.errors import (
+from offramp.compiler.common.errors import (
     EngineBuildError,
     EngineOptionsError,
     ModelError,
     VerificationError,
 )
+from offramp.compiler.engines import build
+from offramp.compiler.engines.build import BuildOptions, Reports, build_bundle
+from offramp.compiler.engines.building import Planned, PlannedEngine, outermost
+from offramp.compiler.engines.certification import Recertified
+from offramp.compiler.engines.options import EngineBuildOptions, parse_batches, parse_parts
+from offramp.compiler.engines.verification import PrecisionData, part_data
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.kernels.compilers import KernelCompileError, KernelCompilerNotFoundError
 from offramp.engine.tensorrt.probe import Device
@@ -616,7 +616,7 @@ def test_a_dry_run_builds_and_writes_nothing(bench: Bench) -> None:
 def test_a_dry_run_without_a_gpu_says_what_is_known(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offramp.compiler.errors import EnginesUnavailableError
+    from offramp.compiler.common.errors import EnginesUnavailableError
 
     def unavailable(device: str) -> None:
         raise EnginesUnavailableError(f"no GPU {device}")

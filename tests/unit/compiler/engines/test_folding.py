@@ -10,7 +10,7 @@ import pytest
 from tests.models import Builder
 
 from offramp.compiler.engines.halving import fold_normalisations, halve
-from offramp.compiler.runtime import GraphRunner
+from offramp.compiler.graphs.runtime import GraphRunner
 
 
 def normalised(b: Builder, x: str, channels: int, **attributes: float) -> str:

@@ -15,7 +15,8 @@ from tests.sliced import dataset_of, inputs_of, sliced
 
 from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.engines import Precision
-from offramp.calibration.quantization import Ranges
+from offramp.calibration.precision.quantization import Ranges
+from offramp.compiler.common.errors import ModelError
 from offramp.compiler.engines.units import (
     Unit,
     UnitGraphs,
@@ -24,10 +25,9 @@ from offramp.compiler.engines.units import (
     source_unit,
     units_of,
 )
-from offramp.compiler.errors import ModelError
-from offramp.compiler.runtime import GraphRunner
-from offramp.engine.differences import relative_difference
-from offramp.engine.plan import make_plan
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.engine.answers.differences import relative_difference
+from offramp.engine.stages.plan import make_plan
 
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-5, "tf32": 1e-5, "fp16": 1e-2, "int8": 0.15}
 """As in test_halving and test_quantization."""

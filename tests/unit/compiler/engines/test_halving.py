@@ -15,8 +15,8 @@ from tests.models import Builder
 from tests.sliced import BUILDERS, inputs_of, sliced
 
 from offramp.compiler.engines.halving import SUFFIX, halve, rounded
-from offramp.compiler.runtime import GraphRunner
-from offramp.engine.differences import relative_difference
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.engine.answers.differences import relative_difference
 
 TOLERANCE = 1e-2
 """Float16 has 11 bits (5e-4); a dozen layers add up, and small answers are relative to more."""

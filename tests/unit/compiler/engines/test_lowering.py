@@ -9,9 +9,9 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.models import Builder, vgg_chain
 from tests.sliced import BUILDERS, sliced
 
+from offramp.compiler.common.errors import ModelError
 from offramp.compiler.engines.lowering import IR_VERSION, OPSET, lower
-from offramp.compiler.errors import ModelError
-from offramp.compiler.runtime import GraphRunner, runs_opset
+from offramp.compiler.graphs.runtime import GraphRunner, runs_opset
 
 X = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
 

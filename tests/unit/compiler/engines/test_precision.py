@@ -16,7 +16,8 @@ from tests.sliced import dataset_of, sliced
 from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
 from offramp.bundle.engines import Precision
 from offramp.bundle.records import CERTIFY
-from offramp.calibration.dataset import DataError, Dataset, read_dataset
+from offramp.calibration.data.dataset import DataError, Dataset, read_dataset
+from offramp.compiler.common.errors import VerificationError
 from offramp.compiler.engines.units import ranges_of
 from offramp.compiler.engines.verification import (
     PrecisionCheck,
@@ -25,10 +26,9 @@ from offramp.compiler.engines.verification import (
     measure_precision,
     part_data,
 )
-from offramp.compiler.errors import VerificationError
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_plan
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, make_plan
 
 PROMISE = Promise(
     max_disagreement=0.01,

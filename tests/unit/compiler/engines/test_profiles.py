@@ -12,6 +12,7 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import ShapeRange
+from offramp.compiler.common.errors import EngineOptionsError
 from offramp.compiler.engines.options import SizeRange, parse_batches, parse_buckets
 from offramp.compiler.engines.profiles import (
     ModelShapes,
@@ -22,8 +23,7 @@ from offramp.compiler.engines.profiles import (
     symbols_of,
     unit_profiles,
 )
-from offramp.compiler.errors import EngineOptionsError
-from offramp.compiler.runtime import GraphRunner
+from offramp.compiler.graphs.runtime import GraphRunner
 
 BATCHES = parse_batches("1,2-8")
 

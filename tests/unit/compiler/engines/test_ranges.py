@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from offramp.compiler.common.errors import EngineOptionsError
 from offramp.compiler.engines.options import (
     DEFAULT_BATCHES,
     SizeRange,
@@ -11,7 +12,6 @@ from offramp.compiler.engines.options import (
     parse_batches,
     parse_buckets,
 )
-from offramp.compiler.errors import EngineOptionsError
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from tests.models import Builder
 from tests.sliced import BUILDERS, inputs_of, sliced
 
 from offramp.compiler.engines.halving import halve, rounded
-from offramp.compiler.runtime import GraphRunner
-from offramp.engine.differences import relative_difference
-from offramp.engine.onnx_subset import has_half_precision
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.engine.answers.differences import relative_difference
+from offramp.engine.graphs.onnx_subset import has_half_precision
 
 Tensors = Mapping[str, NDArray[Any]]
 

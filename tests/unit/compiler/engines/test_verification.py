@@ -16,7 +16,8 @@ from tests.models import Builder
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset
+from offramp.compiler.common.errors import EngineBuildError
 from offramp.compiler.engines.halving import halve
 from offramp.compiler.engines.options import parse_batches, parse_buckets
 from offramp.compiler.engines.profiles import (
@@ -27,8 +28,7 @@ from offramp.compiler.engines.profiles import (
 )
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.engines.verification import Verifier
-from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.runtime import GraphRunner
+from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.engine.tensorrt.lookup import TOLERANCES
 
 Tensors = Mapping[str, NDArray[Any]]

@@ -27,9 +27,9 @@ from tests.sliced import inputs_of
 
 from offramp.bundle import ActiveExit, Bundle
 from offramp.compiler.export.export import make_model
-from offramp.compiler.export.nesting import Names
-from offramp.engine.layouts import enter_blocked
-from offramp.engine.plan import make_plan
+from offramp.compiler.graphs.nesting import Names
+from offramp.engine.graphs.layouts import enter_blocked
+from offramp.engine.stages.plan import make_plan
 
 MODELS = [
     "residual", "vgg", "bert", "bert with types", "towers", "text cnn", "hidden states", "mlp",

@@ -17,14 +17,14 @@ from tests import models
 from tests.models import Builder
 
 from offramp.bundle import Bundle, BundleExistsError
-from offramp.compiler import source_file
-from offramp.compiler.errors import ModelError, VerificationError
+from offramp.compiler.common.errors import ModelError, VerificationError
+from offramp.compiler.frontend import source_file
 from offramp.compiler.plain import trial
 from offramp.compiler.plain.wrap import WrapOptions, wrap_model
+from offramp.engine.answers.differences import Difference
 from offramp.engine.core import Engine
-from offramp.engine.differences import Difference
-from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.stages.plan import Mode
 
 Model = Callable[[], onnx.ModelProto]
 

@@ -10,9 +10,9 @@ import pytest
 from tests.elastic_torch import SPECS, SUPERNETS, read, shaken
 from torch import nn
 
-from offramp.compiler.model import SourceModel
-from offramp.compiler.supernet import Supernet
-from offramp.compiler.supernet.spec_file import parse_spec
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.supernet.graphs import Supernet
+from offramp.supernet.graphs.spec_file import parse_spec
 
 
 @pytest.fixture(scope="session")

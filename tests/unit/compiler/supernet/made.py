@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 
 from offramp.bundle import Answer
-from offramp.compiler.model import SourceModel
+from offramp.compiler.graphs.source_model import SourceModel
 
 
 def a_model(proto: onnx.ModelProto) -> SourceModel:

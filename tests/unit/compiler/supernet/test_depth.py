@@ -12,13 +12,13 @@ import pytest
 from onnx import TensorProto, helper
 from tests.torch_graphs import in_runtime
 
-from offramp.compiler.errors import ElasticSpecError, NotElasticError
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.model import SourceModel
-from offramp.compiler.shapes import annotate, declared_types
-from offramp.compiler.supernet import Supernet
-from offramp.compiler.supernet.depth import DepthBlock, find_block, skip_blocks
-from offramp.compiler.supernet.spec import Skip
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.shapes import annotate, declared_types
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.supernet.graphs import Supernet
+from offramp.supernet.graphs.depth import DepthBlock, find_block, skip_blocks
+from offramp.supernet.graphs.errors import ElasticSpecError, NotElasticError
+from offramp.supernet.graphs.spec import Skip
 
 ROW: Any = ["batch", 4]
 

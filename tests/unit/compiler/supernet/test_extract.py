@@ -15,12 +15,12 @@ from tests.elastic_torch import SPECS, answers, by_hand, inputs_for, read
 from tests.torch_graphs import difference, in_runtime
 from torch import nn
 
-from offramp.compiler.graph import weight_bytes
-from offramp.compiler.model import SourceModel
-from offramp.compiler.supernet import Supernet, extract, laid_out
-from offramp.compiler.supernet.extract import Subnet, extract_subnet
-from offramp.compiler.supernet.spec import SubnetChoice
-from offramp.compiler.supernet.spec_file import parse_spec
+from offramp.compiler.graphs.graph import weight_bytes
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.supernet.graphs import Supernet, extract, laid_out
+from offramp.supernet.graphs.extract import Subnet, extract_subnet
+from offramp.supernet.graphs.spec import SubnetChoice
+from offramp.supernet.graphs.spec_file import parse_spec
 
 KINDS = sorted(SPECS)
 ROUNDING = 1e-5

@@ -12,12 +12,12 @@ from tests.small_bert import SIZE, sentences
 from tests.torch_graphs import difference, in_runtime
 from torch import nn
 
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.graph import weight_bytes
-from offramp.compiler.model import read_model
-from offramp.compiler.supernet import Supernet, laid_out
-from offramp.compiler.supernet.extract import extract_subnet
-from offramp.compiler.supernet.spec_file import parse_spec
+from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.graph import weight_bytes
+from offramp.supernet.graphs import Supernet, laid_out
+from offramp.supernet.graphs.extract import extract_subnet
+from offramp.supernet.graphs.spec_file import parse_spec
 from offramp.tools.gpu.berts import bert
 
 SAME = 1e-6

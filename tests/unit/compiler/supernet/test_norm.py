@@ -29,15 +29,15 @@ from tests.unit.compiler.supernet.test_width import Excited
 from tests.unit.compiler.supernet.test_width import read as read_one
 from torch import Tensor, nn
 
-from offramp.calibration.dataset import DataError, Dataset
-from offramp.compiler.errors import ElasticSpecError
-from offramp.compiler.model import SourceModel
-from offramp.compiler.supernet import Supernet, extract, moments
-from offramp.compiler.supernet.extract import Subnet, extract_subnet
-from offramp.compiler.supernet.norm import SubnetNorm
-from offramp.compiler.supernet.norm_layers import find_layers
-from offramp.compiler.supernet.spec import SubnetChoice
-from offramp.compiler.supernet.spec_file import parse_spec
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.supernet.graphs import Supernet, extract, moments
+from offramp.supernet.graphs.errors import ElasticSpecError
+from offramp.supernet.graphs.extract import Subnet, extract_subnet
+from offramp.supernet.graphs.norm import SubnetNorm
+from offramp.supernet.graphs.norm_layers import find_layers
+from offramp.supernet.graphs.spec import SubnetChoice
+from offramp.supernet.graphs.spec_file import parse_spec
 
 SAMPLES = 300
 SMALL = 1e-9

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.compiler.supernet.reshape import ElasticAxis, MixedError, regroup
+from offramp.supernet.graphs.reshape import ElasticAxis, MixedError, regroup
 
 
 @given(data=st.data())

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.compiler.supernet import ElasticSpec, RatedChoice, SubnetChoice, prune, search
-from offramp.compiler.supernet.search import front
-from offramp.compiler.supernet.spec import DepthGroup, Skip, WidthGroup
+from offramp.supernet.graphs import ElasticSpec, RatedChoice, SubnetChoice, prune, search
+from offramp.supernet.graphs.search import front
+from offramp.supernet.graphs.spec import DepthGroup, Skip, WidthGroup
 
 
 def rated(index: int, cost: float, quality: float, accuracy: float | None = None) -> RatedChoice:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from offramp.compiler.errors import ElasticSpecError
-from offramp.compiler.supernet import ElasticSpec, SubnetChoice, read_spec
-from offramp.compiler.supernet.spec import DepthGroup, Skip, WidthGroup
+from offramp.supernet.graphs import ElasticSpec, SubnetChoice, read_spec
+from offramp.supernet.graphs.errors import ElasticSpecError
+from offramp.supernet.graphs.spec import DepthGroup, Skip, WidthGroup
 
 WHOLE = """
 [[depth]]

@@ -31,11 +31,12 @@ from tests.unit.compiler.supernet.made import a_model
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.shapes import annotate
-from offramp.compiler.supernet import Supernet, laid_out
-from offramp.compiler.supernet.extract import extract_subnet
-from offramp.compiler.supernet.spec_file import parse_spec
+from offramp.compiler.frontend.model import read_model
+from offramp.compiler.graphs.shapes import annotate
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.supernet.graphs import Supernet, laid_out
+from offramp.supernet.graphs.extract import extract_subnet
+from offramp.supernet.graphs.spec_file import parse_spec
 
 ROUNDING = 1e-5
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from tests.unit.compiler.supernet.made import a_model
 
-from offramp.compiler.errors import ElasticSpecError, NotElasticError
-from offramp.compiler.shapes import annotate
-from offramp.compiler.supernet import Supernet
-from offramp.compiler.supernet.spec_file import parse_spec
+from offramp.compiler.graphs.shapes import annotate
+from offramp.supernet.graphs import Supernet
+from offramp.supernet.graphs.errors import ElasticSpecError, NotElasticError
+from offramp.supernet.graphs.spec_file import parse_spec
 
 Weights = dict[str, NDArray[Any]]
 NORM_REMEDY = (

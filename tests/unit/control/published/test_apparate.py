@@ -12,7 +12,7 @@ from tests.unit.certify.problems import realistic
 from tests.unit.control.served import policy_of, serve
 
 from offramp.bundle import ExitPolicy
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.engine.control.adjustment import Adjustment, Reason, evenly_spaced
 from offramp.engine.control.controller import Controller, Evidence, Job
 from offramp.engine.control.costs import CostModel

@@ -11,7 +11,7 @@ from tests.unit.certify.problems import realistic
 from tests.unit.control.served import policy_of, serve
 
 from offramp.bundle import ExitPolicy, Promise
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import UNKNOWN, Records, evaluate
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.published.static import (

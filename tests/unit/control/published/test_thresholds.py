@@ -18,7 +18,7 @@ from tests.unit.certify.problems import (
     unstructured,
 )
 
-from offramp.bundle.policy import NEVER
+from offramp.bundle.schema.policy import NEVER
 from offramp.certify import Records, evaluate
 from offramp.engine.control.published import thresholds
 from offramp.engine.control.published.greedy import confidence_threshold, greedy_error_thresholds

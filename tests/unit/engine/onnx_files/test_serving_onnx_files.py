@@ -18,17 +18,18 @@ from tests.small import compile_small
 
 from offramp.bundle import Bundle
 from offramp.bundle.locks import FileLock
-from offramp.engine.cluster_workers import ClusterWorkers, WorkerPlace
+from offramp.cluster.remote.tcp import parse_address
+from offramp.cluster.serving.cluster_workers import ClusterWorkers, WorkerPlace
+from offramp.cluster.serving.worker_devices import LocalWorkers
+from offramp.engine.common.compiler_process import BuildProcess
+from offramp.engine.common.errors import OptionsError
 from offramp.engine.core import Engine
-from offramp.engine.engine_upgrades import BuildProcess
-from offramp.engine.errors import OptionsError
-from offramp.engine.learning.options import LearnOptions
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.models.plain_serving import notes_on, options_for
 from offramp.engine.onnx_files import OnnxFileError, WrappedFiles, is_onnx_file, wrap, wrapping
 from offramp.engine.onnx_files.folder import PREFIX
-from offramp.engine.onnx_files.plain_serving import notes_on, options_for
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode
-from offramp.engine.remote.tcp import parse_address
+from offramp.engine.stages.plan import Mode
 
 OPTIONS = EngineOptions(mode=Mode.AUDIT, backend="onnxruntime", threads=1)
 LIMIT_S = 120.0
@@ -257,14 +258,16 @@ def test_folders_of_killed_processes_are_removed(model: Path, temporary: Path) -
 
 def test_workers_on_other_hosts_are_refused(model: Path) -> None:
     place = WorkerPlace(device_type="cpu", address=parse_address("10.0.0.2:7070"), resources=None)
-    options = EngineOptions(cluster=ClusterWorkers(places=(place,), file=None))
+    options = EngineOptions(devices=ClusterWorkers(places=(place,), file=None))
     with pytest.raises(OptionsError, match=r"temporary folder that workers on other hosts do not"):
         asyncio.run(Engine.open({"m": model}, options))
 
 
 def test_workers_on_this_host_serve_them(model: Path) -> None:
     async def serve() -> list[int]:
-        options = EngineOptions(mode=Mode.AUDIT, backend="onnxruntime", workers=1, threads=1)
+        options = EngineOptions(
+            mode=Mode.AUDIT, backend="onnxruntime", devices=LocalWorkers(1), threads=1
+        )
         async with await Engine.open({"m": model}, options) as engine:
             result = await engine.infer("m", {"x": np.ones((2, 16), np.float32)})
             return [int(exit_) for exit_ in result.exits]

@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from tests.cuda_fakes import FakeExecutable, FakeExecutables
 
 from offramp.certify import leaves
+from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.backends import Backend, StageResult, TensorBatch
-from offramp.engine.backends.base import Rows
 from offramp.engine.backends.host import HostBatch, HostSlot
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import StreamEvent
-from offramp.engine.errors import BackendError
-from offramp.engine.exit_check import confidence_of
 from offramp.engine.kernels.arguments import Launch
 from offramp.engine.self_check.slots import THREAD_NAME
+from offramp.engine.stages.base import Rows
 from offramp.testing import cuda_handles, cuda_kernels
 from offramp.testing.cuda_driver import FakeDriver
 from offramp.testing.cuda_memory import ByteRange
@@ -212,7 +212,7 @@ def comparing_strictly() -> Iterator[Backend]:
     """A sample leaves above the threshold only."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            "offramp.engine.pipeline.leaves",
+            "offramp.engine.stages.pipeline.leaves",
             lambda sure, threshold: leaves(sure, np.nextafter(threshold, np.float32(2))),
         )
         yield OnnxRuntimeBackend()

@@ -19,12 +19,12 @@ from tests.unit.engine.self_check import faults
 from offramp.bundle import Bundle
 from offramp.engine.backends import Backend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.errors import BackendError
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.plan import Mode, StageSpec
+from offramp.engine.common.errors import BackendError
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.self_check import CheckVerdict, SelfCheckReport, run_self_check
 from offramp.engine.self_check.inputs import InputMaker
 from offramp.engine.self_check.results import TimeLimit
+from offramp.engine.stages.plan import Mode, StageSpec
 
 ROWS = 8
 OF_MODELS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.cuda_fakes import FakeExecutables
 
 from offramp.bundle import Bundle
-from offramp.calibration.paired import BatchRunner
+from offramp.calibration.measure.paired import BatchRunner
 from offramp.testing.cuda_driver import FakeDriver
 from offramp.tools.gpu.machine import Ingredients
 from offramp.tools.gpu.timing import FakeTimer

@@ -10,7 +10,7 @@ import pytest
 from tests import small_bert
 from tests.unit.tools.gpu.fake_machine import FakeMachine
 
-from offramp.engine.errors import BackendError
+from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt import probe
 from offramp.tools.gpu import benchmark, environment
 from offramp.tools.gpu.runtime import held

@@ -16,8 +16,8 @@ from tests.small_bert import small_bert
 from tests.unit.cuda.fake_pycuda import Gpu
 
 from offramp.bundle.engines import EngineStore, list_targets
-from offramp.compiler import build
-from offramp.compiler.errors import EngineBuildError
+from offramp.compiler.common.errors import EngineBuildError
+from offramp.compiler.engines import build
 from offramp.engine.cuda.pycuda_driver import PyCudaStream
 from offramp.engine.kernels.compilers import KernelCompilerNotFoundError
 from offramp.testing.builder import FakeBuilder

@@ -11,9 +11,9 @@ from tests.unit.tools.gpu.fake_machine import FakeMachine
 
 from offramp.bundle import Bundle
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import make_plan
-from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import make_plan
+from offramp.tools.bench.common.compare import NO_EXIT, OFFRAMP, SOURCE
 from offramp.tools.gpu import models, pame, serving, timing
 from offramp.tools.gpu.models import MODELS, BenchModel, Recorded
 from offramp.tools.gpu.staged import REPLAY

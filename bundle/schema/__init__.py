@@ -1,0 +1,1 @@
+"""The schema of a bundle's files: frozen facts, checked as they are read."""

@@ -1,0 +1,84 @@
+"""The exit policy: which exits are active, and the confidence thresholds that they answer from.
+
+Confidence is in [0, 1], higher is surer; a sample exits when ``confidence >= threshold``. A
+threshold above 1 (:data:`NEVER`) switches an exit off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from offramp.bundle.schema.serde import LEFT_OUT, check_numbers, json_key
+from offramp.certify.decision import NEVER
+
+__all__ = ["NEVER", "ActiveExit", "ExitPolicy", "Promise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveExit:
+    """An exit that is in use, and its threshold."""
+
+    exit: int
+    """Index into ``Manifest.exits``."""
+    threshold: float
+    """Least confidence to exit with."""
+
+    def __post_init__(self) -> None:
+        if self.exit < 0:
+            raise ValueError(f"exit {self.exit} is not an index; exits count from 0")
+        if not 0.0 <= self.threshold <= NEVER:
+            raise ValueError(
+                f"threshold {self.threshold} of exit {self.exit} is not in [0, {NEVER}]"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """The certificate of a policy, found by Learn then Test (Angelopoulos et al. 2021).
+
+    With probability ``confidence_level`` over the certify split, disagreement on unseen data drawn
+    like it stays within ``max_disagreement``.
+    """
+
+    max_disagreement: float
+    confidence_level: float = json_key("confidence")
+    certify_samples: int
+    certify_errors: int
+    """Samples of the certify split that the policy answered unlike the source model."""
+    p_value: float
+    """P(Binomial(certify_samples, max_disagreement) ≤ certify_errors)."""
+    predicted_savings: float
+    """Share of the source model's time saved on the certify split, from profiled times."""
+    max_class_disagreement: float | None = field(default=None, metadata=LEFT_OUT)
+    """Bound that holds for each class of the model's with enough certify samples, by itself; see
+    :mod:`offramp.bundle.class_losses`."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
+        check_numbers(self, "certify_samples", least=1)
+        check_numbers(self, "certify_errors", least=0, most=self.certify_samples)
+        check_numbers(self, "p_value", least=0, most=1)
+        check_numbers(self, "predicted_savings", most=1)
+        if self.max_class_disagreement is not None:
+            check_numbers(self, "max_class_disagreement", above=0, below=1)
+
+    def covers(self, max_disagreement: float, confidence_level: float) -> bool:
+        """Whether what was certified is what is asked for, or more."""
+        within = self.max_disagreement <= max_disagreement
+        return within and self.confidence_level >= confidence_level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitPolicy:
+    """An exit policy: versioned, never changed, and swapped whole."""
+
+    version: int
+    active: tuple[ActiveExit, ...]
+    """In depth order; empty is the unmodified model."""
+    promise: Promise | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "version", least=0)
+        exits = [a.exit for a in self.active]
+        if exits != sorted(set(exits)):
+            raise ValueError(f"active exits {exits} must rise")

@@ -1,0 +1,306 @@
+"""Trade-offs of exits and subnets: what a model's time and its answers come to, way by way.
+
+A model can be made faster by exits (Apparate 3, E3 2), by subnets (SuperServe 3), or by both: every
+subnet with exits of its own. Here all three are judged by the same records and profiles, so that
+they can be compared: *counted* are answers, on recorded samples; *predicted* is time, put together
+of profiled parts. Neither paper has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Manifest, Profile
+from offramp.bundle.records import CERTIFY, TUNE
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.selection import Candidates
+from offramp.certify import MODEL_END, tuning_path, walk
+from offramp.engine.control.costs import CostModel
+
+Way: TypeAlias = Literal["exits", "subnets", "both", "handing-on"]
+WAYS: Final[tuple[Way, ...]] = ("exits", "subnets", "both", "handing-on")
+"""The full model's exits; subnets to their own ends; the full model and every subnet, each with
+exits of its own; and subnets with exits of which the last one, the subnet's own answer, hands what
+it is not sure of on to the full model."""
+BOUNDS: Final = (0.002, 0.01, 0.05)
+"""Disagreements for which sets of exits are chosen."""
+_CONFIDENCE_LEVEL: Final = 0.95
+_LEVELS: Final = 60
+"""Of a path of thresholds that are judged."""
+_ALIKE: Final = 0.99
+"""Share of the answers that are equal at least, where the samples are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeOff:
+    """A variant of a model with thresholds, and an exit beyond which nothing runs."""
+
+    variant: int
+    """0 is the full model."""
+    active: tuple[ActiveExit, ...]
+    """The exits in use, in depth order; at ``deepest`` all that is left leaves, by threshold 0."""
+    deepest: int
+    """The exit that ends it; ``MODEL_END`` where the full model does."""
+    cost: float
+    """Mean time of a sample over the full model's: predicted from profiled parts."""
+    agreement: float
+    """Share of the samples that are answered like the full model: counted."""
+    accuracy: float | None
+    """Share answered like their labels: counted; ``None`` without labels."""
+    early: float
+    """Share that leaves before the last exit or end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedVariant:
+    """A variant of a model: what its exits said of the tuning split, and what its parts take."""
+
+    variant: int
+    name: str
+    tune: ExitRecords
+    """Thresholds come from it alone."""
+    cost: CostModel
+    """At the batch size that time is predicted for."""
+    in_use: tuple[int, ...] = ()
+    """The exits that its policy has."""
+
+    @classmethod
+    def kept_by(cls, bundle: Bundle, batch_size: int) -> RecordedVariant:
+        """Read what a bundle, or what it shows as one of its variants, keeps of its tuning split.
+
+        ValueError if the batch size was not profiled.
+        """
+        tune, profile = ExitRecords.kept_by(bundle, TUNE), bundle.profile()
+        found = cls.of(bundle.manifest, bundle.policy, profile, tune, batch_size=batch_size)
+        return replace(found, variant=bundle.number)
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        policy: ExitPolicy,
+        profile: Profile,
+        tune: ExitRecords,
+        *,
+        batch_size: int | None = None,
+    ) -> RecordedVariant:
+        """Describe the full model by the parts of a bundle; the batch size as it predicts savings.
+
+        ValueError if that was not profiled.
+        """
+        size = batch_size or manifest.calibration.reference_batch_size
+        return cls(
+            variant=0,
+            name=manifest.subnet or "full model",
+            tune=tune,
+            cost=CostModel.of(manifest, profile, size),
+            in_use=tuple(active.exit for active in policy.active),
+        )
+
+    @property
+    def end(self) -> int:
+        """The exit that ends it: a subnet's own answer is its last, the full model has none."""
+        return self.cost.exits - 1 if self.variant else MODEL_END
+
+    @property
+    def own_exits(self) -> int:
+        """Number of exits before its end."""
+        return self.cost.exits - (1 if self.variant else 0)
+
+    def exit_sets(self, bounds: Sequence[float] = BOUNDS) -> tuple[tuple[int, ...], ...]:
+        """Give sets of exits worth trying: those in use, each alone, the best within each bound.
+
+        By the tuning split, and compared with the variant's own end: an exit that errs where that
+        errs too costs no agreement.
+        """
+        count, tune = self.own_exits, self.tune
+        sets = {tuple(e for e in self.in_use if e < count), *((e,) for e in range(count))}
+        if count and len(tune.final_prediction):
+            agrees = tune.agrees
+            if self.variant:
+                agrees = agrees | ~agrees[self.end]
+            for bound in bounds:
+                found = Candidates(
+                    tune.confidence[:count],
+                    agrees[:count],
+                    max_disagreement=bound,
+                    confidence_level=_CONFIDENCE_LEVEL,
+                )
+                sets.add(found.choose(self._alone()))
+        return tuple(sorted(sets))
+
+    def judge(self, active: Sequence[ActiveExit], deepest: int, judged: ExitRecords) -> TradeOff:
+        """Count what thresholds do on some records, where all that is left leaves at ``deepest``.
+
+        That is an exit behind those of ``active``, or ``MODEL_END``.
+        """
+        levels = np.array([[a.threshold for a in active]], np.float64).reshape(1, len(active))
+        (found,) = self._judge([a.exit for a in active], levels, deepest, judged)
+        return found
+
+    def along_paths(
+        self, judged: ExitRecords, *, sets: Sequence[tuple[int, ...]], deepest: int | None = None
+    ) -> Iterator[TradeOff]:
+        """Judge levels of the tuning split's paths of some sets of exits.
+
+        Each exit of a set, and the variant's end, is tried as the deepest one; or ``deepest`` alone
+        behind all of them.
+        """
+        for exits in sets:
+            path = np.empty((1, 0))
+            if exits:
+                rows = list(exits)
+                path = tuning_path(self.tune.confidence[rows], self.tune.agrees[rows])
+                path = path[np.unique(np.linspace(0, len(path) - 1, _LEVELS).round().astype(int))]
+            if deepest is not None:
+                yield from self._judge(exits, path, deepest, judged)
+                continue
+            for depth, last in enumerate((*exits, self.end)):
+                before = path[:, :depth] if depth else path[:1, :0]
+                yield from self._judge(exits[:depth], before, last, judged)
+
+    def _alone(self) -> CostModel:
+        """What parts take if the variant were all that there is."""
+        cost, count = self.cost, self.own_exits
+        if not self.variant:
+            return cost
+        return replace(
+            cost,
+            source_ms=cost.front_ms,
+            segments_ms=cost.segments_ms[: cost.source_begins],
+            stages_ms=cost.stages_ms[:count],
+            after_segment=cost.after_segment[:count],
+            exits_ms=cost.exits_ms[:count],
+            source_begins=0,
+        )
+
+    def _judge(
+        self,
+        exits: Sequence[int],
+        levels: NDArray[np.float64],
+        deepest: int,
+        judged: ExitRecords,
+    ) -> Iterator[TradeOff]:
+        """Judge thresholds [levels, exits] of which none rises."""
+        rows, samples = [*exits, deepest], len(judged.final_prediction)
+        if not samples:
+            return
+        whole = deepest == MODEL_END
+        said = [judged.prediction[e] for e in exits]
+        said.append(judged.final_prediction if whole else judged.prediction[deepest])
+        confidence = [judged.confidence[e] for e in exits]
+        confidence.append(np.ones(samples, np.float32))  # at the deepest all are sure enough
+        path = np.hstack([levels, np.zeros((len(levels), 1))])
+        answers, sure = np.array(said), np.array(confidence)
+        walked = walk(path, sure, answers == judged.final_prediction)
+        wrong = None
+        if judged.labels is not None:
+            wrong = walk(path, sure, answers == judged.labels).errors / samples
+        times = self.cost.latency_ms(list(exits) if whole else rows)
+        shares = walked.counts[:, : len(rows)] / samples
+        costs = shares @ times[: len(rows)] / self.cost.source_ms
+        for level, thresholds in enumerate(levels.tolist()):
+            active = [
+                ActiveExit(exit=e, threshold=t) for e, t in zip(exits, thresholds, strict=True)
+            ]
+            if not whole:
+                active.append(ActiveExit(exit=deepest, threshold=0.0))
+            yield TradeOff(
+                variant=self.variant,
+                active=tuple(active),
+                deepest=deepest,
+                cost=float(costs[level]),
+                agreement=1 - float(walked.errors[level]) / samples,
+                accuracy=None if wrong is None else 1 - float(wrong[level]),
+                early=1 - float(shares[level, -1]),
+            )
+
+
+Judged: TypeAlias = Sequence[tuple[RecordedVariant, ExitRecords]]
+"""Variants, the full model first, and the records of each that trade-offs are counted on."""
+
+
+Worth: TypeAlias = Callable[[TradeOff], float]
+"""How well a trade-off answers."""
+
+
+def same_samples(judged: Judged) -> bool:
+    """Whether all were recorded on the same samples: what the full model says of them tells.
+
+    Where sums were rounded otherwise it may say something else of a few.
+    """
+    (_, first), *others = judged
+    said = first.final_prediction
+    return all(
+        len(records.final_prediction) == len(said)
+        and float((records.final_prediction == said).mean()) >= _ALIKE
+        for _, records in others
+    )
+
+
+def trade_offs(judged: Judged, way: Way) -> list[TradeOff]:
+    """Judge all that a way offers; the full model as it is belongs to each.
+
+    ValueError if the full model is not the first.
+    """
+    (full, of_full), *_ = judged
+    if full.variant:
+        raise ValueError(f"the first is variant {full.variant}, expected the full model, 0")
+    found = [full.judge((), MODEL_END, of_full)] if len(of_full.final_prediction) else []
+    for variant, records in judged:
+        if way == "exits" and variant.variant:
+            continue
+        if way == "subnets":
+            found += variant.along_paths(records, sets=[()])
+        elif way == "handing-on" and variant.variant:
+            with_own = [(*exits, variant.end) for exits in variant.exit_sets()]
+            found += variant.along_paths(records, sets=with_own, deepest=MODEL_END)
+        elif way != "handing-on":
+            found += variant.along_paths(records, sets=variant.exit_sets())
+    return found
+
+
+def agreement_worth(point: TradeOff) -> float:
+    """How well a trade-off answers, by agreement."""
+    return point.agreement
+
+
+def accuracy_worth(point: TradeOff) -> float:
+    """How well a trade-off answers, by accuracy; by agreement where there are no labels."""
+    return point.agreement if point.accuracy is None else point.accuracy
+
+
+def front_of(points: Iterable[TradeOff], worth: Worth = agreement_worth) -> tuple[TradeOff, ...]:
+    """Give what no other point dominates: the cheapest first, each worth more than those before."""
+    front: list[TradeOff] = []
+    for point in sorted(points, key=lambda p: (p.cost, -worth(p), p.variant, len(p.active))):
+        if not front or worth(point) > worth(front[-1]):
+            front.append(point)
+    return tuple(front)
+
+
+def cheapest_at(
+    points: Iterable[TradeOff], level: float, worth: Worth = agreement_worth
+) -> TradeOff | None:
+    """Find the point of least time that is worth a level; ``None`` if none is."""
+    reaching = (p for p in points if worth(p) >= level - 1e-12)
+    return min(reaching, key=lambda p: (p.cost, -worth(p)), default=None)
+
+
+def kept_variants(
+    bundle: Bundle, batch_size: int | None = None
+) -> list[tuple[RecordedVariant, ExitRecords]]:
+    """Read a bundle's variants, the full model first, each with its records of the certify split.
+
+    The batch size is the one that the bundle's savings are predicted at, unless given.
+    """
+    size = batch_size or bundle.manifest.calibration.reference_batch_size
+    return [
+        (RecordedVariant.kept_by(shown, size), ExitRecords.kept_by(shown, CERTIFY))
+        for shown in bundle.variants()
+    ]

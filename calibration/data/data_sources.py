@@ -1,0 +1,167 @@
+"""Sources of samples: what every kind of data has in common, and the two kinds of numpy files.
+
+Other kinds, such as folders of images and tables, are in :mod:`offramp.compiler.data`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Final, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+from offramp.bundle import TensorSpec
+from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.scratch import ScratchError, ScratchSpace
+
+HELD_BYTES: Final = 2**26
+"""Most bytes of arrays that are held in memory; larger ones stay on the disk."""
+_HASHED_BYTES: Final = 2**20
+
+ArraysAndHash: TypeAlias = tuple[dict[str, NDArray[Any]], str]
+"""Arrays by name, and the sha256 of all that was read."""
+
+
+class DataSource(Protocol):
+    """Samples of any kind, which become arrays for the inputs of a model.
+
+    Implementations stream: they hold a few batches in memory, and write large arrays into files
+    without a name in the scratch folder. They need not check names, dtypes and shapes against the
+    model: :func:`offramp.calibration.data.dataset.read_dataset` does so.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the data in messages, such as the path that was given."""
+
+    def load(
+        self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
+    ) -> ArraysAndHash:
+        """Return the arrays by name, each with first dimension n, and the sha256 of the content.
+
+        Args:
+            specs: The inputs that the model reads, in its order.
+            scratch: Where large arrays go; they are returned as mapped files then.
+            keys: Names of arrays that are wanted besides inputs and labels, such as the key of
+                ``--group``. A source without such arrays leaves them out.
+
+        Labels are in the array ``label``, where the source has any. The same content always has
+        the same hash. DataError where something cannot be read; the message names file and row.
+        """
+
+
+def data_name(data: Path | DataSource) -> str:
+    """Return the name of data for messages."""
+    return str(data) if isinstance(data, Path) else data.name
+
+
+def numpy_source(path: Path) -> DataSource:
+    """Return the source for numpy's own files: a folder of npy files, or an npz file."""
+    return NpyFolderSource(path) if path.is_dir() else NpzSource(path)
+
+
+@dataclass(frozen=True, slots=True)
+class NpzSource:
+    """An npz file with an array for each input; ``label`` or ``labels`` holds the classes.
+
+    An npy file is the one array that it holds, by the name of the file.
+    """
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The path as it was given."""
+        return str(self.path)
+
+    def load(
+        self,
+        specs: Sequence[TensorSpec],  # noqa: ARG002 - all arrays of the file are returned
+        scratch: ScratchSpace,
+        *,
+        keys: Collection[str] = (),  # noqa: ARG002
+    ) -> ArraysAndHash:
+        """Map the arrays, where they are large; what is compressed is unpacked into scratch."""
+        try:
+            with open_regular(self.path) as file:
+                single = file.read(6) == b"\x93NUMPY"
+                arrays = (
+                    {self.path.stem: map_npy(self.path)} if single else self._arrays(file, scratch)
+                )
+                file.seek(0)
+                return arrays, _hash(file)
+        except FileNotFoundError as error:
+            raise DataError(f"{self.path}: no such file") from error
+        except (OSError, NpzError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(
+                f"{self.path} is not an npz file of plain arrays ({reason}); "
+                "write one with numpy.savez_compressed(path, INPUT=array, label=classes)"
+            ) from error
+
+    def _arrays(self, file: IO[bytes], scratch: ScratchSpace) -> dict[str, NDArray[Any]]:
+        takes = measure_npz(file)
+        if takes.arrays <= HELD_BYTES:
+            return read_npz(file, max_bytes=HELD_BYTES)
+        if not takes.packed:
+            return map_npz(file, None)
+        what = f"the unpacked arrays of {self.path}"
+        remedy = "save it with numpy.savez, uncompressed: then it is read in place"
+        try:
+            unpacked = scratch.unnamed_file(takes.packed, what, remedy)
+        except ScratchError as error:
+            raise DataError(str(error)) from error
+        with unpacked:  # what is mapped stays
+            return map_npz(file, unpacked)
+
+
+@dataclass(frozen=True, slots=True)
+class NpyFolderSource:
+    """A folder where ``NAME.npy`` is the array of the input ``NAME``."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The path as it was given."""
+        return str(self.path)
+
+    def load(
+        self,
+        specs: Sequence[TensorSpec],  # noqa: ARG002 - all arrays of the folder are returned
+        scratch: ScratchSpace,  # noqa: ARG002 - the files themselves are mapped
+        *,
+        keys: Collection[str] = (),  # noqa: ARG002
+    ) -> ArraysAndHash:
+        """Map the arrays of the folder, and hash them with their names."""
+        arrays: dict[str, NDArray[Any]] = {}
+        digest = hashlib.sha256()
+        for file in sorted(self.path.rglob("*.npy")):
+            name = file.relative_to(self.path).with_suffix("").as_posix()
+            try:
+                arrays[name] = map_npy(file)
+                with open_regular(file) as opened:
+                    of_file = _hash(opened)
+            except (OSError, NpzError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise DataError(
+                    f"{file} is not a file of a plain array ({reason}); write it with numpy.save"
+                ) from error
+            digest.update(f"{name} {of_file}\n".encode())
+        if not arrays:
+            raise DataError(
+                f"{self.path} is a folder without .npy files; put one there for each input, named "
+                "after it, such as image.npy, or give an npz file"
+            )
+        return arrays, digest.hexdigest()
+
+
+def _hash(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    for chunk in iter(lambda: file.read(_HASHED_BYTES), b""):
+        digest.update(chunk)
+    return digest.hexdigest()

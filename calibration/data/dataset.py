@@ -1,0 +1,329 @@
+"""Data sets: one array for each model input, and labels where there are any.
+
+Large arrays stay on the disk, and are read as far as is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer, Manifest, TensorSpec, UnreadInput
+from offramp.bundle.mapped import copy_rows
+from offramp.bundle.schema.manifest import declared_inputs
+from offramp.calibration.data.data_sources import DataSource, numpy_source
+from offramp.calibration.data.errors import DataError as DataError  # noqa: PLC0414 - exported again
+from offramp.calibration.data.groups import Groups
+from offramp.calibration.data.key import GroupKey, group_hint
+from offramp.calibration.data.scratch import ScratchSpace
+from offramp.certify.splits import split_sizes
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.common.validation import check_tensors
+
+_log = logging.getLogger(__name__)
+
+LABEL_KEYS = ("label", "labels")
+"""Names under which an npz may hold the true classes, int [n]."""
+_BLOCK_BYTES: Final = 2**24
+"""Bytes of an array that are checked at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TakenInputs(Mapping[str, NDArray[Any]]):
+    """The inputs of some samples of a data set, which stay where they are.
+
+    An input is copied when it is asked for as a whole; :meth:`Dataset.take` copies what it gives.
+    """
+
+    whole: Mapping[str, NDArray[Any]]
+    """The inputs of all samples."""
+    rows: NDArray[np.intp]
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return copy_rows(self.whole[name], self.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Samples in the format that the model takes, with their labels where there are any."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    """By input name, first dimension n; arrays in mapped files, where the data are large."""
+    labels: NDArray[np.int64] | None
+    """[n], only for reporting accuracy."""
+    sha256: str
+    """Hash of the file, or of all that are in a folder, for the manifest."""
+    group: NDArray[np.int64] | None = None
+    """[n]: numbers of what the user says belongs together; ``None`` where nothing was said."""
+    copies: NDArray[np.int64] | None = None
+    """[n]: rows of the file that each sample stands for, itself included; ``None`` is one each."""
+    taken: NDArray[np.intp] | None = None
+    """[n]: the samples of the file that these are; ``None`` is all of them."""
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """The place of each sample in the file, [n], for messages."""
+        return np.arange(len(self)) if self.taken is None else self.taken
+
+    def __len__(self) -> int:
+        if isinstance(self.inputs, TakenInputs):
+            return len(self.inputs.rows)
+        return len(next(iter(self.inputs.values())))
+
+    def subset(self, rows: NDArray[np.intp]) -> Dataset:
+        """Give some samples as a data set (of the same file), without copying their inputs."""
+        labels = None if self.labels is None else self.labels[rows]
+        group = None if self.group is None else self.group[rows]
+        copies = None if self.copies is None else self.copies[rows]
+        inputs = TakenInputs(whole=self.inputs, rows=rows)
+        if isinstance(self.inputs, TakenInputs):
+            inputs = TakenInputs(whole=self.inputs.whole, rows=self.inputs.rows[rows])
+        return replace(
+            self, inputs=inputs, labels=labels, group=group, copies=copies, taken=self.rows[rows]
+        )
+
+    def distinct(self, rows: NDArray[np.intp], groups: Groups) -> Dataset:
+        """Return some rows as distinct samples, each for all rows of its group."""
+        return replace(self.subset(rows), copies=groups.copies(rows))
+
+    def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
+        """Give the inputs of some samples."""
+        return {name: self.column(name, rows) for name in self.inputs}
+
+    def column(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
+        """Give one input of some samples."""
+        if isinstance(self.inputs, TakenInputs):
+            return copy_rows(self.inputs.whole[name], self.inputs.rows[rows])
+        return copy_rows(self.inputs[name], rows)
+
+    def not_finite(self) -> NDArray[np.intp]:
+        """Return the samples, [k], that hold NaN or infinity in an input."""
+        found = np.zeros(len(self), np.bool_)
+        for name in self.inputs:
+            one = self.column(name, slice(1))
+            if one.dtype.kind != "f" or not one.size:
+                continue
+            size = max(1, _BLOCK_BYTES // one.nbytes)
+            for start in range(0, len(self), size):
+                rows = slice(start, min(start + size, len(self)))
+                finite = np.isfinite(self.column(name, rows))
+                found[rows] |= ~finite.reshape(len(finite), -1).all(axis=1)
+        return np.flatnonzero(found)
+
+    def batches(self, size: int = 64) -> Iterator[dict[str, NDArray[Any]]]:
+        """Give the inputs of all samples, so many at a time."""
+        for start in range(0, len(self), size):
+            yield self.take(slice(start, start + size))
+
+
+def read_dataset(
+    source: Path | DataSource,
+    specs: Sequence[TensorSpec],
+    *,
+    unread: Sequence[UnreadInput] = (),
+    answer: Answer | None = None,
+    group: GroupKey | None = None,
+    scratch: ScratchSpace | None = None,
+) -> Dataset:
+    """Read samples from a source, and check them against the model's inputs.
+
+    A path is that of an npz file, or of a folder of npy files; other kinds are
+    :mod:`offramp.compiler.data`'s. Large data are not read into memory, but mapped: the files must
+    stay as they are until all is done. What has to be converted or unpacked is written into a file
+    without a name in ``scratch`` (``None``: the system's folder for temporary files).
+
+    The array ``label`` or ``labels`` holds the classes. Of models with other answers than classes
+    (``answer``) labels are sets of labels [n, labels], or are left aside. The data may hold the
+    inputs that nothing reads (``unread``): they are checked, then left aside. The array that
+    ``group`` names is no input: rows with equal values in it are one group.
+
+    A ``DataError`` where the source cannot be read, an array's name, dtype or shape is not what the
+    model takes, or arrays have different lengths. Values may be NaN or infinite: whether the model
+    answers such samples is seen when it runs (:func:`.data.running.check_unusual`).
+    """
+    source = numpy_source(source) if isinstance(source, Path) else source
+    keys = () if group is None else (group.key,)
+    arrays, digest = source.load(specs, scratch or ScratchSpace(), keys=keys)
+    name = source.name
+    names = {spec.name for spec in specs}
+    found = [key for key in LABEL_KEYS if key in arrays and key not in names]
+    if len(found) > 1:
+        raise DataError(f"{name}: has both {' and '.join(found)}; keep one of them")
+    labels = arrays.pop(found[0]) if found else None
+    aside = frozenset(each.spec.name for each in unread)
+    try:
+        groups = None if group is None else group.take(arrays, names)
+    except ValueError as error:
+        raise DataError(f"{name}: {error}") from error
+    rename = _only_input(specs, arrays)
+    if rename and len(arrays) == 1:
+        arrays = {specs[0].name: arrays[rename]}
+    if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
+        hint = group_hint(arrays, names | aside)
+        if rename and len(arrays) > 1:
+            hint = f"; {rename!r} would fit: save it as {specs[0].name!r}, alone or with labels"
+        raise DataError(f"{name}: {wrong}{hint}")
+    arrays = {key: array for key, array in arrays.items() if key not in aside}
+    if labels is not None and labels.ndim == 0:
+        raise DataError(f"{name}: labels are one number, expected one for each sample")
+    _check_lengths(name, arrays, labels)
+    truth = None if labels is None else _codes_of(name, labels, answer)
+    return Dataset(inputs=arrays, labels=truth, group=groups, sha256=digest)
+
+
+def _only_input(specs: Sequence[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Return the name of the array that alone fits a model's only input, which has no array."""
+    if len(specs) != 1 or specs[0].name in arrays:
+        return ""
+    fitting = [n for n, a in arrays.items() if check_tensors(specs, {specs[0].name: a}) is None]
+    return fitting[0] if len(fitting) == 1 else ""
+
+
+def _check_lengths(
+    where: str, arrays: Mapping[str, NDArray[Any]], labels: NDArray[Any] | None
+) -> None:
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if labels is not None:
+        lengths["label"] = len(labels)
+    if len(set(lengths.values())) != 1:
+        raise DataError(f"{where}: arrays differ in length: {lengths}; every sample needs all")
+
+
+def read_samples(
+    source: Path | DataSource, manifest: Manifest, *, group: str | None = None
+) -> Dataset:
+    """Read samples for the model of a bundle, as :func:`read_dataset` does.
+
+    Where no ``group`` is named, it is the one of the compilation, if the data have it.
+    """
+    known, asked = manifest.calibration.distinct, None
+    if group is not None:
+        asked = GroupKey(key=group)
+    elif known is not None and known.key is not None:
+        asked = GroupKey(key=known.key, needed=False)
+    return read_dataset(
+        source, manifest.inputs, unread=manifest.unread, answer=manifest.answer, group=asked
+    )
+
+
+def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArray[np.int64] | None:
+    """Give labels as codes of answers, [n]; ``None`` where they are none of one class or label."""
+    kind = "classification" if answer is None else answer.task.kind
+    found = f"{where}: labels are {labels.dtype} {list(labels.shape)}"
+    if kind == "classification":
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise DataError(
+                f"{found}, expected classes as integers [n]; bring them into that form, or leave "
+                "them out: exits learn without"
+            )
+        if (
+            answer is not None
+            and len(labels)
+            and not 0 <= labels.min() <= labels.max() < answer.classes
+        ):
+            _log.warning(
+                "%s: labels go from %d to %d, the model's classes from 0 to %d: samples with other "
+                "labels count as wrong.",
+                where, labels.min(), labels.max(), answer.classes - 1,
+            )  # fmt: skip
+        return np.array(labels, np.int64)
+    if kind == "multi-label" and answer is not None:
+        if answer.flat and labels.ndim == 1:
+            labels = labels[:, None]
+        if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
+            raise DataError(
+                f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; leave "
+                "them out where there are none"
+            )
+        if len(labels) and not 0 <= labels.min() <= labels.max() <= 1:
+            raise DataError(
+                f"{where}: labels go from {labels.min()} to {labels.max()}, expected 0 or 1 each; "
+                "leave them out where there are none"
+            )
+        return agreement_of(answer).codes(np.asarray(labels) != 0).astype(np.int64)
+    _log.info("%s, and are left aside: accuracy is reported of classes and labels alone.", found)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSplit:
+    """The training, tuning and certify splits of a data set; every group is in one of them."""
+
+    train: Dataset
+    """Trains the heads; all rows of its groups."""
+    tune: Dataset
+    """Chooses heads, active exits, and the path of policies; one row for each group."""
+    certify: Dataset
+    """Finds how far along the path the promise holds; nothing else ever sees it. One row for each
+    group: the promise is about distinct samples, as many as there are."""
+    groups: Groups
+    """Groups of all rows."""
+
+    def distinct_train(self) -> Dataset:
+        """Return one row for each group of the training split."""
+        return self.train.subset(np.flatnonzero(self.groups.represents[self.train.rows]))
+
+
+def split(
+    dataset: Dataset, *, certify_at_least: int, seed: int, groups: Groups | None = None
+) -> DataSplit:
+    """Split a data set at random, by groups (default: each row is one).
+
+    ``certify_at_least`` are the samples without which not even a policy that never errs can be
+    certified (:func:`offramp.certify.learn_then_test.samples_needed`); a ``DataError`` says how
+    many samples are needed where there are too few.
+    """
+    groups = groups or Groups.singletons(len(dataset))
+    samples = len(groups)
+    sizes = split_sizes(samples, certify_at_least)
+    if sizes is None:
+        needed = next(n for n in itertools.count(samples + 1) if split_sizes(n, certify_at_least))
+        raise DataError(_too_few(groups, needed, certify_at_least))
+    return part(dataset, groups, sizes, seed=seed)
+
+
+def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int) -> DataSplit:
+    """Split a data set at random into so many groups to train and to tune with; others certify.
+
+    The same data, groups, sizes and seed give the same parts.
+    """
+    order = groups.shuffled(seed)
+    train, tune, certify = (np.sort(rows) for rows in np.split(order, np.cumsum(sizes)))
+    return DataSplit(
+        train=dataset.subset(groups.apart(groups.members(groups.number[train]), order[sizes[0] :])),
+        tune=dataset.distinct(tune, groups),
+        certify=dataset.distinct(certify, groups),
+        groups=groups,
+    )
+
+
+def _too_few(groups: Groups, needed: int, certify_at_least: int) -> str:
+    """Say that there are too few samples, and what helps."""
+    found, remedy = f"{len(groups)} calibration samples are too few", ""
+    if groups.joins:
+        found = (
+            f"{len(groups)} distinct calibration samples are too few ({groups.rows} rows, of which "
+            f"{'; '.join(groups.found)}, so that they are no evidence of their own)"
+        )
+        remedy = (
+            ". If rows that are nearly the same, overlap or resemble each other are independent "
+            "samples all the same, add --copies-within 0"
+        )
+    return (
+        f"{found}: the promise alone needs {certify_at_least}, and heads must be trained on "
+        f"others; give at least {needed} (10,000 serve well), or relax --max-disagreement or "
+        f"--confidence{remedy}"
+    )

@@ -1,0 +1,1 @@
+"""Heads: families of them, features that they read, training by self-distillation."""

@@ -1,0 +1,208 @@
+"""What heads learn for each task: their targets, their loss, and how their scores are read.
+
+Targets are the source model's own answers (self-distillation), so no labels are needed. A head has
+one score for each class or label; that of a regression has one more, by which it learns whether it
+is near enough: an answer of values says nothing of how sure it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from offramp.bundle import Answer
+from offramp.engine.answers.agreement import HALF, agreement_of
+from offramp.engine.answers.certainty import statistics_of
+
+FloatArray = NDArray[np.float32]
+
+
+class ReadScores(NamedTuple):
+    """The scores of a head, as answers to n samples."""
+
+    principal: FloatArray
+    """[n, principal values], from 0 to 1."""
+    said: NDArray[np.generic]
+    """[n, …]: what the answers are compared by."""
+    statistics: FloatArray | None = None
+    """[n, 3], of one class of several: what criteria are made of."""
+
+
+class Objective(ABC):
+    """What heads of a task learn from the source model's answers [n, …]."""
+
+    def __init__(self, answer: Answer, answers: FloatArray) -> None:
+        """Take the model's answers to the training samples, which may set scales."""
+        self.answer = answer
+        self.scores = answers.shape[1]
+        """Scores that a head gives."""
+
+    @abstractmethod
+    def targets(self, answers: FloatArray) -> Tensor:
+        """Give what a head learns of answers, [n, …]."""
+
+    def judged_by(self, answers: FloatArray) -> Tensor:
+        """Give what a head's epochs are judged by, [n, …]."""
+        return self.targets(answers)
+
+    @abstractmethod
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Give the mean loss of scores [n, scores]."""
+
+    @abstractmethod
+    def read(self, scores: Tensor) -> ReadScores:
+        """Read scores [n, scores] as answers."""
+
+    def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
+        """Give a head's weights as they are served: what it learned in, it may not answer in."""
+        return weights
+
+
+class ClassObjective(Objective):
+    """One class of several: the probabilities are learned, and epochs judged by the class.
+
+    A class that the model rules out for every training sample, by a mask before its activation, is
+    ruled out at exits too: its bias is -infinity.
+    """
+
+    def __init__(self, answer: Answer, answers: FloatArray) -> None:
+        """Find the classes that the model never gives any probability."""
+        super().__init__(answer, answers)
+        never = 0.0 if answer.form == "probabilities" else -np.inf
+        self._ruled_out: NDArray[np.bool_] = (answers == never).all(axis=0)
+
+    def targets(self, answers: FloatArray) -> Tensor:
+        """Give probabilities [n, classes]."""
+        if self.answer.form == "probabilities":
+            return torch.from_numpy(answers)
+        shifted = np.exp(answers - answers.max(axis=1, keepdims=True))
+        return torch.from_numpy(shifted / shifted.sum(axis=1, keepdims=True))
+
+    def judged_by(self, answers: FloatArray) -> Tensor:
+        """Give classes [n]."""
+        return torch.from_numpy(answers.argmax(axis=1))
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Give the cross entropy."""
+        return functional.cross_entropy(scores, targets)
+
+    def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
+        """Rule classes out that the model never gives."""
+        bias = np.where(self._ruled_out, np.float32(-np.inf), weights["bias"])
+        return weights | {"bias": bias}
+
+    def read(self, scores: Tensor) -> ReadScores:
+        """Take the largest probability, and its class."""
+        scores = scores.masked_fill(torch.from_numpy(self._ruled_out), -np.inf)
+        confidence, classes = scores.softmax(1).max(1)
+        statistics = statistics_of(scores.numpy(), "logits")
+        return ReadScores(confidence.numpy()[:, None], classes.numpy(), statistics)
+
+
+class LevelObjective(ClassObjective):
+    """One class of several by logits that the model clips or rounds: their level is learned too.
+
+    A cross entropy does not tell logits apart that differ by a constant; clipping does.
+    """
+
+    def __init__(self, answer: Answer, answers: FloatArray) -> None:
+        """Measure the spread of the model's logits."""
+        super().__init__(answer, answers)
+        self._spread = float(answers.std()) or 1.0
+
+    def targets(self, answers: FloatArray) -> Tensor:
+        """Return logits [n, classes]."""
+        return torch.from_numpy(answers)
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross entropy, and the squared error of logits in units of their spread."""
+        if targets.ndim == 1:
+            return functional.cross_entropy(scores, targets)
+        apart = functional.mse_loss(scores / self._spread, targets / self._spread)
+        return functional.cross_entropy(scores, targets.softmax(1)) + apart
+
+
+class LabelObjective(Objective):
+    """A yes or no for each label."""
+
+    def targets(self, answers: FloatArray) -> Tensor:
+        """Give probabilities [n, labels]."""
+        given = torch.from_numpy(answers)
+        return given if self.answer.form == "probabilities" else given.sigmoid()
+
+    def judged_by(self, answers: FloatArray) -> Tensor:
+        """Give decisions [n, labels], 0 or 1."""
+        return (self.targets(answers) >= HALF).float()
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Give the binary cross entropy of all labels."""
+        return functional.binary_cross_entropy_with_logits(scores, targets)
+
+    def read(self, scores: Tensor) -> ReadScores:
+        """Take the probability of each decision."""
+        chance = scores.sigmoid()
+        return ReadScores(torch.maximum(chance, 1 - chance).numpy(), (scores >= 0).numpy())
+
+
+class ValueObjective(Objective):
+    """Values, learned in units of their spread, and a score of being near enough."""
+
+    def __init__(self, answer: Answer, answers: FloatArray) -> None:
+        """Measure mean and spread of every value."""
+        super().__init__(answer, answers)
+        self.scores += 1
+        self._mean = answers.mean(axis=0)
+        spread = answers.std(axis=0)
+        self._spread = np.where(spread > 0, spread, 1).astype(np.float32)
+        self._within = torch.from_numpy(answer.task.within / self._spread).float()
+
+    def targets(self, answers: FloatArray) -> Tensor:
+        """Give values in units of their spread, [n, values]."""
+        return torch.from_numpy((answers - self._mean) / self._spread)
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Give the squared error, and the cross entropy of knowing whether it is small enough."""
+        values, sure = scores[:, :-1], scores[:, -1]
+        near = ((values.detach() - targets).abs() <= self._within).all(1).float()
+        knows = functional.binary_cross_entropy_with_logits(sure, near)
+        return functional.mse_loss(values, targets) + knows
+
+    def read(self, scores: Tensor) -> ReadScores:
+        """Take the probability of being near enough."""
+        values = scores[:, :-1].numpy() * self._spread + self._mean
+        return ReadScores(scores[:, -1:].sigmoid().numpy(), values.astype(np.float32))
+
+    def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
+        """Let the last layer give values in their own units."""
+        weight, bias = weights["weight"].copy(), weights["bias"].copy()
+        weight[:, :-1] *= self._spread
+        bias[:-1] = bias[:-1] * self._spread + self._mean
+        return weights | {"weight": weight, "bias": bias}
+
+
+def objective_of(answer: Answer, answers: FloatArray, *, levels: bool = False) -> Objective:
+    """Return what pooled heads learn; ``answers`` [n, …] are the model's to the training samples.
+
+    ``levels`` asks for the level of logits too.
+    """
+    match answer.task.kind:
+        case "classification":
+            return (LevelObjective if levels else ClassObjective)(answer, answers)
+        case "multi-label":
+            return LabelObjective(answer, answers)
+        case "regression":
+            return ValueObjective(answer, answers)
+        case kind:
+            raise ValueError(f"answers of {kind} have places, which no pooled head answers for")
+
+
+def truth_of(answer: Answer, answers: FloatArray) -> NDArray[np.generic]:
+    """Give what the source model's answers are compared by, [n, …]."""
+    return agreement_of(answer).reduce(answers)

@@ -1,0 +1,1 @@
+"""Times of graphs and policies, measured in turns, with intervals."""

@@ -1,0 +1,239 @@
+"""Measure what a policy brings: its stages as they are served, beside the unmodified model.
+
+What is predicted rests on times of parts, and on the assumption that a sample that leaves saves
+its share of the batch. Here nothing is assumed: both run the same batches in turn.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, Answer, ExitPolicy, Measured, MeasuredSize, Ratio
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.measure.paired import (
+    BatchRunner,
+    ComparedSystem,
+    PlainModel,
+    StagedModel,
+    Tensors,
+    measure_in_turn,
+    never_exiting,
+)
+from offramp.certify import MODEL_END, first_exit
+from offramp.engine.answers.agreement import Agreement, agreement_of
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.common.timing import Estimate, MachineLoad, Rounds, clock_of, disturbances
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Plan
+
+MEASURED_BATCH_SIZES = (1, 16)
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The time to spend on measuring at a batch size.
+
+    It is about ``seconds``. A model so large that ``least_rounds`` batches take longer is measured
+    for as long as those take: some 25 passes of it at that size, loading and warm-up included.
+    """
+
+    seconds: float = 1.8
+    rounds: int = 12
+    least_rounds: int = 6
+    """Fewest that give a median an interval of 95 %."""
+
+    def batches(self, seconds_a_batch: float, available: float) -> tuple[int, int]:
+        """Give the rounds to run, and the batches of each.
+
+        ``seconds_a_batch`` counts all that is done with a batch; ``available`` is how many batches
+        the data has.
+        """
+        affordable = int(min(self.seconds / max(seconds_a_batch, 1e-9), available))
+        rounds = min(max(affordable, self.least_rounds), self.rounds)
+        return rounds, max(1, affordable // rounds)
+
+
+class Compared(NamedTuple):
+    """The three systems that are measured on the same batches."""
+
+    source: BatchRunner
+    bundle: BatchRunner
+    nothing_exits: BatchRunner
+    """The bundle, with thresholds that nobody reaches."""
+
+
+def measure_policy(
+    source: bytes,
+    plan: Plan,
+    dataset: Dataset,
+    stage: NDArray[np.int64],
+    *,
+    answer: Answer,
+    threads: int,
+    batch_sizes: Sequence[int] = MEASURED_BATCH_SIZES,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Measured:
+    """Measure a policy on the CPU beside the unmodified model, in a plain session of ONNX Runtime.
+
+    ``plan`` has the policy's stages, run as the engine runs them; ``dataset`` is the certify split,
+    and ``stage`` [samples] says where each of it leaves (:func:`stages_of_samples`). ``progress``
+    is called with 1 after each of the ``batch_sizes``, which rise.
+    """
+    backend = OnnxRuntimeBackend(threads=threads)
+    slot = backend.open_slot()
+    try:
+        compared = Compared(
+            source=PlainModel(source, answer.output, threads),
+            bundle=StagedModel(Pipeline(backend, plan), slot),
+            nothing_exits=StagedModel(Pipeline(backend, never_exiting(plan)), slot),
+        )
+        return measure_runners(
+            compared,
+            dataset,
+            stage,
+            agreement=agreement_of(answer),
+            batch_sizes=batch_sizes,
+            threads=threads,
+            progress=progress,
+        )
+    finally:
+        slot.close()
+
+
+def stages_of_samples(policy: ExitPolicy, records: ExitRecords) -> NDArray[np.int64]:
+    """Find which of the policy's stages answers each sample of some records: int64[samples]."""
+    active = [a for a in policy.active if a.threshold < NEVER]
+    thresholds = np.array([a.threshold for a in active])
+    first = first_exit(records.confidence[[a.exit for a in active]], thresholds)
+    return np.where(first == MODEL_END, len(active), first)
+
+
+def measure_runners(
+    compared: Compared,
+    dataset: Dataset,
+    stage: NDArray[np.int64],
+    *,
+    agreement: Agreement,
+    batch_sizes: Sequence[int],
+    threads: int,
+    budget: Budget | None = None,
+    clock: Clock | None = None,
+    wall_clock: Clock = time.perf_counter,
+    cpu_clock: Clock = time.process_time,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Measured:
+    """Measure whatever answers batches; see :func:`measure_policy`.
+
+    ``clock`` times what is compared; ``None`` is that of so many threads.
+    """
+    clock = clock or clock_of(threads)
+    sizes, rounds, agrees = [], [], []
+    used: set[int] = set()
+    started_s, started_cpu_s = wall_clock(), cpu_clock()
+    for size in batch_sizes:
+        seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), wall_clock)
+        how_many = (budget or Budget()).batches(seconds, len(stage) / size)
+        batches = deal(stage, *how_many, size)
+        # Survivors come in many sizes, and each is slower the first time. Those that occur are
+        # found by running the batches, which costs less than every size that could occur.
+        for rows in batches.reshape(-1, size):
+            collections.deque(compared.bundle.run(dataset.take(rows)), maxlen=0)
+        systems = [
+            ComparedSystem(name, r, agreement, clock) for name, r in compared._asdict().items()
+        ]
+        _run(systems, dataset, batches)
+        used |= set(batches.ravel().tolist())
+        sizes.append(_measured_size(systems, size))
+        rounds.append(_busy(systems))
+        source, bundle = systems[:2]
+        agrees.append(bundle.codes(source) == source.codes(source))
+        progress(1)
+    load = MachineLoad(wall_s=wall_clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    return Measured(
+        device="cpu",
+        threads=threads,
+        samples=len(used),
+        agreement=float(np.concatenate(agrees).mean()),
+        sizes=tuple(sizes),
+        disturbed=disturbances("policy", load, rounds),
+    )
+
+
+def deal(
+    stage: NDArray[np.int64], rounds: int, batches: int, size: int, *, seed: int = 0
+) -> NDArray[np.int64]:
+    """Choose samples for all rounds, such that each round has the mix of the whole split.
+
+    Samples are sorted by where they leave and taken at even distances, so that chance in who is
+    measured does not pass for a difference in time; within a round, batches are random. Samples
+    repeat where there are too few. Given are rows of the split, int64[rounds, batches, size].
+    """
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(len(stage))
+    ordered = shuffled[np.argsort(stage[shuffled], kind="stable")]
+    wanted = rounds * batches * size
+    picked = ordered[((np.arange(wanted) + 0.5) * len(stage) / wanted).astype(np.int64)]
+    each = [rng.permutation(picked[round_::rounds]) for round_ in range(rounds)]
+    return np.stack(each).reshape(rounds, batches, size)
+
+
+def _warm_up(compared: Compared, first: Tensors, clock: Clock) -> float:
+    """Warm up at a batch size; gives about how many seconds all that is done to a batch takes."""
+    seconds = 0.0
+    for runner in (compared.source, compared.nothing_exits):
+        runner.warm_up(first)
+        started = clock()
+        collections.deque(runner.run(first), maxlen=0)
+        seconds += clock() - started
+    return 1.5 * seconds  # the bundle takes less than the model does, but runs twice
+
+
+def _run(systems: Sequence[ComparedSystem], dataset: Dataset, batches: NDArray[np.int64]) -> None:
+    """Have all systems answer all batches, int64[rounds, batches, size]."""
+    turns = itertools.count()
+    for of_round in batches:
+        for system in systems:
+            system.begin_round()
+        for rows in of_round:
+            measure_in_turn(systems, dataset.take(rows), len(rows), next(turns))
+
+
+def _measured_size(systems: Sequence[ComparedSystem], size: int) -> MeasuredSize:
+    busy, nothing_exits = _busy(systems).ratios()
+    return MeasuredSize(
+        batch_size=size,
+        rounds=busy.rounds,
+        samples=systems[0].samples,
+        mean=_ratio(_latency(systems, np.mean).ratios()[0]),
+        median=_ratio(_latency(systems, np.median).ratios()[0]),
+        busy=_ratio(busy),
+        nothing_exits=_ratio(nothing_exits),
+    )
+
+
+def _busy(systems: Sequence[ComparedSystem]) -> Rounds:
+    """Average each system's time of a batch, by round."""
+    times_ms = [[float(np.mean(batches)) for batches in s.busy_ms] for s in systems]
+    return Rounds(times_ms=np.array(times_ms).T)
+
+
+def _latency(
+    systems: Sequence[ComparedSystem], statistic: Callable[[NDArray[np.float64]], Any]
+) -> Rounds:
+    """Take a statistic of each system's latencies, by round."""
+    times_ms = [[float(statistic(np.concatenate(b))) for b in s.latency_ms] for s in systems]
+    return Rounds(times_ms=np.array(times_ms).T)
+
+
+def _ratio(found: Estimate) -> Ratio:
+    return Ratio(value=found.value, half_width=found.half_width)

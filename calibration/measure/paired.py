@@ -1,0 +1,151 @@
+"""Systems that answer the same batches in turn, so that what else a machine does hits all alike.
+
+A sample's latency runs from the start of its batch to the moment its own answer is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER
+from offramp.engine.answers.agreement import Agreement, Codes
+from offramp.engine.backends import Slot
+from offramp.engine.backends.custom_ops import load_session, session_options
+from offramp.engine.stages.pipeline import Departure, Pipeline
+from offramp.engine.stages.plan import Plan
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+class BatchRunner(Protocol):
+    """A system that answers batches."""
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Give the answered rows, as they leave."""
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Allocate memory for a batch size."""
+
+
+class StagedModel:
+    """The stages of a plan, run as the server runs them."""
+
+    def __init__(self, pipeline: Pipeline, slot: Slot, *, warm_up_runs: int = 1) -> None:
+        """Run in a slot; ``warm_up_runs`` is how many a backend takes until it is steady."""
+        self._pipeline, self._slot, self._warm_up_runs = pipeline, slot, warm_up_runs
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Give the answered rows, as they leave."""
+        return self._pipeline.run(self._slot, tensors)
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Run all stages, with no sample leaving."""
+        for _ in range(self._warm_up_runs):
+            self._pipeline.warm_up(self._slot, tensors)
+
+
+def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
+    """Load a model, or the file of one, as ONNX Runtime does by default on the CPU.
+
+    What is compared with the source model is loaded by the same lines as the source model.
+    """
+    options = session_options()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    return load_session(model, options)
+
+
+class PlainModel:
+    """The source model in a session as ONNX Runtime makes it by default."""
+
+    def __init__(self, model: bytes, output: str, threads: int) -> None:
+        """Load the model; ``output`` is the name of its answer."""
+        self._session = plain_session(model, threads)
+        self._outputs = [output]
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Give all rows at once."""
+        (answer,) = self._session.run(self._outputs, tensors)
+        yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Answer once."""
+        self._session.run(self._outputs, tensors)
+
+
+@dataclass(slots=True)
+class ComparedSystem:
+    """One of the systems that are compared, and what was measured of it at a batch size."""
+
+    name: str
+    runner: BatchRunner
+    agreement: Agreement
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds."""
+    latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
+    """[rounds][batches]."""
+    busy_ms: list[list[float]] = field(default_factory=list)
+    """[rounds][batches]: from a batch's start until its last answer."""
+    said: list[NDArray[Any]] = field(default_factory=list)
+    """[batches]: answers, reduced to what they are compared by."""
+    masks: list[NDArray[Any]] = field(default_factory=list)
+    """[batches]: where the task has one."""
+    stage: list[NDArray[np.int64]] = field(default_factory=list)
+    """[batches]: where each row left."""
+
+    def begin_round(self) -> None:
+        """Open the lists of a new round."""
+        self.latency_ms.append([])
+        self.busy_ms.append([])
+
+    def measure(self, tensors: Tensors, size: int) -> None:
+        """Answer a batch of ``size`` rows, and keep its times and answers."""
+        latency = np.empty(size)
+        departures, started = [], self.clock()
+        for departure in self.runner.run(tensors):
+            latency[departure.rows] = self.clock() - started
+            departures.append(departure)
+        self.busy_ms[-1].append((self.clock() - started) * 1e3)
+        self.latency_ms[-1].append(latency * 1e3)
+        self.stage.append(np.empty(size, np.int64))
+        parts = [self.agreement.reduce(departure.answer) for departure in departures]
+        self.said.append(np.empty((size, *parts[0].shape[1:]), parts[0].dtype))
+        for departure, part in zip(departures, parts, strict=True):
+            self.said[-1][departure.rows] = part
+            self.stage[-1][departure.rows] = departure.stage
+        if (mask := self.agreement.mask_in(tensors)) is not None:
+            self.masks.append(mask)
+
+    @property
+    def samples(self) -> int:
+        """Samples that were answered, each as often as it was."""
+        return sum(map(len, self.said))
+
+    def codes(self, source: ComparedSystem) -> Codes:
+        """[samples]: codes of the answers, which equal those of ``source`` where they agree."""
+        ends = np.concatenate(source.said)
+        if source is self:
+            return self.agreement.codes(ends)
+        mask = np.concatenate(self.masks) if self.masks else None
+        return self.agreement.codes_against(np.concatenate(self.said), ends, mask)
+
+
+def measure_in_turn(
+    systems: Sequence[ComparedSystem], tensors: Tensors, size: int, turn: int
+) -> None:
+    """Have all systems answer a batch; ``turn`` says which of them is first."""
+    for offset in range(len(systems)):
+        systems[(turn + offset) % len(systems)].measure(tensors, size)
+
+
+def never_exiting(plan: Plan) -> Plan:
+    """Give the same plan with thresholds that nobody reaches."""
+    stages = tuple(s if s.final else replace(s, threshold=NEVER) for s in plan.stages)
+    return replace(plan, stages=stages)

@@ -1,0 +1,294 @@
+"""Train the bridges of all exits on the frozen model, each for itself (PAME 5.1, 5.2).
+
+Each batch runs through the source model, which gives the cut tensors that bridges read and the
+answer that they learn (self-distillation): nothing is recorded, since what dense answers are made
+of is large. Weights begin as the model's own. Bridges are dealt to threads, one core each, as heads
+are (:mod:`.heads.training`): threads that share one product wait for each other beside
+a busy neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from offramp.bundle import Answer
+from offramp.calibration.data.augmentation import MadeSamples, Method
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.data.running import Graphs, run_over
+from offramp.calibration.data.training_options import TrainingOptions, rate_after
+from offramp.calibration.torch.torch_graph import TorchGraph
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.answers.principal_values import principal_values
+
+_LEAST = 1e-12
+"""Of a probability whose logarithm is taken."""
+BATCH = 16
+"""Samples of a step."""
+_JUDGED = 64
+"""Samples that are answered at once."""
+
+
+class BridgeToTrain(Protocol):
+    """A bridge as an ONNX graph."""
+
+    @property
+    def proto(self) -> onnx.ModelProto:
+        """The graph, with its weights."""
+
+    @property
+    def scores(self) -> str:
+        """Its scores: the graph's output."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Tensors of the model that it reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedBridge:
+    """A bridge with what it learned, and how it answers the tuning split."""
+
+    proto: onnx.ModelProto
+    principal: NDArray[np.float32]
+    """[tune samples, principal values]."""
+    agrees: NDArray[np.bool_]
+    """[tune samples]: whether its answer agrees with the model's."""
+    losses: Sequence[float]
+    """By epoch, on the tuning split; the first is before training."""
+
+
+class BridgeObjective:
+    """What bridges learn of the model's scores, place by place."""
+
+    def __init__(self, answer: Answer) -> None:
+        """Take the description of the scores."""
+        self._answer = answer
+        self._agreement = agreement_of(answer)
+        self._axis = 2 if answer.task.kind == "token-classification" else 1
+
+    def loss(self, scores: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
+        """Give the mean loss of a place; ``taught`` are the model's own scores [b, …]."""
+        answer, axis = self._answer, self._axis
+        if answer.form == "values":
+            scale = taught.std().clamp_min(1e-6)
+            return functional.mse_loss(scores / scale, taught / scale)
+        if answer.task.kind == "multi-label":
+            return self._of_labels(scores, taught)
+        chances = taught if answer.form == "probabilities" else taught.softmax(axis)
+        if answer.form == "probabilities":
+            logarithms = scores.clamp_min(_LEAST).log()
+        else:
+            # A class that is masked by −∞ has the chance 0 and the logarithm −∞.
+            logarithms = scores.log_softmax(axis).clamp_min(torch.finfo(scores.dtype).min)
+        each = -(chances * logarithms).sum(axis)
+        if mask is None:
+            return each.mean()
+        counts = (mask != 0).float()
+        return (each * counts).sum() / counts.sum().clamp_min(1)
+
+    def _of_labels(self, scores: Tensor, taught: Tensor) -> Tensor:
+        if self._answer.form == "probabilities":
+            return functional.binary_cross_entropy(scores.clamp(_LEAST, 1 - 1e-7), taught)
+        return functional.binary_cross_entropy_with_logits(scores, taught.sigmoid())
+
+    def read(
+        self, found: Mapping[str, Tensor], bridge: BridgeToTrain, ends: NDArray[Any], mask: Any
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Give principal values [b, n] of a bridge's scores, and whether they agree."""
+        scores = found[bridge.scores].numpy()
+        principal = principal_values(scores, self._answer.form, self._answer.task)
+        said = self._agreement.reduce(scores)
+        return principal, self._agreement.agree(said, self._agreement.reduce(ends), mask)
+
+
+def train_bridges(
+    source: Graphs,
+    bridges: Sequence[BridgeToTrain],
+    answer: Answer,
+    *,
+    train: Dataset,
+    tune: Dataset,
+    options: TrainingOptions,
+    made: Method | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[TrainedBridge]:
+    """Train all bridges side by side; the same in every run, however many threads there are.
+
+    ``source`` gives the scores ``answer``, and whatever bridges read that is no graph input. With
+    ``made``, half of the samples of each epoch are made of others, anew each time. ``progress`` is
+    called with the samples of each batch, of :func:`count_samples`.
+
+    Raises:
+        UntrainableError: A bridge has an operator that cannot be trained.
+        DataError: The model fails on a sample.
+    """
+    torch.set_num_threads(1)
+    run = _Run(source, bridges, answer)
+    modules = [TorchGraph(b.proto, outputs=[b.scores]) for b in bridges]
+    learned = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    sizes = _sizes_of_epoch(len(train), made)
+    steps = options.epochs * sum(math.ceil(size / BATCH) for size in sizes)
+    optimiser = torch.optim.AdamW(
+        [p for parameters in learned for p in parameters],
+        lr=options.learning_rate / 4,
+        weight_decay=options.weight_decay,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_after(step / steps))
+    shuffler = np.random.default_rng(options.seed)
+    sides = list(zip(bridges, modules, strict=True))
+    kept = [_weights(module) for module in modules]
+    with ThreadPoolExecutor(
+        options.threads, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        found = run.judge(sides, tune, pool)
+        for _ in range(options.epochs):
+            for batch in _interleaved(
+                run.batches(part, BATCH) for part in _of_epoch(train, made, shuffler)
+            ):
+                optimiser.zero_grad(set_to_none=True)
+                list(pool.map(partial(run.learn, batch), sides))
+                for parameters in learned:
+                    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimiser.step()
+                schedule.step()
+                progress(len(batch.taught))
+            for place, now in enumerate(run.judge(sides, tune, pool)):
+                told = [*found[place].losses, *now.losses]
+                if now.losses[0] < min(found[place].losses):
+                    found[place], kept[place] = now, _weights(modules[place])
+                found[place] = replace(found[place], losses=told)
+    trained = []
+    for of, module, bridge, weights in zip(found, modules, bridges, kept, strict=True):
+        with torch.no_grad():
+            for name, weight in module.weights.items():
+                weight.copy_(weights[name])
+        trained.append(replace(of, proto=module.write_back(bridge.proto)))
+    return trained
+
+
+def _sizes_of_epoch(samples: int, made: Method | None) -> tuple[int, int]:
+    """Count the real samples of an epoch, and those made of others."""
+    joined = 0 if made is None else samples // 2
+    return samples - joined, joined
+
+
+def _of_epoch(
+    train: Dataset, made: Method | None, shuffler: np.random.Generator
+) -> list[Dataset | MadeSamples]:
+    """Deal the samples of an epoch: all real ones, or half of them and as many made ones."""
+    order = shuffler.permutation(len(train))
+    if made is None:
+        return [train.subset(order)]
+    _, half = _sizes_of_epoch(len(order), made)
+    joined = MadeSamples.draw(train, made, seed=int(shuffler.integers(2**31)))
+    return [train.subset(order[half:]), joined.subset(order[:half])]
+
+
+def _interleaved(parts: Iterable[Iterator[_TaughtBatch]]) -> Iterator[_TaughtBatch]:
+    """Take turns, until all are used up."""
+    for turn in zip_longest(*parts):
+        yield from (batch for batch in turn if batch is not None)
+
+
+def count_samples(train: int, options: TrainingOptions) -> int:
+    """Count what :func:`train_bridges` reports as progress."""
+    return options.epochs * train
+
+
+def _weights(module: TorchGraph) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in module.weights.items()}
+
+
+_Side: TypeAlias = tuple[BridgeToTrain, TorchGraph]
+"""A bridge, and what trains it."""
+
+
+class _TaughtBatch(NamedTuple):
+    """What bridges read and learn of b samples."""
+
+    feeds: dict[str, Tensor]
+    """What bridges read, by name."""
+    taught: Tensor
+    """[b, …]: the model's scores."""
+    mask: Tensor | None
+
+
+class _Run:
+    """The source model, and what bridges need of it."""
+
+    def __init__(self, source: Graphs, bridges: Sequence[BridgeToTrain], answer: Answer) -> None:
+        self._source, self._answer = source, answer
+        self.objective = BridgeObjective(answer)
+        self._read = sorted({name for bridge in bridges for name in bridge.reads})
+
+    def batches(self, dataset: Dataset | MadeSamples, size: int) -> Iterator[_TaughtBatch]:
+        """Run the source model over some samples."""
+        given = (dataset.base if isinstance(dataset, MadeSamples) else dataset).inputs
+        inputs = [name for name in self._read if name in given]
+        wanted = [name for name in self._read if name not in given]
+        outputs = list(dict.fromkeys([self._answer.output, *wanted]))
+        mask_name = self._answer.task.mask
+        for rows, values in run_over(self._source, outputs, dataset, threads=1, batch_size=size):
+            found = dict(zip(outputs, values, strict=True))
+            feeds = {name: _tensor(found[name]) for name in wanted}
+            feeds |= {name: _tensor(dataset.column(name, rows)) for name in inputs}
+            mask = None if mask_name is None else _tensor(dataset.column(mask_name, rows))
+            yield _TaughtBatch(feeds, _tensor(found[self._answer.output]), mask)
+
+    def learn(self, batch: _TaughtBatch, side: _Side) -> None:
+        """Compute the gradients of a bridge."""
+        bridge, module = side
+        scores = module(batch.feeds)[bridge.scores]
+        self.objective.loss(scores, batch.taught, batch.mask).backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def read(self, batch: _TaughtBatch, side: _Side) -> _ReadBatch:
+        """Answer a batch by a bridge."""
+        bridge, module = side
+        found = module(batch.feeds)
+        counts = None if batch.mask is None else batch.mask.numpy()
+        values, same = self.objective.read(found, bridge, batch.taught.numpy(), counts)
+        loss = self.objective.loss(found[bridge.scores], batch.taught, batch.mask).item()
+        return _ReadBatch(values, same, loss * len(batch.taught))
+
+    def judge(self, sides: Sequence[_Side], tune: Dataset, pool: Executor) -> list[TrainedBridge]:
+        """Answer the tuning split by all bridges."""
+        read: list[list[_ReadBatch]] = [[] for _ in sides]
+        for batch in self.batches(tune, _JUDGED):
+            for of, found in zip(read, pool.map(partial(self.read, batch), sides), strict=True):
+                of.append(found)
+        return [
+            TrainedBridge(
+                proto=bridge.proto,
+                principal=np.concatenate([batch.principal for batch in of]),
+                agrees=np.concatenate([batch.agrees for batch in of]),
+                losses=[sum(batch.loss for batch in of) / len(tune)],
+            )
+            for (bridge, _), of in zip(sides, read, strict=True)
+        ]
+
+
+class _ReadBatch(NamedTuple):
+    """What a bridge answered to a batch."""
+
+    principal: NDArray[np.float32]
+    agrees: NDArray[np.bool_]
+    loss: float
+    """Summed over the samples."""
+
+
+def _tensor(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))

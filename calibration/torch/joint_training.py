@@ -1,0 +1,364 @@
+"""Train a model together with its exits: backbone, bridges and heads at once (PAME 5.2).
+
+One graph holds all of them, and :mod:`.torch_graph` computes it, so that gradients of every exit
+reach the blocks before it. Weights begin as they are: the model's own, and those of exits that were
+trained on it while it was frozen. The loss is the mean of all answers' losses, with equal weights,
+since no exit is preferred. Batch normalisation is folded or fixed, which only small learning rates
+bear.
+
+Every batch is dealt out in shards, one core each, whose gradients are added in one order: that
+keeps its pace beside a busy neighbour, where threads that share one product wait for each other,
+and gives the same weights on any number of cores.
+
+What was trained is kept in a file after every epoch, so that a run that was interrupted goes on as
+if it had not been.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from offramp.bundle import Answer
+from offramp.bundle.schema.joint_training import JointEpoch, JointTraining, Teacher
+from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.data.running import Graphs, run_over
+from offramp.calibration.data.training_options import rate_after
+from offramp.calibration.torch.bridge_training import BridgeObjective
+from offramp.calibration.torch.joint_state import JointState
+from offramp.calibration.torch.torch_graph import TorchGraph
+from offramp.engine.answers.agreement import agreement_of
+
+_log = logging.getLogger(__name__)
+
+BATCH = 32
+"""Samples of a step."""
+_SHARD = 8
+"""Samples of a step that one core takes at once."""
+_JUDGED = 64
+"""Samples of the tuning split that are answered together."""
+_HELD_BYTES = 2**28
+"""Of the teacher's answers, which are kept in memory; larger ones are computed in every epoch."""
+_LEAST = 1e-12
+"""Of a probability whose logarithm is taken."""
+_LARGEST_STEP = 1.0
+"""Norm that gradients are brought to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointOptions:
+    """How a model is trained with its exits."""
+
+    teacher: Teacher = "model"
+    epochs: int = 8
+    """At most."""
+    learning_rate: float = 1e-4
+    """At its peak; it rises over the first tenth of the steps, then falls along a cosine."""
+    patience: int = 3
+    """Epochs without a smaller loss on the tuning split, after which training ends."""
+    threads: int = 1
+    """Cores that share a step."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointModel:
+    """A model and its exits, as one graph."""
+
+    proto: onnx.ModelProto
+    """With its weights; gives, or has inside, the ``scores``."""
+    scores: tuple[str, ...]
+    """What each exit answers, in depth order, and last the model: the scores of its classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointlyTrained:
+    """The graph with what it learned, and how it came to that."""
+
+    proto: onnx.ModelProto
+    training: JointTraining
+
+
+def train_jointly(
+    joined: JointModel,
+    source: Graphs,
+    answer: Answer,
+    *,
+    train: Dataset,
+    tune: Dataset,
+    options: JointOptions,
+    state: JointState | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> JointlyTrained:
+    """Train all weights; the same in every run, interrupted or not, with any number of threads.
+
+    ``source`` is the unmodified model, which teaches and is agreed with. The weights of the epoch
+    with the smallest mean loss on ``tune`` are kept; those before training are among them.
+    ``progress`` is called with the samples of each batch, ``epochs`` × train in all.
+
+    Raises:
+        UntrainableError: The graph has an operator that cannot be trained.
+        DataError: The model fails on a sample.
+        ValueError: Labels are to teach, and the data has none.
+    """
+    if options.teacher == "labels" and (train.labels is None or tune.labels is None):
+        raise ValueError("labels are to teach, and the data has none; expected an array 'labels'")
+    torch.set_num_threads(1)
+    lesson = _Lesson(answer, source, joined.scores, options.teacher)
+    module = TorchGraph(joined.proto, outputs=list(dict.fromkeys(joined.scores)))
+    known, judged = lesson.answers(train), lesson.answers(tune)
+    with ThreadPoolExecutor(
+        options.threads, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        run = _Course.begin(module, lesson, len(train), options, pool)
+        if not run.resume_from(state):
+            run.judge(lesson.batches(tune, _JUDGED, judged))
+        progress(len(train) * run.epoch)
+        while not run.has_ended:
+            order = np.random.default_rng([options.seed, run.epoch]).permutation(len(train))
+            ends = None if known is None else known[order]
+            for batch in lesson.batches(train.subset(order), BATCH, ends):
+                run.learn(batch)
+                progress(len(batch.ends))
+            run.judge(lesson.batches(tune, _JUDGED, judged))
+            if state is not None:
+                state.write(run.state())
+        progress(len(train) * (options.epochs - run.epoch))
+    module.load_state_dict(run.best)
+    training = JointTraining(
+        teacher=options.teacher,
+        learning_rate=options.learning_rate,
+        epochs=tuple(run.told),
+        kept=run.kept,
+    )
+    return JointlyTrained(proto=module.write_back(joined.proto), training=training)
+
+
+class _Taught(NamedTuple):
+    """What b samples are answered, and what is to be learned of them."""
+
+    feeds: dict[str, Tensor]
+    taught: Tensor
+    """[b, …]: the model's scores, or [b] classes."""
+    ends: NDArray[Any]
+    """[b, …]: the unmodified model's answers."""
+    mask: NDArray[Any] | None
+
+    def shards(self) -> list[_Taught]:
+        """Deal the samples out."""
+        starts = range(0, len(self.ends), _SHARD)
+        return [self._rows(slice(start, start + _SHARD)) for start in starts]
+
+    def _rows(self, rows: slice) -> _Taught:
+        return _Taught(
+            feeds={name: values[rows] for name, values in self.feeds.items()},
+            taught=self.taught[rows],
+            ends=self.ends[rows],
+            mask=None if self.mask is None else self.mask[rows],
+        )
+
+
+class _Lesson:
+    """What is learned, and how answers are judged."""
+
+    def __init__(
+        self, answer: Answer, source: Graphs, scores: Sequence[str], teacher: Teacher
+    ) -> None:
+        self.scores, self._answer, self._source = tuple(scores), answer, source
+        self._teacher = teacher
+        self._objective = BridgeObjective(answer)
+        self._agreement = agreement_of(answer)
+
+    def answers(self, dataset: Dataset) -> NDArray[Any] | None:
+        """Let the unmodified model answer all samples, [n, …]; ``None`` if that is too large."""
+        found: list[NDArray[Any]] = []
+        for _, ends in self._answered(dataset, _JUDGED):
+            if ends.nbytes / len(ends) * len(dataset) > _HELD_BYTES:
+                return None
+            found.append(ends)
+        return np.concatenate(found)
+
+    def _answered(self, dataset: Dataset, size: int) -> Iterator[tuple[slice, NDArray[Any]]]:
+        outputs = [self._answer.output]
+        for rows, (ends,) in run_over(self._source, outputs, dataset, threads=1, batch_size=size):
+            yield rows, ends
+
+    def batches(self, dataset: Dataset, size: int, known: NDArray[Any] | None) -> Iterator[_Taught]:
+        """Give all samples, with the unmodified model's answers: ``known`` ones, or computed."""
+        mask_name = self._answer.task.mask
+        given = self._answered(dataset, size) if known is None else _in_batches(known, size)
+        for rows, ends in given:
+            feeds = {name: _tensor(values) for name, values in dataset.take(rows).items()}
+            taught = _tensor(ends)
+            if self._teacher == "labels":
+                assert dataset.labels is not None
+                taught = _tensor(dataset.labels[rows])
+            mask = None if mask_name is None else dataset.column(mask_name, rows)
+            yield _Taught(feeds, taught, ends, mask)
+
+    def losses(self, found: Mapping[str, Tensor], batch: _Taught) -> Tensor:
+        """Give the mean loss of every answer, [answers]."""
+        return torch.stack([self._loss(found[name], batch) for name in self.scores])
+
+    def _loss(self, scores: Tensor, batch: _Taught) -> Tensor:
+        if self._teacher == "labels":
+            soft = self._answer.form == "probabilities"
+            logs = scores.clamp_min(_LEAST).log() if soft else scores.log_softmax(1)
+            return functional.nll_loss(logs, batch.taught)
+        mask = None if batch.mask is None else _tensor(batch.mask)
+        return self._objective.loss(scores, batch.taught, mask)
+
+    def agrees(self, found: Mapping[str, Tensor], batch: _Taught) -> NDArray[np.bool_]:
+        """Give which answers agree with the unmodified model's, [answers, b]."""
+        reduce, ends = self._agreement.reduce, self._agreement.reduce(batch.ends)
+        said = (reduce(found[name].numpy()) for name in self.scores)
+        return np.stack([self._agreement.agree(ours, ends, batch.mask) for ours in said])
+
+
+@dataclass(kw_only=True)
+class _Course:
+    """A training under way."""
+
+    module: TorchGraph
+    lesson: _Lesson
+    options: JointOptions
+    learned: list[torch.nn.Parameter]
+    pool: Executor
+    optimiser: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    epoch: int = 0
+    """Epochs that are over."""
+    diverged: bool = False
+    kept: int = 0
+    best: dict[str, Tensor] = field(default_factory=dict)
+    told: list[JointEpoch] = field(default_factory=list)
+
+    @classmethod
+    def begin(
+        cls,
+        module: TorchGraph,
+        lesson: _Lesson,
+        samples: int,
+        options: JointOptions,
+        pool: Executor,
+    ) -> _Course:
+        steps = max(options.epochs * math.ceil(samples / BATCH), 1)
+        learned = [p for p in module.parameters() if p.requires_grad]
+        optimiser = torch.optim.AdamW(learned, lr=options.learning_rate, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimiser, lambda step: rate_after(step / steps)
+        )
+        return cls(
+            module=module,
+            lesson=lesson,
+            options=options,
+            learned=learned,
+            pool=pool,
+            optimiser=optimiser,
+            schedule=schedule,
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all epochs are over, or some have brought nothing."""
+        late = self.epoch - self.kept >= self.options.patience
+        return self.epoch >= self.options.epochs or late or self.diverged
+
+    def learn(self, batch: _Taught) -> None:
+        """Take a step."""
+        shards = batch.shards()
+        for parameter in self.learned:
+            parameter.grad = None
+        for shard, found in zip(shards, self.pool.map(self._gradients, shards), strict=True):
+            share = len(shard.ends) / len(batch.ends)
+            for parameter, gradient in zip(self.learned, found, strict=True):
+                if gradient is not None:
+                    part = share * gradient
+                    parameter.grad = part if parameter.grad is None else parameter.grad + part
+        torch.nn.utils.clip_grad_norm_(self.learned, _LARGEST_STEP)
+        self.optimiser.step()
+        self.schedule.step()
+
+    def _gradients(self, shard: _Taught) -> tuple[Tensor | None, ...]:
+        loss = self.lesson.losses(self.module(shard.feeds), shard).mean()
+        return torch.autograd.grad(loss, self.learned, allow_unused=True)
+
+    @torch.no_grad()
+    def _judged(self, shard: _Taught) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Give the summed losses [answers], and which answers agree [answers, b]."""
+        found = self.module(shard.feeds)
+        losses = self.lesson.losses(found, shard).double().numpy() * len(shard.ends)
+        return losses, self.lesson.agrees(found, shard)
+
+    def judge(self, batches: Iterable[_Taught]) -> None:
+        """End an epoch, or begin the first: answer the tuning split, and keep the best weights."""
+        read = [found for batch in batches for found in self.pool.map(self._judged, batch.shards())]
+        agrees = np.concatenate([agrees for _, agrees in read], axis=1)
+        mean = np.sum([losses for losses, _ in read], axis=0) / agrees.shape[1]
+        shares = agrees.mean(axis=1)
+        if not np.isfinite(mean).all():
+            if not self.told:
+                raise UntrainableError(
+                    "the model cannot be trained: its loss on the tuning split is no finite number "
+                    "before training; leave out --train joint"
+                )
+            rate = self.options.learning_rate
+            _log.warning("Joint training left finite numbers at a learning rate of %g.", rate)
+            self.diverged = True
+            return
+        self.epoch = len(self.told)
+        self.told.append(JointEpoch(losses=tuple(mean.tolist()), agreement=tuple(shares.tolist())))
+        smallest = min((np.mean(e.losses) for e in self.told[:-1]), default=math.inf)
+        if np.mean(mean) < smallest:
+            self.kept = self.epoch
+            self.best = {k: v.detach().clone() for k, v in self.module.state_dict().items()}
+
+    def resume_from(self, state: JointState | None) -> bool:
+        """Go on from what a file keeps; gives whether there is any."""
+        kept = None if state is None else state.read()
+        if kept is None:
+            return False
+        self.module.load_state_dict(kept["now"])
+        self.optimiser.load_state_dict(kept["optimiser"])
+        self.schedule.load_state_dict(kept["schedule"])
+        self.best, self.kept, self.epoch = kept["best"], kept["kept"], kept["epoch"]
+        self.told = [
+            JointEpoch(losses=tuple(losses), agreement=tuple(agreement))
+            for losses, agreement in kept["told"]
+        ]
+        _log.info("Joint training goes on after epoch %d.", self.epoch)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Give all that the rest depends on."""
+        return {
+            "now": self.module.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "best": self.best,
+            "kept": self.kept,
+            "epoch": self.epoch,
+            "told": [(list(e.losses), list(e.agreement)) for e in self.told],
+        }
+
+
+def _in_batches(values: NDArray[Any], size: int) -> Iterator[tuple[slice, NDArray[Any]]]:
+    for start in range(0, len(values), size):
+        rows = slice(start, start + size)
+        yield rows, values[rows]
+
+
+def _tensor(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))

@@ -1,0 +1,359 @@
+"""An ONNX graph as a trainable torch module: base of training backbone, bridges and heads together.
+
+PAME 5.2 trains all parameters of a model with its exits. The ONNX file stays the truth: its
+operators are run one by one on torch tensors, and trained weights go back by the names of their
+initialisers. The operators are in :mod:`.calibration.torch_operators`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import inliner
+from torch import Tensor, nn
+
+from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.torch_operators.node import GraphNode, TorchOperator
+from offramp.calibration.torch_operators.table import OPERATORS
+from offramp.calibration.torch_operators.tensors import DTYPES, attributes_of, to_onnx, to_torch
+
+_LEAST_OPSET = 7
+"""Broadcasting came with it."""
+REMEDY = "leave out --heads bridges and --train joint, or export it without them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Step:
+    """A node that is run, with its function."""
+
+    node: GraphNode
+    operator: TorchOperator
+    releases: tuple[str, ...]
+    """Tensors that nobody reads after it."""
+
+
+class TorchGraph(nn.Module):
+    """An ONNX graph that torch computes and trains.
+
+    Every floating-point initialiser that is read is a parameter, one however often it is read.
+    Gradients are asked for all but numbers: scalars (rank 0), bounds, exponents, and the statistics
+    of batch normalisation, which exporters write as initialisers too; ``requires_grad_`` of a
+    parameter changes that. Sizes, axes and factors are computed in host memory, exactly. Constants
+    that a graph holds as ``Constant`` nodes are not trained.
+
+    A graph is run as it answers: dropout drops nothing, batch normalisation takes the statistics
+    that the graph has.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        *,
+        outputs: Sequence[str] | None = None,
+        remedy: str = REMEDY,
+    ) -> None:
+        """Take a model whose weights are in memory, external ones too.
+
+        Args:
+            model: The model; it is not changed.
+            outputs: Tensors to compute, of the graph's outputs and of those inside; all outputs
+                of the graph by default.
+            remedy: What can be done where operators are lacking, for messages.
+
+        Raises:
+            UntrainableError: The graph has operators that are lacking here.
+            ValueError: The graph has no tensor of a name in ``outputs``.
+        """
+        super().__init__()
+        graph = _inlined(model)
+        self.outputs = tuple(o.name for o in graph.output) if outputs is None else tuple(outputs)
+        nodes = _trainable_nodes(graph, _opset(model), self.outputs, remedy)
+        initialisers = {tensor.name: tensor for tensor in graph.initializer}
+        given = [i.name for i in graph.input if i.name not in initialisers]
+        self._remedy = remedy
+        constants = {n.outputs[0]: n for n in nodes if n.kind == "Constant"}
+        nodes = [node for node in nodes if node.kind != "Constant"]
+        read = {name for node in nodes for name in node.inputs} | set(self.outputs)
+        self.inputs = tuple(name for name in given if name in read)
+        """Graph inputs that are needed."""
+        known = {*given, *constants, *(y for n in nodes for y in n.outputs), ""}
+        uses = _uses(nodes)
+        self._keys: dict[str, str] = {}
+        """By tensor, its name among torch's parameters or buffers."""
+        self._host: dict[str, Tensor] = {}
+        """Constants that are no parameters: integers, and numbers that are only settings."""
+        for name in sorted(read - known):
+            self._add_initialiser(name, initialisers.get(name), uses.get(name, frozenset()))
+        for name, node in constants.items():
+            value = OPERATORS["Constant"].run(node)
+            assert isinstance(value, Tensor)
+            self._add_constant(name, value, uses.get(name, frozenset()))
+        self._steps = _steps(nodes, self.outputs)
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters, by the names of their initialisers."""
+        return {
+            name: self.get_parameter(key)
+            for name, key in self._keys.items()
+            if key in self._parameters
+        }
+
+    def forward(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the outputs, by name.
+
+        Args:
+            feeds: The graph inputs by name, on the device of the parameters; others are ignored.
+
+        Raises:
+            ValueError: An input is not fed.
+        """
+        values = self._given(feeds)
+        for step in self._steps:
+            inputs = _together(step, [values[name] if name else None for name in step.node.inputs])
+            try:
+                found = step.operator.run(step.node, *inputs)
+            except Exception as error:
+                shapes = ", ".join("–" if x is None else str(list(x.shape)) for x in inputs)
+                error.add_note(f"computing {_described(step.node)} of inputs {shapes}")
+                raise
+            made = (found,) if isinstance(found, Tensor) else found
+            values.update(zip(step.node.outputs, made, strict=False))
+            for name in step.releases:
+                values.pop(name, None)
+        return {name: values[name] for name in self.outputs}
+
+    def write_back(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Give a copy of a model that has these weights in the places of its initialisers.
+
+        The types of the initialisers stay what they are.
+
+        Raises:
+            ValueError: The model has no initialiser of a weight's name and shape.
+        """
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        places = {tensor.name: tensor for tensor in copy.graph.initializer}
+        for name, weight in self.weights.items():
+            place = places.get(name)
+            if place is None or tuple(place.dims) != tuple(weight.shape):
+                has = "none of that name" if place is None else f"one of shape {list(place.dims)}"
+                raise ValueError(
+                    f"the weight {name!r} of shape {list(weight.shape)} cannot be written back: the"
+                    f" model has {has}; expected the model that was read"
+                )
+            place.CopyFrom(to_onnx(weight.to(DTYPES[place.data_type]), name))
+        return copy
+
+    def _add_initialiser(
+        self, name: str, tensor: onnx.TensorProto | None, uses: frozenset[str]
+    ) -> None:
+        value = to_torch(_dense(name, tensor, self._remedy))
+        if not value.is_floating_point() or uses == {"setting"}:
+            self._host[name] = value
+            return
+        trained = value.ndim > 0 and "untrained" not in uses
+        self.register_parameter(self._key(name), nn.Parameter(value, requires_grad=trained))
+
+    def _add_constant(self, name: str, value: Tensor, uses: frozenset[str]) -> None:
+        if value.is_floating_point() and uses != {"setting"}:
+            self.register_buffer(self._key(name), value, persistent=False)
+        else:
+            self._host[name] = value
+
+    def _key(self, name: str) -> str:
+        """Give a name that torch takes, which has no dots and no attribute of modules."""
+        self._keys[name] = "onnx:" + name.replace("%", "%25").replace(".", "%2E")
+        return self._keys[name]
+
+    def _given(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        missing = [name for name in self.inputs if name not in feeds]
+        if missing:
+            raise ValueError(
+                f"the graph's input {missing[0]!r} is not fed; expected {', '.join(self.inputs)}, "
+                f"found {', '.join(feeds) or 'nothing'}"
+            )
+        values = {name: feeds[name] for name in self.inputs} | self._host
+        for name, key in self._keys.items():
+            values[name] = getattr(self, key)
+        return values
+
+
+def check_trainable(model: onnx.ModelProto, remedy: str = REMEDY) -> None:
+    """Refuse what :class:`TorchGraph` would, by an UntrainableError; its weights are not read.
+
+    So a model will do that names its weights in a file.
+    """
+    graph = _inlined(model)
+    nodes = _trainable_nodes(graph, _opset(model), [o.name for o in graph.output], remedy)
+    initialisers = {tensor.name: tensor for tensor in graph.initializer}
+    made = {name for node in nodes for name in node.outputs}
+    given = {"", *made, *(info.name for info in graph.input)} - initialisers.keys()
+    for name in sorted({name for node in nodes for name in node.inputs} - given):
+        _dense(name, initialisers.get(name), remedy)
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.GraphProto:
+    return (inliner.inline_local_functions(model) if model.functions else model).graph
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    return max((o.version for o in model.opset_import if o.domain in {"", "ai.onnx"}), default=0)
+
+
+def _trainable_nodes(
+    graph: onnx.GraphProto, opset: int, outputs: Sequence[str], remedy: str
+) -> list[GraphNode]:
+    """Give the nodes that outputs need; UntrainableError if any is lacking here."""
+    nodes = [_read(node, opset) for node in graph.node]
+    there = [i.name for i in graph.input] + [tensor.name for tensor in graph.initializer]
+    _check_names(outputs, [*dict.fromkeys(there), *(y for n in nodes for y in n.outputs)])
+    nodes = _needed(nodes, outputs)
+    _check_operators(nodes, opset, remedy)
+    return nodes
+
+
+def _dense(name: str, tensor: onnx.TensorProto | None, remedy: str) -> onnx.TensorProto:
+    if tensor is None or tensor.data_type not in DTYPES:
+        kind = "sparse" if tensor is None else f"of data type {tensor.data_type}"
+        raise UntrainableError(
+            f"the model cannot be trained as a whole: its initialiser {name!r} is {kind}, "
+            f"expected a dense one of floats, integers or truth values; {remedy}"
+        )
+    return tensor
+
+
+def _read(node: onnx.NodeProto, opset: int) -> GraphNode:
+    standard = node.domain in {"", "ai.onnx"}
+    return GraphNode(
+        kind=node.op_type if standard else f"{node.domain}.{node.op_type}",
+        name=node.name,
+        inputs=tuple(node.input),
+        outputs=tuple(node.output),
+        attributes=attributes_of(node),
+        opset=opset,
+    )
+
+
+def _described(node: GraphNode) -> str:
+    named = node.name or next((name for name in node.outputs if name), "")
+    return f"{node.kind} {named!r}"
+
+
+def _check_names(asked: Iterable[str], there: Sequence[str]) -> None:
+    for name in asked:
+        if name not in there:
+            nearest = difflib.get_close_matches(name, there, n=3, cutoff=0)
+            raise ValueError(
+                f"the graph has no tensor {name!r}; the nearest names are {', '.join(nearest)}"
+            )
+
+
+def _needed(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> list[GraphNode]:
+    """Give the nodes that outputs need, in the file's order.
+
+    Where a file is not sorted, as converters leave some, a node comes behind those it reads from.
+    """
+    producers = {name: i for i, node in enumerate(nodes) for name in node.outputs if name}
+    before = [[producers[x] for x in node.inputs if x in producers] for node in nodes]
+    pending = [producers[name] for name in outputs if name in producers]
+    needed: set[int] = set()
+    while pending:
+        index = pending.pop()
+        if index not in needed:
+            needed.add(index)
+            pending.extend(before[index])
+    placed: dict[int, GraphNode] = {}
+    opened: set[int] = set()
+    for first in sorted(needed):
+        pending = [first]
+        while pending:
+            index = pending[-1]
+            missing = [i for i in before[index] if i not in placed]
+            if not missing:
+                placed[index] = nodes[pending.pop()]
+            elif index in opened:
+                raise UntrainableError(
+                    f"the model cannot be trained: {_described(nodes[index])} needs its own output;"
+                    f" expected a graph without circles"
+                )
+            else:
+                opened.add(index)
+                pending.extend(missing)
+    return list(placed.values())
+
+
+def _check_operators(nodes: Iterable[GraphNode], opset: int, remedy: str) -> None:
+    """Refuse a graph with operators that are lacking, before anything is computed."""
+    if opset < _LEAST_OPSET:
+        raise UntrainableError(
+            f"the model cannot be trained as a whole: it has opset {opset}, and operators of opset "
+            f"{_LEAST_OPSET} or newer are known; export it with a newer opset, or {remedy}"
+        )
+    lacking: dict[str, GraphNode] = {}
+    for node in nodes:
+        known = OPERATORS.get(node.kind)
+        why = known.lacks(node) if known is not None else ""
+        if why is not None:
+            lacking.setdefault(f"{node.kind} {why}".strip(), node)
+    if lacking:
+        first = next(iter(lacking.values()))
+        raise UntrainableError(
+            f"the model cannot be trained as a whole: no gradients are known through "
+            f"{', '.join(sorted(lacking))}; the first is {_described(first)}; {remedy}"
+        )
+
+
+def _uses(nodes: Sequence[GraphNode]) -> dict[str, frozenset[str]]:
+    """Say by tensor what operators take it for: ``setting``, ``untrained`` or ``weight``."""
+    found: dict[str, set[str]] = {}
+    for node in reversed(nodes):
+        operator = OPERATORS[node.kind]
+        for index, name in enumerate(node.inputs):
+            uses = found.setdefault(name, set())
+            if node.kind == "Identity":  # exporters write it behind weights that are alike
+                uses |= found.get(node.outputs[0], {"weight"})
+            elif index in operator.settings:
+                uses.add("setting")
+            else:
+                uses.add("untrained" if index in operator.untrained else "weight")
+    return {name: frozenset(uses) for name, uses in found.items()}
+
+
+def _steps(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> tuple[_Step, ...]:
+    """Find after which node each tensor is read no more."""
+    last: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        for name in (*node.inputs, *node.outputs):
+            last[name] = index
+    kept = set(outputs)
+    releases: list[list[str]] = [[] for _ in nodes]
+    for name, index in last.items():
+        if name not in kept:
+            releases[index].append(name)
+    return tuple(
+        _Step(node=node, operator=OPERATORS[node.kind], releases=tuple(released))
+        for node, released in zip(nodes, releases, strict=True)
+    )
+
+
+def _together(step: _Step, inputs: list[Tensor | None]) -> list[Tensor | None]:
+    """Bring inputs to one device, where sizes computed on the host meet tensors of another one.
+
+    What an operator reads as numbers stays where it is.
+    """
+    joined = {
+        index: tensor
+        for index, tensor in enumerate(inputs)
+        if tensor is not None and index not in step.operator.settings
+    }
+    elsewhere = [t.device for t in joined.values() if t.device.type != "cpu"]
+    if not elsewhere:
+        return inputs
+    return [
+        tensor.to(elsewhere[0]) if tensor is not None and index in joined else tensor
+        for index, tensor in enumerate(inputs)
+    ]

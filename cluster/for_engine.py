@@ -1,0 +1,52 @@
+"""What clusters add to an engine: batch profiles, and the plan of a model that is split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from offramp.cluster.planning.replanning import PAUSE_WINDOWS, ReplanRules
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.serving.options import cluster_options
+from offramp.cluster.serving.plan_loop import PlanLoop
+from offramp.cluster.serving.profile_loop import ProfileLoop
+from offramp.cluster.serving.split_change import SplitServing
+from offramp.cluster.serving.statistics import PLAN, PROFILE
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.serving.executor import Executor
+from offramp.engine.serving.extension import Companion
+from offramp.engine.stages.base import Backend
+
+
+class _Extension:
+    """See :class:`.EngineExtension`."""
+
+    def companions(
+        self,
+        models: Mapping[str, ServedModel],
+        executor: Executor,
+        backend: Backend,
+        options: EngineOptions,
+    ) -> Mapping[str, Companion]:
+        """Return the loop of batch profiles, and that of plans where a model is split."""
+        window_s = cluster_options(options).profile_window_s
+        profiles = ProfileLoop(executor, models, window_s=window_s)
+        split = [name for name, model in models.items() if model.split_by is not None]
+        if not split or not isinstance(backend, RemoteBackend):
+            return {PROFILE: profiles}
+        (name,) = split  # of several models, every worker holds all
+        deployments = models[name].split_by
+        assert deployments is not None
+        served = SplitServing(
+            name=name,
+            executor=executor,
+            deployments=deployments,
+            workers=backend,
+            scheduling=models[name].options.scheduling,
+        )
+        rules = ReplanRules(window_s=window_s, pause_s=PAUSE_WINDOWS * window_s)
+        return {PROFILE: profiles, PLAN: PlanLoop(served, profiles, rules=rules)}
+
+
+EXTENSION: Final = _Extension()

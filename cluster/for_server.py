@@ -1,0 +1,168 @@
+"""What clusters add to ``eeserve``: workers and plans, their metrics, their part of the page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from prometheus_client.core import Metric
+
+from offramp.cluster.planning.batch_profile import WINDOW_S
+from offramp.cluster.planning.cluster_plan import PlanError
+from offramp.cluster.serving.cluster_workers import RAY, ray_workers, read_cluster_workers
+from offramp.cluster.serving.options import NAME, ClusterOptions
+from offramp.cluster.serving.plan_view import view_plan
+from offramp.cluster.serving.profile_view import view_profile
+from offramp.cluster.serving.statistics import plan_of, profile_of
+from offramp.cluster.serving.worker_devices import LocalWorkers, WorkerDevices
+from offramp.commands.combinations import Illegal
+from offramp.engine.common.errors import BackendError
+from offramp.engine.models.options import refuse_unless
+from offramp.engine.requests.statistics import ModelStatistics
+from offramp.server.arguments.extension import SettingError
+
+_NO_EXIT: Final = "no exit runs in that mode; leave it out, or choose another --mode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """What command line and configuration file may say."""
+
+    workers: int = 0
+    """Processes that run the stages, each of them one of the streams; 0 runs them in this one."""
+    cluster: Path | None = None
+    """Cluster file whose workers run the stages instead, or ``ray``."""
+    ray_address: str | None = field(default=None, metadata={"key": False})
+    """HOST:PORT of the head of Ray's cluster, where that is the cluster."""
+    profile_window_s: float = WINDOW_S
+    """See :class:`.ClusterOptions`."""
+
+    def __post_init__(self) -> None:
+        refuse_unless(self, lambda v: v >= 0, "at least 0", "workers")
+
+
+class _Extension:
+    """See :class:`.ServerExtension`."""
+
+    settings = ClusterSettings
+    combinations = (
+        Illegal(
+            option="--profile-window-s",
+            beside="--mode off",
+            why=_NO_EXIT,
+        ),
+        Illegal(
+            option="--learn",
+            beside="--cluster",
+            why="a model that is split among workers cannot be replaced by one with exits while it "
+            "is served; leave one of them out, or take --workers",
+        ),
+        Illegal(
+            option="--ray-address",
+            without="--cluster ray",
+            why="a cluster file names the address itself, as ray_address; leave it out",
+        ),
+    )
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options; all are fields of :class:`ClusterSettings`."""
+        from offramp.server.arguments.settings import option_adder  # noqa: PLC0415 - a circle
+        from offramp.server.arguments.values import integer, number  # noqa: PLC0415
+
+        group = parser.add_argument_group("workers", "Workers that run the stages, and plans.")
+        add = option_adder(group, ClusterSettings())
+        add(
+            "--workers",
+            "processes that run the stages, each a stream; one that dies is replaced without "
+            "losing a request; on the CPU only (default: 0, the server runs them itself, which is "
+            "faster)",
+            metavar="N",
+            type=integer(0),
+        )
+        group.add_argument(
+            "--cluster",
+            metavar="FILE|ray",
+            type=Path,
+            default=argparse.SUPPRESS,
+            help="cluster.toml whose [[workers]] run the stages: processes here, eeworker on other "
+            "hosts, actors of Ray; ray: one-CPU workers on Ray's free CPUs, or --workers N of them",
+        )
+        group.add_argument(
+            "--ray-address",
+            metavar="HOST:PORT",
+            default=argparse.SUPPRESS,
+            help="head of the cluster for --cluster ray (default: RAY_ADDRESS, or this host's "
+            "cluster)",
+        )
+        add(
+            "--profile-window-s",
+            "window of the batch profile (rows that run on after each exit), from which eecompile "
+            "plan forecasts",
+            metavar="S",
+            type=number(1.0),
+        )
+
+    def engine_options(
+        self, file: Mapping[str, Any], line: Mapping[str, Any], folder: Path | None
+    ) -> Mapping[str, Any]:
+        """Return the workers as devices, and the options of the extension."""
+        if file.get("cluster") == RAY and line.get("cluster", RAY) != RAY:
+            # Those that Ray would have started.
+            file = {name: value for name, value in file.items() if name != "workers"}
+        asked = ClusterSettings(**{**file, **line})
+        options = ClusterOptions(profile_window_s=asked.profile_window_s)
+        where = folder if "cluster" in file and "cluster" not in line else None
+        try:
+            devices = _devices(asked, where)
+        except (BackendError, PlanError) as error:
+            raise SettingError(str(error), "cluster") from error
+        extensions = {} if options == ClusterOptions() else {NAME: options}
+        return {"devices": devices, "extensions": extensions}
+
+    def families(self, models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[Metric]:
+        """Yield the metrics of batch profiles and plans."""
+        from offramp.cluster.serving.metrics import cluster_families  # noqa: PLC0415 - a circle
+
+        return cluster_families(models)
+
+    def sections(self, statistics: ModelStatistics) -> Iterable[str]:
+        """Return the plan that a model is split by, and the last window of its batch profile."""
+        from offramp.server.page.status import describe_duration  # noqa: PLC0415 - a circle
+
+        plan = view_plan(plan_of(statistics), describe_duration)
+        profile = view_profile(profile_of(statistics))
+        return [_template().render(plan=plan, profile=profile)] if plan or profile else []
+
+
+def _devices(asked: ClusterSettings, folder: Path | None) -> WorkerDevices | None:
+    """Find the workers that are asked for; ``folder`` is what their file is relative to."""
+    if asked.cluster is None:
+        return LocalWorkers(asked.workers) if asked.workers else None
+    if asked.cluster == RAY:
+        return ray_workers(asked.ray_address, asked.workers or None)
+    if asked.workers:
+        raise ValueError(
+            f"workers is {asked.workers}, and a cluster has workers of its own; leave one of the "
+            "two out"
+        )
+    return read_cluster_workers(asked.cluster if folder is None else folder / asked.cluster)
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("offramp.cluster"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("status.html")
+
+
+EXTENSION: Final = _Extension()

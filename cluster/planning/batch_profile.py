@@ -1,0 +1,207 @@
+"""The batch profile: how many rows go on behind each exit, as a series of windows (E3 3.1).
+
+The paper's series is the batch size at each ramp; relative to the batch that entered, it is the
+share of rows that go on, which does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle.schema.errors import BundleSchemaError
+from offramp.bundle.schema.serde import check_numbers, from_plain, to_plain
+from offramp.engine.requests.departures import Departures
+
+WINDOW_S: Final = 120.0
+"""The paper's two minutes (3.1)."""
+KEPT: Final = 720
+"""Windows that are remembered: a day."""
+MOST_PROFILE_BYTES: Final = 2**24
+"""Of a file: a day of windows of thousands of exits."""
+PROFILE_SCHEMA: Final = 1
+_MOST_ROWS: Final = 2**53
+"""Counts that a float64 holds exactly."""
+
+
+class BatchProfileError(ValueError):
+    """A batch profile that cannot be read; one line that says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileWindow:
+    """The rows that exits decided about in one window of time."""
+
+    start_s: float
+    """By the clock of whoever observed; of servers, seconds since 1970."""
+    decided: tuple[int, ...]
+    """[exits]: rows that each exit decided about; 0 where it was off."""
+    went_on: tuple[int, ...]
+    """[exits]: those of them that did not leave there."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "start_s")
+        check_numbers(self, "decided", "went_on", least=0, most=_MOST_ROWS)
+        if len(self.decided) != len(self.went_on):
+            raise ValueError(
+                f"went_on has {len(self.went_on)} exits, expected {len(self.decided)} as decided"
+            )
+        if any(on > all_ for on, all_ in zip(self.went_on, self.decided, strict=True)):
+            raise ValueError(f"went_on {self.went_on} must be at most decided {self.decided}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchProfile:
+    """Windows in the order of time; those in which nothing was decided are not there."""
+
+    window_s: float
+    exits: int
+    windows: tuple[ProfileWindow, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "window_s", above=0)
+        check_numbers(self, "exits", least=0)
+        widths = {len(window.decided) for window in self.windows} - {self.exits}
+        if widths:
+            raise ValueError(f"windows of {sorted(widths)} exits, expected {self.exits}")
+
+    def describe(self) -> str:
+        """Say how many windows, and from when to when."""
+        count = len(self.windows)
+        text = f"{count} {'window' if count == 1 else 'windows'} of {self.window_s:g} s"
+        if not count:
+            return text
+        return f"{text}, {_span(self.windows[0].start_s, self.windows[-1].start_s + self.window_s)}"
+
+    def going_on(self) -> NDArray[np.float64]:
+        """[windows, exits]: share of the rows that entered the model which went on behind each.
+
+        NaN of exits that were off. A row that leaves at one exit would leave at any later one, so
+        it is the product of the shares of the exits that were on.
+        """
+        decided = np.array([w.decided for w in self.windows], np.float64).reshape(-1, self.exits)
+        went_on = np.array([w.went_on for w in self.windows], np.float64).reshape(-1, self.exits)
+        known = decided > 0
+        each = np.where(known, went_on / np.where(known, decided, 1.0), 1.0)
+        return np.where(known, np.cumprod(each, axis=1), np.nan)
+
+
+def _span(start_s: float, end_s: float) -> str:
+    try:
+        start, end = (datetime.fromtimestamp(second, UTC) for second in (start_s, end_s))
+    except (OverflowError, ValueError, OSError):  # years that a calendar does not know
+        return f"second {start_s:g} to {end_s:g}"
+    until = f"{end:%H:%M}" if end.date() == start.date() else f"{end:%Y-%m-%d %H:%M}"
+    return f"{start:%Y-%m-%d %H:%M} to {until} UTC"
+
+
+class BatchProfileRecorder:
+    """Keeps the last windows of what was counted; the caller says when one is over."""
+
+    def __init__(
+        self,
+        exits: int,
+        *,
+        window_s: float = WINDOW_S,
+        kept: int = KEPT,
+        past: BatchProfile | None = None,
+    ) -> None:
+        if past is not None and (past.exits, past.window_s) != (exits, window_s):
+            raise BatchProfileError(
+                f"past windows are of {past.exits} exits and {past.window_s:g} s, expected {exits} "
+                f"and {window_s:g}; start without them"
+            )
+        self._exits, self._window_s, self._kept = exits, window_s, kept
+        self._windows = list(past.windows if past is not None else ())[-kept:]
+
+    def add(self, start_s: float, seen: Iterable[Departures]) -> bool:
+        """Add a window that is over; says whether an exit decided anything in it.
+
+        ``seen`` is what was counted in it, for each set of exits that was in use. A window in which
+        nothing was decided is left out.
+        """
+        decided, went_on = [0] * self._exits, [0] * self._exits
+        for counted in seen:
+            for exit_, all_, on in zip(
+                counted.exits, counted.decided(), counted.went_on(), strict=True
+            ):
+                decided[exit_] += all_
+                went_on[exit_] += on
+        if not any(decided):
+            return False
+        self._windows.append(
+            ProfileWindow(start_s=start_s, decided=tuple(decided), went_on=tuple(went_on))
+        )
+        del self._windows[: -self._kept]
+        return True
+
+    def profile(self) -> BatchProfile:
+        """Give the windows."""
+        return BatchProfile(
+            window_s=self._window_s, exits=self._exits, windows=tuple(self._windows)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedProfile:
+    """A batch profile, and the bundle that it is of: what a file holds."""
+
+    bundle: str
+    """SHA-256 of the bundle's manifest; empty where it is not known."""
+    profile: BatchProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileStatus:
+    """The last window that was recorded, beside what had been forecast for it."""
+
+    window_s: float
+    windows: int
+    """How many are kept."""
+    going_on: tuple[float | None, ...] = ()
+    """[exits]: share of the rows of the last window that went on behind each; ``None`` of exits
+    that were off. Empty before the first window."""
+    forecast: tuple[float, ...] | None = None
+    """[exits]: what was forecast for that window before it began; ``None`` if nothing was."""
+    method: str = ""
+    """Of that forecast."""
+
+    def shares(self) -> Iterator[tuple[int, float, float | None]]:
+        """Give each exit that was on in that window, with its share and the one forecast."""
+        for exit_, share in enumerate(self.going_on):
+            if share is not None:
+                yield exit_, share, None if self.forecast is None else self.forecast[exit_]
+
+
+def dump_batch_profile(profile: BatchProfile, bundle: str = "") -> str:
+    """Write a batch profile as JSON, with the hash of the bundle that it is of."""
+    document = {"schema": PROFILE_SCHEMA, "bundle": bundle, "batch_profile": to_plain(profile)}
+    return json.dumps(document) + "\n"
+
+
+def parse_recorded(text: str, where: str = "batch profile") -> RecordedProfile:
+    """Read a batch profile from JSON, and what it is of; BatchProfileError says what is wrong."""
+    remedy = "remove it, and it is recorded anew"
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BatchProfileError(f"{where}: is not JSON: {error!s:.200}; {remedy}") from error
+    if not isinstance(document, dict) or document.get("schema") != PROFILE_SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else document
+        raise BatchProfileError(
+            f"{where}: schema {found!r:.80}, expected {PROFILE_SCHEMA}; {remedy}"
+        )
+    bundle = document.get("bundle", "")
+    if not isinstance(bundle, str):
+        raise BatchProfileError(f"{where}: bundle {bundle!r:.80}, expected a hash; {remedy}")
+    try:
+        profile = from_plain(BatchProfile, document.get("batch_profile"), where)
+    except BundleSchemaError as error:
+        raise BatchProfileError(f"{str(error).partition(';')[0]}; {remedy}") from error
+    return RecordedProfile(bundle=bundle, profile=profile)

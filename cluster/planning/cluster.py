@@ -1,0 +1,185 @@
+"""The facts that plans are made of: a model's shares and sizes, devices, and links between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle.schema.serde import check_numbers
+from offramp.cluster.planning.cluster_plan import PlanError
+from offramp.engine.scheduling.placement import NO_DELAY, DeviceLink
+
+LEAST_SHARE = 1e-6
+"""Of the rows, where none is forecast to come: what is planned for is never nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The parts of a model that plans know: its exits with the forecast, and the sizes of cuts.
+
+    A row that one exit releases is one that any later exit would release too: so the share of rows
+    behind an exit does not depend on which of those before it are on.
+    """
+
+    segments: int
+    exit_after: tuple[int, ...]
+    """[exits]: the segment that each follows; rising, before the last."""
+    going_on: tuple[float, ...]
+    """[exits]: share of the rows that entered the model which run on behind each exit: forecast,
+    never rising, at most 1."""
+    row_bytes: tuple[float, ...] = ()
+    """[segments - 1]: bytes of a row that cross the border behind each segment; empty is none."""
+    weight_bytes: tuple[float, ...] = ()
+    """[segments]: bytes of weights of each, its exit's included; empty is none."""
+    exits: tuple[int, ...] = ()
+    """[exits]: index of each in the bundle, by which plans and :class:`DeviceTimes` know it, since
+    not all may be in use; empty is by their places here."""
+    begins: int = 0
+    """The segment that the unmodified model begins with: 0, or the last of a cascade, where a copy
+    stands before it."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "segments", least=1)
+        check_numbers(self, "begins", least=0, below=self.segments)
+        rising = [-1, *self.exit_after, self.segments - 1]
+        if any(a >= b for a, b in itertools.pairwise(rising)) and self.exit_after:
+            raise ValueError(
+                f"exit_after {self.exit_after} must rise from 0, and stay below {self.segments - 1}"
+            )
+        for name, expected in (
+            ("going_on", len(self.exit_after)),
+            ("row_bytes", self.segments - 1),
+            ("weight_bytes", self.segments),
+            ("exits", len(self.exit_after)),
+        ):
+            found = len(getattr(self, name))
+            if found != expected and (found or name == "going_on"):
+                raise ValueError(f"{name} has {found} values, expected {expected}")
+        check_numbers(self, "going_on", least=0, most=1)
+        check_numbers(self, "row_bytes", "weight_bytes", least=0)
+        if any(a < b for a, b in itertools.pairwise(self.going_on)):
+            raise ValueError(f"going_on {self.going_on} must not rise with depth")
+        if any(a >= b for a, b in itertools.pairwise((-1, *self.exits))):
+            raise ValueError(f"exits {self.exits} must rise from 0, as indices in a bundle do")
+
+    @property
+    def exit_names(self) -> tuple[int, ...]:
+        """[exits]: index of each in the bundle."""
+        return self.exits or tuple(range(len(self.exit_after)))
+
+    @property
+    def exit_at(self) -> NDArray[np.int64]:
+        """[segments + 1]: index in the bundle of the exit at each border, -1 for none.
+
+        Border k is before segment k.
+        """
+        at = np.full(self.segments + 1, -1)
+        at[np.array(self.exit_after, np.int64) + 1] = self.exit_names
+        return at
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """[segments]: share of the rows that entered which reach each segment."""
+        shares = np.ones(self.segments)
+        for after, share in zip(self.exit_after, self.going_on, strict=True):
+            shares[after + 1 :] = max(share, LEAST_SHARE)
+        return shares
+
+    def crossing_bytes(self, border: int) -> float:
+        """Bytes of a row that cross a border, from 1 on."""
+        return self.row_bytes[border - 1] if self.row_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceTimes:
+    """Seconds of a batch on one type of device, by its size; index 0 is 0."""
+
+    segments_s: NDArray[np.float64]
+    """[segments, sizes + 1]."""
+    exits_s: NDArray[np.float64]
+    """[exits of the bundle, sizes + 1]: head, border and check of each, in use or not."""
+
+    def __post_init__(self) -> None:
+        for name in ("segments_s", "exits_s"):
+            table = getattr(self, name)
+            if table.ndim != 2 or not np.isfinite(table).all() or (table < 0).any():
+                raise ValueError(f"{name}: expected seconds [parts, sizes + 1], at least 0")
+        if self.segments_s.shape[1] < 2 or self.exits_s.shape[1] != self.segments_s.shape[1]:
+            raise ValueError("segments_s and exits_s need the same sizes, and 1 at least")
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest size of a batch that has a time."""
+        return int(self.segments_s.shape[1]) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceType:
+    """Devices that are alike."""
+
+    name: str
+    count: int
+    cost_per_hour: float
+    """In any currency, of one device."""
+    times: DeviceTimes
+    memory_bytes: float = math.inf
+    """What one device has for weights."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "count", least=1)
+        check_numbers(self, "cost_per_hour", least=0)
+        if not self.memory_bytes > 0:
+            raise ValueError(f"memory_bytes {self.memory_bytes}: expected more than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cluster:
+    """Devices by type, and how they are connected."""
+
+    types: tuple[DeviceType, ...]
+    link: DeviceLink = NO_DELAY
+    """Between any two that have none of their own."""
+    links: tuple[tuple[str, str, DeviceLink], ...] = ()
+    """From a type to a type, one way."""
+
+    def __post_init__(self) -> None:
+        names = [kind.name for kind in self.types]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"types {names} must be some, each with a name of its own")
+        pairs = [(a, b) for a, b, _ in self.links]
+        strangers = sorted({name for pair in pairs for name in pair} - set(names))
+        if strangers:
+            raise ValueError(f"links name {strangers}, expected types among {names}")
+        if len(set(pairs)) < len(pairs):
+            raise ValueError(f"links {pairs}: one pair is there twice")
+
+    @property
+    def cost_per_hour(self) -> float:
+        """Of all devices."""
+        return math.fsum(kind.count * kind.cost_per_hour for kind in self.types)
+
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """The type of every device, in the order of types."""
+        return tuple(kind.name for kind in self.types for _ in range(kind.count))
+
+    def of_devices(self, device_types: Sequence[str]) -> Cluster:
+        """Give the cluster with these devices alone, by type; PlanError if one is not of it."""
+        counts = Counter(device_types)
+        strangers = sorted(set(counts) - {kind.name for kind in self.types})
+        types = [replace(k, count=counts[k.name]) for k in self.types if counts[k.name]]
+        if strangers or not types:
+            raise PlanError(f"workers are of types {strangers}, which the cluster does not have")
+        links = tuple(link for link in self.links if counts.keys() >= {*link[:2]})
+        return replace(self, types=tuple(types), links=links)
+
+    def link_between(self, source: str, target: str) -> DeviceLink:
+        """Find the link from a type to a type."""
+        own = {(a, b): link for a, b, link in self.links}
+        return own.get((source, target), self.link)

@@ -1,0 +1,151 @@
+"""A plan: which segments run on which devices, at which batch size, and what that is predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from offramp.bundle.schema.errors import BundleSchemaError
+from offramp.bundle.schema.serde import check_numbers, from_plain, to_plain
+
+PLAN_SCHEMA: Final = 1
+"""Of a plan's JSON."""
+
+Constraint: TypeAlias = Literal["latency", "cost", "memory", "rate"]
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be planned, or is no plan; one line that says why."""
+
+
+class InfeasiblePlanError(PlanError):
+    """No plan meets all constraints; ``binds`` names the first that none meets."""
+
+    def __init__(self, binds: Constraint, message: str) -> None:
+        super().__init__(message)
+        self.binds: Constraint = binds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Devices of one type that run the same split."""
+
+    device_type: str
+    count: int
+    exits: tuple[int, ...]
+    """Those that are on, in depth order; the others inside earn nothing here and are off (3.4)."""
+    stage_s: float
+    """Of a batch on one of them, as it is forecast to shrink inside the split."""
+    longest_s: float
+    """Of a batch of which no row leaves inside."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "count", least=1)
+        check_numbers(self, "stage_s", "longest_s", least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSplit:
+    """Neighbouring segments that run as one stage, on replicas of their own (E3 3.2)."""
+
+    first_segment: int
+    last_segment: int
+    replicas: tuple[Replicas, ...]
+    """Of one type, as E3 has it; where the whole model is one split, of several."""
+    share: float
+    """Of the rows that enter the model, those that reach this split: forecast."""
+    period_s: float
+    """Seconds of the replicas together for each row that enters the model."""
+    fill_s: float
+    """Mean wait for a batch to fill."""
+    link_period_s: float
+    """Seconds of the link to this split for each row that enters the model."""
+    link_s: float
+    """Of a batch on the link to this split."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "first_segment", least=0)
+        check_numbers(self, "last_segment", least=self.first_segment)
+        if not self.replicas:
+            raise ValueError("replicas: a split needs some")
+        check_numbers(self, "share", least=0, most=1)
+        check_numbers(self, "period_s", "fill_s", "link_period_s", "link_s", least=0)
+
+    @property
+    def longest_s(self) -> float:
+        """Of a batch of which no row leaves, on the slowest of the replicas."""
+        return max(replica.longest_s for replica in self.replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """Splits of a model on devices of a cluster; all figures are predicted, without queues."""
+
+    batch_size: int
+    """Rows of each batch at each split: E3 keeps it constant."""
+    splits: tuple[PlannedSplit, ...]
+    cost_per_hour: float
+    """Of the devices that it uses."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "batch_size", least=1)
+        check_numbers(self, "cost_per_hour", least=0)
+        ends = [-1, *(split.last_segment for split in self.splits)]
+        starts = [split.first_segment for split in self.splits]
+        if not starts or starts[1:] != [end + 1 for end in ends[1:-1]]:
+            raise ValueError(f"splits: they start at segments {starts}, expected each in turn")
+        if not self.period_s > 0:
+            raise ValueError("splits: none takes any time, expected a period of more than 0")
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between rows at full load: of the slowest split or link."""
+        return max(max(split.period_s, split.link_period_s) for split in self.splits)
+
+    @property
+    def rate_rps(self) -> float:
+        """Rows a second at full load."""
+        return 1.0 / self.period_s
+
+    @property
+    def latency_s(self) -> float:
+        """Of a row that goes to the model's end, at worst: stages, links, waits to fill batches."""
+        return sum(split.longest_s + split.fill_s + split.link_s for split in self.splits)
+
+    def devices(self) -> dict[str, int]:
+        """Count the devices in use, by type."""
+        used: dict[str, int] = {}
+        for split in self.splits:
+            for replica in split.replicas:
+                used[replica.device_type] = used.get(replica.device_type, 0) + replica.count
+        return used
+
+
+def dump_plan(plan: ClusterPlan) -> str:
+    """Write a plan as JSON."""
+    document = {
+        "schema": PLAN_SCHEMA,
+        "predicted": {
+            "period_s": plan.period_s,
+            "rate_rps": plan.rate_rps,
+            "latency_s": plan.latency_s,
+        },
+        "plan": to_plain(plan),
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def parse_plan(text: str, where: str = "plan") -> ClusterPlan:
+    """Read a plan from JSON; PlanError says what is wrong with it."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where}: is not JSON: {error!s:.200}; plan again") from error
+    if not isinstance(document, dict) or document.get("schema") != PLAN_SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else document
+        raise PlanError(f"{where}: schema {found!r:.80}, expected {PLAN_SCHEMA}; plan again")
+    try:
+        return from_plain(ClusterPlan, document.get("plan"), where)
+    except BundleSchemaError as error:
+        raise PlanError(f"{str(error).partition(';')[0]}; plan again") from error

@@ -1,0 +1,70 @@
+"""What plans know of a bundle: sizes of its parts, exits in use, and the share of rows behind each.
+
+It needs neither onnx nor the compiler, so ``eecompile plan`` and servers plan on the same facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from offramp.bundle import NEVER, Bundle, ExitPolicy
+from offramp.bundle.schema.part_sizes import PartSizes
+from offramp.cluster.planning.cluster import ModelFacts
+from offramp.engine.scheduling import going_on
+
+WITHOUT_SIZES: Final = (
+    "its manifest has no sizes of rows and weights, as an earlier version compiled it: plans take "
+    "links and memory for free; compile the model again"
+)
+"""For whoever plans without them, to be said after the bundle's name."""
+
+
+def exits_in_use(policy: ExitPolicy) -> tuple[int, ...]:
+    """List the exits at which rows may leave, by index in the bundle, in depth order."""
+    return tuple(active.exit for active in policy.active if active.threshold < NEVER)
+
+
+def recorded_shares(bundle: Bundle) -> dict[int, float]:
+    """Give each exit in use the share of the rows that entered which goes on behind it.
+
+    By the bundle's records of the certify split, under the thresholds of its policy; in depth
+    order. A row that leaves at one exit does not come to the next.
+    """
+    active = [a for a in bundle.policy.active if a.threshold < NEVER]
+    placed = [(stage, a.exit, a.threshold) for stage, a in enumerate(active)]
+    each = going_on(placed, bundle.records(), len(active) + 1)
+    shares = np.cumprod(each[: len(active)]).tolist()
+    return dict(zip(exits_in_use(bundle.policy), shares, strict=True))
+
+
+def facts_of(
+    bundle: Bundle,
+    *,
+    exits: Sequence[int],
+    going_on: Sequence[float],
+    sizes: PartSizes | None = None,
+) -> ModelFacts:
+    """Put together what plans know of a bundle.
+
+    Args:
+        bundle: Its manifest alone is read.
+        exits: [exits] those in use, by index in the bundle, in depth order.
+        going_on: [exits] share of the rows that entered which goes on behind each: recorded or
+            forecast, never rising.
+        sizes: Where they were measured; else those that the manifest has. Without any, the facts
+            have none, and plans take links and memory for free (:data:`WITHOUT_SIZES`).
+    """
+    manifest = bundle.manifest
+    known = sizes or PartSizes.kept_by(manifest.segments)
+    return ModelFacts(
+        segments=len(manifest.segments),
+        exit_after=tuple(manifest.exits[exit_].after_segment for exit_ in exits),
+        going_on=tuple(going_on),
+        row_bytes=() if known is None else known.row_bytes,
+        weight_bytes=() if known is None else known.weight_bytes,
+        exits=tuple(exits),
+        begins=manifest.source_begins,
+    )

@@ -1,0 +1,312 @@
+"""From one plan to the next while rows are served: who loads what, when to switch, what to unload.
+
+A worker runs one split. It loads its next one beside that where its memory has room for both, and
+unloads the old one once its rows have drained. Where there is no room for both, it has to stop
+first (and joins the new plan at once), or to wait for the switch (and joins late); of each split
+of the plan in force some worker goes on to the switch, and each split of the next plan has one by
+then. So no row is without a worker at any step. E3 leaves all of this to its platform (4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.cluster.planning.assignment import assign
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
+
+Segments: TypeAlias = tuple[int, int]
+"""The first and the last segment of a split, with the exits between: what a worker loads."""
+
+_TIE: Final = 0.25
+"""Of a load: the most that all ties of an assignment weigh together, of each kind."""
+
+
+class TransitionError(PlanError):
+    """The workers cannot come from one plan to the next while they serve; one line says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """A worker, which is one device, and what it has loaded."""
+
+    name: str
+    device_type: str
+    memory_bytes: float = math.inf
+    """For weights."""
+    holds: frozenset[Segments] = field(default_factory=frozenset)
+    serves: Segments | None = None
+    """The split of the plan in force that it runs; ``None`` if it is idle."""
+    lost: bool = False
+    """Whether the next plan does without it: it is not there, and what it runs waits for it, or it
+    is too slow."""
+
+    def __post_init__(self) -> None:
+        if self.serves is not None and self.serves not in self.holds:
+            raise ValueError(f"worker {self.name!r} serves {self.serves}, and does not hold it")
+
+
+class Action(StrEnum):
+    """The kinds of steps."""
+
+    STOP = "stop"
+    """The router sends the worker nothing more of the plan in force; its rows drain."""
+    UNLOAD = "unload"
+    LOAD = "load"
+    SWITCH = "switch"
+    """Rows that come from now on are routed by the next plan; those under way drain by the old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransitionStep:
+    """A step; a worker takes its steps in order, once what it has to unload has drained."""
+
+    action: Action
+    worker: str = ""
+    """Empty for the switch, which is everybody's."""
+    segments: Segments = (0, 0)
+    """What is loaded, unloaded or stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTransition:
+    """The steps from a plan to the next, in an order in which they may be taken one by one.
+
+    Steps of different workers before the switch may be taken side by side, and so may those behind
+    it.
+    """
+
+    steps: tuple[TransitionStep, ...]
+    roles: tuple[tuple[str, Segments], ...]
+    """By worker: the split of the next plan that it runs, those of one split in turn."""
+    kept: float
+    """Least share of a split's workers that serve on to the switch: 1 if none has to stop before
+    it. The plan in force is that much slower meanwhile."""
+    late: int
+    """Workers that join the next plan only when the old one has drained."""
+
+    @property
+    def loads(self) -> int:
+        """How many splits are loaded."""
+        return sum(step.action is Action.LOAD for step in self.steps)
+
+
+def plan_transition(
+    old: ClusterPlan | None,
+    new: ClusterPlan,
+    workers: Sequence[WorkerState],
+    *,
+    weight_bytes: Sequence[float] = (),
+) -> PlanTransition:
+    """Plan the steps with the fewest loads from ``old``, which the workers serve, to ``new``.
+
+    Args:
+        old: The plan in force; ``None`` if there is none.
+        new: The next plan.
+        workers: All that there are, those that serve nothing too.
+        weight_bytes: [segments] Of each segment; empty is none.
+
+    Raises:
+        TransitionError: There are too few workers, or they have no room while they serve, if as
+            little as can be is loaded: what would go with more loads is not looked for.
+        ValueError: The workers do not serve ``old``.
+    """
+    moving = _Moving(old, new, workers, weight_bytes)
+    roles = moving.assign_roles()
+    late = moving.choose_late(roles)
+    return moving.transition(roles, late)
+
+
+class _Moving:
+    """One call of :func:`plan_transition`."""
+
+    def __init__(
+        self,
+        old: ClusterPlan | None,
+        new: ClusterPlan,
+        workers: Sequence[WorkerState],
+        weight_bytes: Sequence[float],
+    ) -> None:
+        self._workers = {worker.name: worker for worker in workers}
+        if len(self._workers) < len(workers):
+            raise ValueError(f"workers {[w.name for w in workers]}: expected names of their own")
+        self._sums = np.concatenate([[0.0], np.cumsum(np.asarray(weight_bytes, np.float64))])
+        self._serving = _serving(old, workers)
+        self._slots = list(_slots(new))
+
+    def bytes_of(self, segments: Segments) -> float:
+        """Bytes of a split's weights."""
+        if len(self._sums) == 1:
+            return 0.0
+        return float(self._sums[segments[1] + 1] - self._sums[segments[0]])
+
+    def is_tight(self, worker: WorkerState, segments: Segments) -> bool:
+        """Whether a worker has no room for a split beside the one that it runs."""
+        if segments in worker.holds or worker.serves is None:
+            return False
+        both = self.bytes_of(segments) + self.bytes_of(worker.serves)
+        return both > worker.memory_bytes
+
+    def assign_roles(self) -> dict[str, Segments]:
+        """Give each replica of the next plan a worker, with as few loads as there can be.
+
+        Of assignments with as few, one in which few workers lack the room, and few bytes are read.
+        """
+        workers = list(self._workers.values())
+        found = assign(self._load_costs(workers))
+        if found is None:
+            raise TransitionError(self._too_few(workers))
+        return {
+            workers[column].name: segments
+            for column, (segments, _) in zip(found, self._slots, strict=True)
+        }
+
+    def _load_costs(self, workers: Sequence[WorkerState]) -> NDArray[np.float64]:
+        """[slots, workers]: 0 where the split is held, 1 and a tie where it has to be loaded."""
+        total = sum(self.bytes_of(segments) for segments, _ in self._slots) or 1.0
+        each = _TIE / max(len(self._slots), 1)
+        costs = np.full((len(self._slots), len(workers)), math.inf)
+        for row, (segments, device_type) in enumerate(self._slots):
+            size = self.bytes_of(segments)
+            for column, worker in enumerate(workers):
+                if worker.lost or worker.device_type != device_type or size > worker.memory_bytes:
+                    continue
+                tie = each * self.is_tight(worker, segments) + _TIE * size / total
+                costs[row, column] = 0.0 if segments in worker.holds else 1.0 + tie
+        return costs
+
+    def choose_late(self, roles: Mapping[str, Segments]) -> frozenset[str]:
+        """Choose who loads behind the switch, so that each split of the plan in force is served.
+
+        A split all of whose workers lack the room keeps one of them to the switch; which, is chosen
+        such that each split of the next plan has a worker by then.
+        """
+        replicas = [segments for segments, _ in self._slots]
+        # All but one of the workers of each next split may be late.
+        places = [(s, k) for s in dict.fromkeys(replicas) for k in range(1, replicas.count(s))]
+        stuck: list[dict[Segments, str]] = []
+        for serving in self._serving.values():
+            names = [name for name in serving if not self._workers[name].lost]
+            tight = {
+                roles[name]: name
+                for name in names
+                if name in roles and self.is_tight(self._workers[name], roles[name])
+            }
+            if tight and all(
+                name in roles and self.is_tight(self._workers[name], roles[name]) for name in names
+            ):
+                stuck.append(tight)
+        costs = np.full((len(stuck), len(places)), math.inf)
+        for row, by_role in enumerate(stuck):
+            costs[row] = [0.0 if segments in by_role else math.inf for segments, _ in places]
+        found = assign(costs)
+        if found is None:
+            raise TransitionError(
+                "splits of the plan in force that are run only by workers without room for another "
+                f"one: {len(stuck)}, and not each can keep a worker until the next plan is served; "
+                "add workers, or stop serving to change plans"
+            )
+        return frozenset(
+            by_role[places[column][0]] for by_role, column in zip(stuck, found, strict=True)
+        )
+
+    def transition(self, roles: Mapping[str, Segments], late: frozenset[str]) -> PlanTransition:
+        """Put the steps in order."""
+        before: list[TransitionStep] = []
+        after: list[TransitionStep] = []
+        stopped: set[str] = set()
+        for name, worker in self._workers.items():
+            if worker.lost:
+                continue
+            role = roles.get(name)
+            held = set(worker.holds)
+            if role is not None and role not in held and name not in late:
+                if self.is_tight(worker, role):
+                    assert worker.serves is not None
+                    stopped.add(name)
+                    before.append(_step(Action.STOP, name, worker.serves))
+                before += self._load(worker, role, held, stopped=name in stopped)
+            spare = sorted(held - {role})
+            after += [_step(Action.UNLOAD, name, segments) for segments in spare]
+            if name in late and role is not None:
+                after.append(_step(Action.LOAD, name, role))
+        kept = [1 - len(stopped & set(names)) / len(names) for names in self._serving.values()]
+        return PlanTransition(
+            steps=(*before, TransitionStep(action=Action.SWITCH), *after),
+            roles=tuple(sorted(roles.items(), key=lambda role: (role[1], role[0]))),
+            kept=min(kept, default=1.0),
+            late=len(late),
+        )
+
+    def _load(
+        self, worker: WorkerState, role: Segments, held: set[Segments], *, stopped: bool
+    ) -> Iterator[TransitionStep]:
+        """Load a split before the switch, once what is in its way is unloaded."""
+        running = set() if stopped or worker.serves is None else {worker.serves}
+        size = self.bytes_of(role)
+        for segments in sorted(held - running):
+            if stopped and segments == worker.serves:
+                pass  # drained: it goes whether or not it is in the way
+            elif sum(map(self.bytes_of, held)) + size <= worker.memory_bytes:
+                continue
+            held.discard(segments)
+            yield _step(Action.UNLOAD, worker.name, segments)
+        held.add(role)
+        yield _step(Action.LOAD, worker.name, role)
+
+    def _too_few(self, workers: Sequence[WorkerState]) -> str:
+        wanted: dict[str, int] = {}
+        for _, device_type in self._slots:
+            wanted[device_type] = wanted.get(device_type, 0) + 1
+        for device_type, count in wanted.items():
+            there = sum(w.device_type == device_type and not w.lost for w in workers)
+            if there < count:
+                return (
+                    f"the plan needs {count} workers of type {device_type!r:.40}, and there are "
+                    f"{there}; plan for the workers that there are"
+                )
+        return (
+            "the plan has splits that too few workers have the memory for; give the cluster file "
+            "memory_gib as the workers have it, and plan again"
+        )
+
+
+def _step(action: Action, worker: str, segments: Segments) -> TransitionStep:
+    return TransitionStep(action=action, worker=worker, segments=segments)
+
+
+def splits_of(plan: ClusterPlan) -> tuple[Segments, ...]:
+    """List the splits of a plan, in order."""
+    return tuple((split.first_segment, split.last_segment) for split in plan.splits)
+
+
+def _slots(plan: ClusterPlan) -> Iterator[tuple[Segments, str]]:
+    """Give each replica of a plan: its split, and the type of device that it needs."""
+    for segments, split in zip(splits_of(plan), plan.splits, strict=True):
+        for replicas in split.replicas:
+            yield from [(segments, replicas.device_type)] * replicas.count
+
+
+def _serving(
+    old: ClusterPlan | None, workers: Sequence[WorkerState]
+) -> dict[Segments, tuple[str, ...]]:
+    """Find who serves each split of a plan; ValueError if that is nobody, or they serve another."""
+    splits = () if old is None else splits_of(old)
+    serving = {
+        segments: tuple(worker.name for worker in workers if worker.serves == segments)
+        for segments in splits
+    }
+    strangers = {w.serves for w in workers if w.serves is not None} - set(splits)
+    idle = [segments for segments, names in serving.items() if not names]
+    if strangers or idle:
+        raise ValueError(
+            f"the workers serve {sorted(strangers)} besides the plan in force, and nobody serves "
+            f"{idle} of it; expected each of {list(splits)} to be served, and nothing else"
+        )
+    return serving

@@ -1,0 +1,102 @@
+"""What Ray runs on a node: a worker that listens for its router, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from offramp.bundle import Bundle, BundleError
+from offramp.cluster.ray.connection import node_address, tls_files
+from offramp.cluster.remote.listening import Admission, Listener
+from offramp.cluster.remote.stages import BundlesByHash
+from offramp.cluster.remote.tcp import HostPort, listen_on, tls_reason
+from offramp.cluster.remote.wire import Hello
+from offramp.cluster.remote.worker import libraries, make_local
+from offramp.engine.answers.criteria import CriterionError, load_criterion
+from offramp.engine.common.errors import EngineError
+from offramp.engine.stages.base import Backend
+
+LEAVE_S: Final = 10.0
+"""For Ray to end an actor whose router is gone: one that ends by itself is reported as a crash."""
+
+
+class WorkerActor:
+    """A worker on a node of a Ray cluster; Ray makes it with plain strings and numbers alone.
+
+    It is what ``eeworker`` is: it serves one router, which has to show the token, with the bundles
+    that it was started with and no others. Its process ends with its router, which gives back what
+    Ray had set aside for it; its successor is another actor.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        bundles: Sequence[str],
+        threads: int,
+        custom_ops: Sequence[str] = (),
+        criterion_modules: Sequence[str] = (),
+    ) -> None:
+        """``bundles`` and the other files are paths on the node; ``threads`` those of a stage."""
+        self._token = token.encode()
+        self._bundles = bundles
+        self._threads = threads
+        self._custom_ops = [Path(path) for path in custom_ops]
+        self._criterion_modules = criterion_modules
+        self._entered = contextlib.ExitStack()
+        """The libraries of operators, from when it listens."""
+
+    def listen(self) -> tuple[str, str]:
+        """Begin to listen: gives HOST:PORT, or else a line that says what is in the way."""
+        logging.basicConfig(
+            level=logging.WARNING, format="%(levelname)s worker %(process)d: %(message)s"
+        )
+        host = node_address()
+        try:
+            for text in self._criterion_modules:
+                load_criterion(text)
+            self._entered.enter_context(libraries(self._custom_ops))
+            identity = tls_files()
+            admission = Admission(
+                token=self._token,
+                context=None if identity is None else identity.context(),
+                make=self._make,
+                find=BundlesByHash([Bundle.open(Path(path)).held() for path in self._bundles]),
+                any_graph=self.any_graph,
+            )
+            listening = listen_on(HostPort(host, 0))
+        except (BundleError, CriterionError, EngineError, OSError) as error:
+            self._entered.close()
+            return "", f"on the node {host}: {_said(error)}"
+        threading.Thread(
+            target=self._serve, args=(listening, admission), name="listener", daemon=True
+        ).start()
+        return str(HostPort(*listening.getsockname()[:2])), ""
+
+    any_graph = False
+    """Whether a router may send graphs of its own, as only tests do."""
+
+    def make(self, hello: Hello) -> Backend:
+        """Make the backend that a router asks for; BackendError if it cannot run here."""
+        return make_local(hello)
+
+    def _make(self, hello: Hello) -> Backend:
+        return self.make(dataclasses.replace(hello, threads=self._threads))
+
+    def _serve(self, listening: socket.socket, admission: Admission) -> NoReturn:
+        try:
+            with self._entered:
+                Listener(listening, admission).serve()
+        finally:
+            threading.Event().wait(LEAVE_S)
+            os._exit(0)  # whatever still runs: nobody waits for it
+
+
+def _said(error: Exception) -> str:
+    return tls_reason(error) if isinstance(error, OSError) else str(error)

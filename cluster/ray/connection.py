@@ -1,0 +1,149 @@
+"""The connection to a Ray cluster: one a process, made once, and what the cluster has."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+from offramp.bundle.optional_imports import optional_import
+from offramp.cluster.remote.tcp import NetworkError, TlsIdentity, parse_address
+from offramp.engine.common.errors import BackendError, EngineError
+
+_log = logging.getLogger(__name__)
+
+HOW_TO_INSTALL: Final = "install it on every node: pip install 'offramp[ray]'"
+HOW_TO_START: Final = (
+    "start Ray on this host (ray start --head, or ray start --address=HEAD:6379 to join a cluster)"
+)
+REACH_LIMIT_S: Final = 5.0
+"""Limit of a connection to the head, which shows that something is there."""
+CONNECT_LIMIT_S: Final = 60.0
+"""Limit of all of it."""
+_connecting = threading.Lock()
+
+
+def import_ray() -> Any:
+    """Return the ``ray`` module, whose types are not looked at; BackendError if it is not there."""
+    with optional_import("ray", install=HOW_TO_INSTALL, raises=BackendError):
+        import ray  # noqa: PLC0415 - heavy, and optional
+    return ray
+
+
+def connect(address: str | None = None) -> Any:
+    """Connect this process to a Ray cluster that runs, and give the ``ray`` module.
+
+    Where the process is connected already, as within an actor of Ray Serve, that connection is
+    used. None is started: a server that is nobody's cluster would end with a cluster of its own.
+
+    Args:
+        address: HOST:PORT of its head; ``None`` takes ``RAY_ADDRESS``, or the one on this host.
+
+    Raises:
+        BackendError: There is no ray, or no cluster is there.
+    """
+    with _connecting:
+        return _connect(import_ray(), address)
+
+
+def _connect(ray: Any, address: str | None) -> Any:
+    if ray.is_initialized():
+        return ray
+    if address is not None and "://" in address:
+        raise BackendError(
+            f"{address!r:.80} is an address of Ray's client, expected HOST:PORT of the head: the "
+            f"server has to run on a node of the cluster; {HOW_TO_START}"
+        )
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    where = "on this host" if address == "auto" else f"at {address!r:.80}"
+    try:
+        if address != "auto":  # Ray itself would try for minutes
+            socket.create_connection(parse_address(address), REACH_LIMIT_S).close()
+        _in_thread(_init, ray, address)
+    except (ConnectionError, EngineError, RuntimeError, ValueError, OSError) as error:
+        raise BackendError(
+            f"no Ray cluster can be reached {where}: {_first_line(error)}; {HOW_TO_START}"
+        ) from error
+    _log.info("connected to the Ray cluster at %s", ray.get_runtime_context().gcs_address)
+    return ray
+
+
+def _init(ray: Any, address: str) -> None:
+    logger = logging.getLogger("ray")
+    before = logger.level
+    logger.setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, as is meant
+    try:
+        ray.init(address=address, namespace="offramp", log_to_driver=False, configure_logging=False)
+    finally:
+        logger.setLevel(before)
+
+
+def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
+    """Call on a thread of its own, with a limit: on the main one Ray would handle SIGTERM for us.
+
+    TimeoutError, and the thread is left behind: Ray waits for a cluster that is gone without end.
+    """
+    done: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            function(*arguments)
+            done.set_result(None)
+        except BaseException as error:  # handed to who waits
+            done.set_exception(error)
+
+    threading.Thread(target=call, name="connect to Ray", daemon=True).start()
+    try:
+        done.result(CONNECT_LIMIT_S)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer within {CONNECT_LIMIT_S:g} s") from error
+
+
+def free_cpus(ray: Any) -> int:
+    """Count the whole CPUs that nothing in the cluster has asked for."""
+    return int(ray.available_resources().get("CPU", 0.0))
+
+
+def tls_files() -> TlsIdentity | None:
+    """Give the files by which Ray encrypts its own connections on this node, if it does.
+
+    Workers and their router use the very same, as both ends of each have to show who they are.
+    """
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+    paths = [os.environ.get(name, "") for name in names]
+    if missing := [name for name, path in zip(names, paths, strict=True) if not path]:
+        raise NetworkError(f"RAY_USE_TLS is set, and {missing[0]} is not; set it as well")
+    certificate, key, ca = map(Path, paths)
+    return TlsIdentity(certificate=certificate, key=key, ca=ca)
+
+
+def connected_ray() -> Any:
+    """Give the ``ray`` module if this process is connected to a cluster, else ``None``."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
+
+
+def node_address() -> str:
+    """Give the address that this node is known by in its cluster."""
+    found: str = import_ray().util.get_node_ip_address()
+    return found
+
+
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """Say resources in words, for instance ``1 CPU and 1 gpu``."""
+    parts = [f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount]
+    return " and ".join(parts) or "nothing"
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

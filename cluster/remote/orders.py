@@ -1,0 +1,54 @@
+"""Orders to one worker: one at a time, each answered before the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
+from offramp.cluster.remote.wire import Failed, FrameError, Message, Ready, Refused, decode, encode
+from offramp.engine.common.errors import BackendError, WorkerLostError
+
+
+class Orders:
+    """The connection that a worker gets its orders on; any thread may ask.
+
+    ``lose`` gives a worker up that does not answer as it should; it takes the reason, empty for a
+    connection that ended.
+    """
+
+    def __init__(self, connection: Connection, lose: Callable[[str], WorkerLostError]) -> None:
+        self.connection = connection
+        self.lock = threading.Lock()
+        """Held from an order to its answer."""
+        self._lose = lose
+
+    def ask(
+        self, message: Message, limit_s: float, body: bytes = b"", fds: Sequence[int] = ()
+    ) -> Ready | Refused:
+        """Have an order carried out.
+
+        BackendError if it cannot be; WorkerLostError if there is no answer, or a wrong one.
+        """
+        header = encode(message)
+        with self.lock:
+            try:
+                if fds:
+                    self.connection.send_fds(header, fds)
+                else:
+                    self.connection.send(header, (body,) if body else (), limit_s)
+                # An answer to an order has no body, whoever it is from.
+                answer = decode(self.connection.receive(limit_s, most_body=0).header)
+            except (ConnectionLostError, FrameError, TooLateError) as error:
+                gone = isinstance(error, ConnectionLostError)
+                raise self._lose("" if gone else str(error)) from error
+        if isinstance(answer, Failed):
+            raise BackendError(answer.message)
+        if not isinstance(answer, Ready | Refused):
+            raise self._lose(f"it answered an order with {type(answer).__name__}")
+        return answer
+
+    def close(self) -> None:
+        """Close the connection; whoever waits for an answer sees its end first."""
+        with self.lock:
+            self.connection.close()

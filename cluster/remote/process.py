@@ -1,0 +1,167 @@
+"""A worker as the router sees it: started, asked, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from offramp.cluster.remote.orders import Orders
+from offramp.cluster.remote.tensors import FIRST_MEMORY, SharedTensors, SlotLink
+from offramp.cluster.remote.transport import Connection, SharedMemory
+from offramp.cluster.remote.wire import Hello, Message, OpenSlot, Refused
+from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.common.job_runner import environment_of_child
+
+START_LIMIT_S: Final = 60.0
+"""Limit of a worker's start, on a machine that is busy with what goes first."""
+ORDER_LIMIT_S: Final = 600.0
+"""Limit of an order: a large stage may take minutes to load."""
+_CPU_CLOCK: Final = 2
+"""In the number of a process's clock on Linux: the one that it is scheduled by."""
+_END_S: Final = 5.0
+"""Limit of what takes moments, but must not be waited for without end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCommand:
+    """What a worker process is started as."""
+
+    module: str = "offramp.cluster.remote.worker"
+    arguments: tuple[str, ...] = ()
+    """Of the command line, after the file descriptor."""
+
+
+class WorkerProcess:
+    """One worker process; any thread may call any method.
+
+    BackendError if it cannot be started, or refuses to be what ``hello`` says.
+    """
+
+    def __init__(self, hello: Hello, command: WorkerCommand) -> None:
+        connection, theirs = Connection.pair()
+        self._orders = Orders(connection, self.lose)
+        self._slots = itertools.count(1)
+        self.stages: set[int] = set()
+        """Those that it has loaded."""
+        self.lost = False
+        with theirs:
+            try:
+                self._process = _start(theirs.fileno(), command)
+            except OSError as error:
+                self._orders.close()
+                raise BackendError(f"no worker process can be started: {error}") from error
+        try:
+            self._greet(hello)
+        except BaseException:
+            self.end()
+            raise
+
+    def _greet(self, hello: Hello) -> None:
+        answer = self._orders.ask(hello, START_LIMIT_S)
+        if isinstance(answer, Refused):
+            raise BackendError(answer.reason)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"worker {self.pid}"
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked, as far as is known."""
+        return not self.lost and self._process.poll() is None
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that it has had; 0 where the system does not tell."""
+        try:
+            return time.clock_gettime(((~self.pid) << 3) | _CPU_CLOCK)
+        except (AttributeError, OSError):
+            return 0.0
+
+    def order(self, message: Message, body: bytes = b"") -> None:
+        """Have an order carried out; BackendError if it cannot be, WorkerLostError."""
+        self._orders.ask(message, ORDER_LIMIT_S, body)
+
+    def open_slot(self) -> SlotLink:
+        """Open a slot on memory that both have; BackendError if there is none."""
+        try:
+            memory = SharedMemory.create(FIRST_MEMORY)
+        except OSError as error:
+            raise BackendError(f"no memory can be shared with a worker: {error}") from error
+        connection, theirs = Connection.pair()
+        number = next(self._slots)
+        try:
+            with theirs:
+                self._give_memory(number, memory, theirs.fileno())
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            memory.close_fd()
+        return SlotLink(connection, SharedTensors(memory, lambda m: self._give_memory(number, m)))
+
+    def _give_memory(self, slot: int, memory: SharedMemory, *fds: int) -> None:
+        """Let a slot have other memory; errors as of :meth:`order`."""
+        message = OpenSlot(slot=slot, size_bytes=memory.size_bytes)
+        self._orders.ask(message, ORDER_LIMIT_S, fds=(memory.fd, *fds))
+        memory.close_fd()
+
+    def lose(self, reason: str) -> WorkerLostError:
+        """Give a worker up that does not answer: end it, and give the error that says so."""
+        self.lost = True
+        with contextlib.suppress(OSError):
+            self._process.kill()
+        error = WorkerLostError(f"{self.name} was lost: {reason or self._fate()}")
+        self._wait()
+        return error
+
+    def end(self) -> None:
+        """End it at once; it has nothing to put in order."""
+        self.lost = True
+        with contextlib.suppress(OSError):
+            self._process.kill()
+        self._orders.close()
+        self._wait()
+
+    def _fate(self) -> str:
+        try:
+            status = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return "its process closed the connection"
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                return f"its process was ended by {signal.Signals(-status).name}"
+        return f"its process ended with exit status {status}"
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
+
+def _start(fd: int, command: WorkerCommand) -> subprocess.Popen[bytes]:
+    if not sys.executable:
+        raise OSError("the path of the Python interpreter is unknown")
+    # -P: what lies in the working directory is not imported unless it is here, too.
+    line = [sys.executable, "-P", "-m", command.module, str(fd), *command.arguments]
+    return subprocess.Popen(  # noqa: S603  (our own module, no words of others)
+        line,
+        pass_fds=(fd,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=environment_of_child(),
+        # Ctrl-C reaches the foreground group, and the drain needs workers. Not another session:
+        # schedulers that weigh sessions against each other would give that one half of a core.
+        process_group=0 if hasattr(os, "setpgid") else None,
+    )

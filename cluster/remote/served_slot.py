@@ -1,0 +1,228 @@
+"""A slot as its worker serves it: runs what is ordered, and says what came of it.
+
+What is the same from run to run is made once: of an order's header the views of the tensors that it
+names, and of the forms of results the places where they are written, and the reply.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.cluster.remote.layouts import keep
+from offramp.cluster.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
+from offramp.cluster.remote.wire import (
+    GIVEN,
+    INLINE,
+    Failed,
+    FrameError,
+    PlacedArray,
+    RunStage,
+    StageDone,
+    TensorForm,
+    aligned,
+    array_in,
+    decode,
+    encode,
+    inline_offsets,
+)
+from offramp.engine.common.errors import BackendError, EngineError
+from offramp.engine.stages.base import Slot, Stage, StageResult, TensorBatch
+
+_log = logging.getLogger(__name__)
+
+Reached: TypeAlias = Callable[[str], None]
+"""Called at points of the protocol, for tests of what happens should the worker end there."""
+Arrays: TypeAlias = Sequence[NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ReadOrder:
+    """An order to run a stage, as it was read, and the replies to it so far."""
+
+    stage: int
+    threshold: float | None
+    region: tuple[int, int]
+    """Offset and size of the shared memory that results may be written to."""
+    tensors: Mapping[str, NDArray[Any]]
+    """Views of those in shared memory."""
+    inline: tuple[tuple[TensorForm, int], ...]
+    """The others, each with its offset in the body."""
+    body_bytes: int
+    memory: SharedMemory | None
+    """``None`` if all tensors are inline."""
+    replies: dict[Hashable, _WrittenReply] = field(default_factory=dict)
+    """By the forms of results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WrittenReply:
+    """The reply to a run whose results have certain forms."""
+
+    header: bytes
+    views: tuple[NDArray[Any] | None, ...]
+    """Where results are written, but those that are only passed on; ``None``: they are inline."""
+
+
+class ServedSlot:
+    """A slot, and the connection that says what it runs."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        slot: Slot,
+        memory: SharedMemory | None,
+        stages: Mapping[int, Stage],
+        reached: Reached,
+    ) -> None:
+        self._connection = connection
+        self._slot = slot
+        self._stages = stages
+        self._reached = reached
+        self.use(memory)
+
+    def use(self, memory: SharedMemory | None) -> None:
+        """Have tensors in this memory, between two runs; ``None`` if all are inline."""
+        self._memory = memory
+        self._orders: dict[bytes, _ReadOrder] = {}
+
+    def serve(self) -> None:
+        """Run what is ordered until the connection ends."""
+        try:
+            while True:
+                frame = self._connection.receive()
+                header, body = self._answer(frame)
+                self._reached("after-write")
+                self._connection.send(header, body)
+        except ConnectionLostError:
+            self._slot.close()
+        finally:
+            self._connection.close()
+
+    def _answer(self, frame: Frame) -> tuple[bytes, Arrays]:
+        try:
+            order = self._orders.get(frame.header)
+            if order is None or order.body_bytes != len(frame.body):
+                order = self._read(frame)
+            self._reached("before-run")
+            return self._run(order, frame.body)
+        except EngineError as error:
+            return encode(Failed(message=str(error))), ()
+        except Exception as error:
+            _log.exception("a stage could not be run")
+            return encode(Failed(message=f"a worker failed: {error!r}")), ()
+
+    def _read(self, frame: Frame) -> _ReadOrder:
+        """Read an order that did not come so far; FrameError."""
+        order, memory = decode(frame.header), self._memory
+        if not isinstance(order, RunStage):
+            raise FrameError(f"{type(order).__name__} came where stages are run")
+        tensors, inline = {}, []
+        offsets = inline_offsets(order.arrays, len(frame.body))
+        for (form, place), offset in zip(order.arrays, offsets, strict=True):
+            if place == GIVEN or form.shape[:1] != (order.rows,):
+                raise FrameError(
+                    f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} is none of "
+                    f"{order.rows} rows"
+                )
+            if place == INLINE:
+                inline.append((form, offset))
+            elif memory is None:
+                raise FrameError("an order names memory that is shared, and none is")
+            else:
+                tensors[form.name] = memory.array(form, place)
+        found = _ReadOrder(
+            stage=order.stage,
+            threshold=order.threshold,
+            region=order.region,
+            tensors=tensors,
+            inline=tuple(inline),
+            body_bytes=len(frame.body),
+            memory=memory,
+        )
+        keep(self._orders, frame.header, found)
+        return found
+
+    def _run(self, order: _ReadOrder, body: bytearray) -> tuple[bytes, Arrays]:
+        stage = self._stages.get(order.stage)
+        if stage is None:
+            raise FrameError(f"no stage has the number {order.stage}")
+        tensors = order.tensors
+        if order.inline:
+            tensors = {**tensors, **{f.name: array_in(body, f, at) for f, at in order.inline}}
+        result = self._slot.run(stage, self._slot.upload(tensors), order.threshold)
+        self._reached("after-run")
+        return _reply(order, result, tensors)
+
+
+def _reply(
+    order: _ReadOrder, result: StageResult, given: Mapping[str, NDArray[Any]]
+) -> tuple[bytes, Arrays]:
+    """Write results where they belong; gives the reply's header, and what of them is inline."""
+    answer, confidence, carry = result
+    arrays = [confidence] if answer is None else [answer, confidence]
+    # What is passed on is told by its name, the others by their forms.
+    said: list[Hashable] = [(array.dtype, array.shape) for array in arrays]
+    said.append(carry is None)
+    if carry is not None:
+        for name, array in _tensors_of(carry).items():
+            if array is given.get(name):
+                said.append(name)
+            else:
+                said.append((name, array.dtype, array.shape))
+                arrays.append(array)
+    key = tuple(said)
+    reply = order.replies.get(key)
+    if reply is None:
+        reply = _plan_reply(order, result, given)
+        keep(order.replies, key, reply)
+    inline = []
+    for view, array in zip(reply.views, arrays, strict=True):
+        if view is None:
+            inline.append(np.ascontiguousarray(array))
+        else:
+            view[...] = array
+    return reply.header, inline
+
+
+def _plan_reply(
+    order: _ReadOrder, result: StageResult, given: Mapping[str, NDArray[Any]]
+) -> _WrittenReply:
+    """Place results of such forms, one after the other; those that the region lacks are inline."""
+    memory, views = order.memory, list[NDArray[Any] | None]()
+    start, end = order.region[0], sum(order.region)
+
+    def place(name: str, array: NDArray[Any]) -> PlacedArray:
+        nonlocal start
+        form, begins = TensorForm(name, array.dtype, array.shape), aligned(start)
+        if memory is None or begins + form.size_bytes > end:
+            views.append(None)
+            return PlacedArray(form, INLINE)
+        views.append(memory.array(form, begins))
+        start = begins + form.size_bytes
+        return PlacedArray(form, begins)
+
+    answer = None if result.answer is None else place("answer", result.answer)
+    confidence = place("confidence", result.confidence)
+    carried = None
+    if result.carry is not None:
+        carried = tuple(
+            PlacedArray(TensorForm(name, array.dtype, array.shape), GIVEN)
+            if array is given.get(name)
+            else place(name, array)
+            for name, array in _tensors_of(result.carry).items()
+        )
+    header = encode(StageDone(answer, confidence, carried))
+    return _WrittenReply(header=header, views=tuple(views))
+
+
+def _tensors_of(carry: TensorBatch) -> Mapping[str, NDArray[Any]]:
+    found: Mapping[str, NDArray[Any]] | None = getattr(carry, "tensors", None)
+    if found is None:
+        raise BackendError("the worker's backend does not keep tensors on the host")
+    return found

@@ -1,0 +1,230 @@
+"""The process that runs stages for a router: ``python -P -m offramp.cluster.remote.worker FD``.
+
+``FD`` is the socket that it was started with; the first message says which backend it is to be.
+That connection is for orders: to load stages, and to serve slots, each of which comes with a
+connection and shared memory of its own, and has a thread. So a stage is loaded beside those that
+run.
+
+It ends with its first connection, whatever it does then, and leaves nothing behind: so it dies with
+its router. Rejected: ``PR_SET_PDEATHSIG``, which follows the thread that started a process, not the
+process, and a stream's thread may end before. Ctrl-C and SIGTERM are the router's to handle: what
+they begin there, the drain, needs workers.
+
+Imports no runtime until a hello says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+from offramp import __version__
+from offramp.cluster.remote.served_slot import Reached, ServedSlot
+from offramp.cluster.remote.stages import BundlesByPath, FindBundle, make_described
+from offramp.cluster.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
+from offramp.cluster.remote.wire import (
+    Failed,
+    FrameError,
+    Hello,
+    Message,
+    OpenSlot,
+    Ping,
+    Prepare,
+    Ready,
+    Refused,
+    Release,
+    Shutdown,
+    decode,
+    encode,
+)
+from offramp.engine.answers.criteria import CriterionError, load_criterion
+from offramp.engine.common.errors import EngineError
+from offramp.engine.stages.base import Backend, Stage
+
+_log = logging.getLogger(__name__)
+
+MakeBackend: TypeAlias = Callable[[Hello], Backend]
+"""Makes the worker's backend; BackendError if it cannot run here."""
+
+
+class Worker:
+    """Serves one router until its connection ends.
+
+    ``find`` gives the bundles that stages are of; without ``any_graph`` no stage is of another.
+    """
+
+    def __init__(
+        self,
+        orders: Connection,
+        make: MakeBackend,
+        reached: Reached = lambda _point: None,
+        *,
+        find: FindBundle | None = None,
+        any_graph: bool = True,
+    ) -> None:
+        self._orders = orders
+        self._make = make
+        self._reached = reached
+        self._find = find or BundlesByPath()
+        self._any_graph = any_graph
+        self._backend: Backend | None = None
+        self._stages: dict[int, Stage] = {}
+        self._slots: dict[int, ServedSlot] = {}
+
+    def serve(self, silence_s: float | None = None) -> None:
+        """Do what the router orders, until it is gone or says to end.
+
+        With ``silence_s``, over a network: file descriptors do not travel there, and TooLateError
+        tells of a router that says nothing for so long.
+        """
+        with contextlib.suppress(ConnectionLostError):
+            while True:
+                frame = self._orders.receive(silence_s, fds=silence_s is None)
+                try:
+                    message = decode(frame.header)
+                    if isinstance(message, Shutdown):
+                        return
+                    answer = self._obey(message, frame)
+                except FrameError as error:
+                    _log.error("an order makes no sense: %s", error)
+                    return
+                self._orders.send(encode(answer))
+
+    def begin(self, hello: Hello) -> Message:
+        """Be what a router asks for, or say why not."""
+        if hello.version != __version__:
+            return Refused(
+                reason=f"the worker has Offramp {__version__}, the server {hello.version}; "
+                "install the same on both"
+            )
+        try:
+            self._backend = self._make(hello)
+        except EngineError as error:
+            return Refused(reason=str(error))
+        return Ready(pid=os.getpid())
+
+    def open_slot(self, number: int, connection: Connection, memory: SharedMemory | None) -> None:
+        """Make a slot that :meth:`serve_slot` serves; BackendError, FrameError."""
+        if number in self._slots:
+            raise FrameError(f"slot {number} is there already")
+        slot = self._ready_backend().open_slot()
+        self._slots[number] = ServedSlot(connection, slot, memory, self._stages, self._reached)
+
+    def serve_slot(self, number: int) -> None:
+        """Run what is ordered of a slot until its connection ends."""
+        try:
+            self._slots[number].serve()
+        except Exception:  # an error of ours: better no worker than one that does not answer
+            _log.exception("a slot cannot go on")
+            os._exit(1)
+        del self._slots[number]
+
+    def _obey(self, message: Message, frame: Frame) -> Message:
+        if isinstance(message, Hello):
+            return self.begin(message)
+        try:
+            self._carry_out(message, frame)
+        except EngineError as error:
+            return Failed(message=str(error))
+        except Exception as error:  # runtimes raise what they like
+            return Failed(message=f"a worker failed: {error!r}")
+        cpu_s = time.process_time() if isinstance(message, Ping) else 0.0
+        return Ready(pid=os.getpid(), cpu_s=cpu_s)
+
+    def _carry_out(self, message: Message, frame: Frame) -> None:
+        if isinstance(message, Prepare):
+            self._reached("before-prepare")
+            self._prepare(message, bytes(frame.body))
+        elif isinstance(message, Ping):
+            pass
+        elif isinstance(message, Release):
+            self._stages.pop(message.stage, None)
+        elif isinstance(message, OpenSlot):
+            self._open_slot(message, frame.fds)
+        else:
+            raise FrameError(f"{type(message).__name__} is no order")
+
+    def _prepare(self, order: Prepare, graph: bytes) -> None:
+        self._stages[order.stage] = self._ready_backend().prepare(
+            make_described(order.document, graph, self._find, any_graph=self._any_graph)
+        )
+
+    def _open_slot(self, order: OpenSlot, fds: Sequence[int]) -> None:
+        served = self._slots.get(order.slot)
+        if len(fds) != (1 if served else 2):
+            raise FrameError(f"a slot came with {len(fds)} file descriptors")
+        memory = SharedMemory(fds[0], order.size_bytes)
+        memory.close_fd()
+        if served is not None:
+            served.use(memory)
+            return
+        connection = Connection(socket.socket(fileno=fds[1]))
+        self.open_slot(order.slot, connection, memory)
+        threading.Thread(
+            target=self.serve_slot, args=(order.slot,), name=f"slot-{order.slot}", daemon=True
+        ).start()
+
+    def _ready_backend(self) -> Backend:
+        if self._backend is None:
+            raise FrameError("an order came before the hello")
+        return self._backend
+
+
+def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:
+    """Be a worker, as the command line says, until the router is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(levelname)s worker %(process)d: %(message)s",
+    )
+    given = _parser().parse_args()
+    try:
+        for text in given.criterion_module:
+            load_criterion(text)
+        connection = Connection(socket.socket(fileno=given.fd))
+    except (CriterionError, OSError) as error:
+        _log.error("cannot start: %s", error)
+        sys.exit(1)
+    # A stage that loads, or hangs, does not keep a worker that nobody has.
+    with libraries(given.custom_ops), connection.watched(lambda: os._exit(0)):
+        Worker(connection, make, reached).serve()
+        os._exit(0)  # whatever still runs: nobody waits for it
+
+
+def make_local(hello: Hello) -> Backend:
+    """Make the backend that a hello names; BackendError if it cannot run here."""
+    from offramp.engine.backends.factory import make_backend  # noqa: PLC0415 - heavy
+
+    return make_backend(hello.backend, threads=hello.threads)
+
+
+def libraries(paths: Sequence[Path]) -> contextlib.AbstractContextManager[None]:
+    """Give libraries of operators to whatever loads a graph meanwhile."""
+    if not paths:
+        return contextlib.nullcontext()
+    from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415 - heavy
+
+    return using_libraries(paths)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m offramp.cluster.remote.worker")
+    parser.add_argument("fd", type=int, help="file descriptor of the router's connection")
+    parser.add_argument("--custom-ops", type=Path, action="append", default=[])
+    parser.add_argument("--criterion-module", action="append", default=[])
+    return parser
+
+
+if __name__ == "__main__":
+    run(make_local)

@@ -1,0 +1,1 @@
+"""Serving by workers and plans: devices, splits, batch profiles, changes while serving."""

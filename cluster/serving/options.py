@@ -1,0 +1,30 @@
+"""What may be asked of an engine about clusters, beside its devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from offramp.cluster.planning.batch_profile import WINDOW_S
+from offramp.engine.models.options import EngineOptions, refuse_unless
+
+NAME: Final = "cluster"
+"""Of the extension, among the options of an engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The extension's options of an engine."""
+
+    profile_window_s: float = WINDOW_S
+    """Seconds of a window of the batch profile, which plans are made on (E3 3.1)."""
+
+    def __post_init__(self) -> None:
+        a_day = "from 1 to 86400"
+        refuse_unless(self, lambda v: 1 <= v <= 86400, a_day, "profile_window_s")
+
+
+def cluster_options(options: EngineOptions) -> ClusterOptions:
+    """Return the extension's options of an engine, the defaults if it has none."""
+    found = options.extensions.get(NAME)
+    return found if isinstance(found, ClusterOptions) else ClusterOptions()

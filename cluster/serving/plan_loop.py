@@ -1,0 +1,300 @@
+"""The loop that plans anew while a split model is served (E3 3.1, 4), beside the streams.
+
+One thread looks once a second at the workers, at the window of the batch profile that runs, and at
+the clock. When planning is due (:mod:`.planning.replanning`), it plans on the forecast of the batch
+profile and on the workers that are there, and changes the plan if that is worth it
+(:mod:`.split_change`). What goes wrong is logged in a line; serving goes on by the plan in force.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from offramp.cluster.planning.cluster import Cluster, ModelFacts
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
+from offramp.cluster.planning.forecasting import forecast_next
+from offramp.cluster.planning.replanning import Due, ReplanGuard, ReplanRules
+from offramp.cluster.planning.transition import splits_of
+from offramp.cluster.serving.cluster_serving import describe_plan, served_facts
+from offramp.cluster.serving.plan_status import PlanStatus, SplitStatus
+from offramp.cluster.serving.profile_loop import ProfileLoop
+from offramp.cluster.serving.split_change import SplitChange, SplitServing
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.scheduling.stragglers import Standing
+
+_log = logging.getLogger(__name__)
+
+PERIOD_S: Final = 1.0
+"""Between two looks."""
+_DRAINING_PERIOD_S: Final = 0.02
+"""Between two looks while rows drain."""
+GONE_AFTER_S: Final = 30.0
+"""A worker that is out of service for so long is a device that is gone."""
+_STOP_S: Final = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """What the loop knows of the last plan."""
+
+    plan: ClusterPlan
+    """Predicted under the last forecast."""
+    going_on: Mapping[int, float]
+    """By exit: the shares of that forecast."""
+    gone: frozenset[int] = frozenset()
+    """The workers that it did without."""
+    reason: str = "the first plan"
+    changes: int = 0
+    given_up: int = 0
+    changed_at_s: float | None = None
+    changed_for: str = ""
+    """Why the last change was made."""
+    failure: str = ""
+    """Of the last change that was given up, since there was another: it is told once."""
+
+
+class PlanLoop:
+    """Plans anew for a split model, and changes its plan, until stopped."""
+
+    def __init__(
+        self,
+        served: SplitServing,
+        profiles: ProfileLoop,
+        *,
+        rules: ReplanRules | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._served = served
+        self._profiles = profiles
+        self._clock = clock
+        self._guard = ReplanGuard(rules)
+        splits = served.splits
+        shares = dict(zip(splits.model.exit_names, splits.model.going_on, strict=True))
+        self._known = _Known(plan=splits.plan, going_on=shares)
+        self._lost_at_s: dict[int, float] = {}
+        """When workers were first seen to be lost that still are."""
+        self._change: SplitChange | None = None
+        self._failing = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="plans", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the loop; a change that is under way stays where it is. Blocks for seconds."""
+        self._stopped.set()
+        self._served.deployments.cancel()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_S)
+
+    def add(self, key: str, name: str, model: ServedModel) -> None:
+        """Do nothing: a model that is split is the only one, and is not replaced."""
+
+    def retire(self, key: str) -> None:
+        """Do nothing."""
+
+    def remove(self, key: str, *, save: bool = True) -> None:
+        """Do nothing."""
+
+    def look(self) -> None:
+        """Look once; what the thread does all the time."""
+        try:
+            self._look()
+        except Exception:  # serving goes on as it is, and whoever operates it must know
+            if not self._failing:
+                _log.exception("%s: planning failed; its plan stays", self._served.name)
+            self._failing, self._change = True, None
+        else:
+            self._failing = False
+
+    def status(self, key: str) -> PlanStatus:  # noqa: ARG002 - there is one model
+        """Give what is known of the plan in force; called by any thread."""
+        served, known, splits = self._served, self._known, self._served.splits
+        there = served.workers.there
+        placed = served.executor.placed(served.name)
+        standings = [
+            placed.stragglers.standing(stream) if placed else Standing.USUAL
+            for stream in range(len(splits.roles))
+        ]
+        found = []
+        for planned, segments in zip(splits.plan.splits, splits_of(splits.plan), strict=True):
+            mine = [n for n, role in enumerate(splits.roles) if role.segments == segments]
+            found.append(
+                SplitStatus(
+                    first_segment=segments[0],
+                    last_segment=segments[1],
+                    devices=tuple((r.device_type, r.count) for r in planned.replicas),
+                    in_service=sum(there[n] for n in mine),
+                    slow=sum(standings[n] is Standing.REDUCED for n in mine),
+                    excluded=sum(standings[n] is Standing.EXCLUDED for n in mine),
+                )
+            )
+        observed, _ = self._observed()
+        changed = known.changed_at_s
+        return PlanStatus(
+            splits=tuple(found),
+            spare=sum(role.segments is None for role in splits.roles),
+            batch_size=splits.plan.batch_size,
+            rate_rps=known.plan.rate_rps,
+            latency_s=known.plan.latency_s,
+            shares=tuple((e, share, observed.get(e)) for e, share in known.going_on.items()),
+            changes=known.changes,
+            given_up=known.given_up,
+            changing=self._change is not None,
+            reason=known.reason,
+            changed_s=None if changed is None else self._clock() - changed,
+            changed_for=known.changed_for,
+        )
+
+    def _work(self) -> None:
+        period_s = PERIOD_S
+        while not self._stopped.wait(period_s):
+            self.look()
+            period_s = PERIOD_S if self._change is None else _DRAINING_PERIOD_S
+
+    def _look(self) -> None:
+        now_s = self._clock()
+        gone = self._gone(now_s)
+        if self._change is not None:
+            if self._change.advance():
+                self._conclude(self._change, now_s)
+            return
+        due = self._due(now_s, gone)
+        if due is not None:
+            self._plan(now_s, due, gone)
+
+    def _gone(self, now_s: float) -> frozenset[int]:
+        """Give the workers that are out of service for long."""
+        lost = [number for number, there in enumerate(self._served.workers.there) if not there]
+        self._lost_at_s = {number: self._lost_at_s.get(number, now_s) for number in lost}
+        return frozenset(n for n, at_s in self._lost_at_s.items() if now_s >= at_s + GONE_AFTER_S)
+
+    def _due(self, now_s: float, gone: frozenset[int]) -> Due | None:
+        """Say why planning is due; at once where a worker of the plan in force is gone."""
+        if self._lacks(gone) and gone != self._known.gone:
+            return "window"
+        observed, rows = self._observed()
+        exits = [exit_ for exit_ in self._known.going_on if exit_ in observed]
+        return self._guard.due(
+            now_s,
+            observed=[observed[exit_] for exit_ in exits],
+            forecast=[self._known.going_on[exit_] for exit_ in exits],
+            rows=rows,
+        )
+
+    def _lacks(self, gone: frozenset[int]) -> bool:
+        roles = self._served.splits.roles
+        return any(roles[number].segments is not None for number in gone)
+
+    def _observed(self) -> tuple[dict[int, float], int]:
+        """Give the shares by exit that went on in the window that runs, and of how many rows."""
+        running = self._profiles.running(self._served.name)
+        if running is None or not running.windows:
+            return {}, 0
+        (window,), (shares,) = running.windows, running.going_on()
+        found = {e: float(share) for e, share in enumerate(shares) if np.isfinite(share)}
+        return found, max(window.decided)
+
+    def _plan(self, now_s: float, due: Due, gone: frozenset[int]) -> None:
+        """Plan for what is expected of the workers that are there, and begin a change to it."""
+        served, splits = self._served, self._served.splits
+        self._known.gone = gone
+        excluded = self._excluded()
+        model, cluster = self._facts(due), self._cluster(gone | excluded)
+        if cluster is None:
+            self._known.reason = "no worker is there that could be planned for"
+            return
+        current = _with_exits(splits.plan, model)
+        decision = self._guard.decide(now_s, current, model, cluster, splits.goal, due=due)
+        self._known.reason = decision.reason
+        self._known.going_on = dict(zip(model.exit_names, model.going_on, strict=True))
+        if decision.plan is None:
+            self._fail(decision.reason)
+            return
+        self._known.plan = decision.plan
+        if not decision.changed and not self._lacks(gone):
+            return
+        reason = decision.reason if decision.changed else "workers of the plan in force are gone"
+        self._known.reason = reason
+        try:
+            self._change = SplitChange(
+                served, decision.plan, model, gone=gone, excluded=excluded, clock=self._clock
+            )
+        except PlanError as error:
+            self._guard.given_up()
+            self._fail(f"{reason}, but {error}")
+            return
+        _log.info("%s: plans change: %s: %s", served.name, reason, describe_plan(decision.plan))
+
+    def _conclude(self, change: SplitChange, now_s: float) -> None:
+        """Say what came of a change that is over."""
+        self._change = None
+        if change.failure is not None:
+            self._guard.given_up()
+            self._fail(f"the change was given up: {change.failure}")
+            return
+        known = self._known
+        known.changes += 1
+        known.changed_at_s, known.changed_for, known.failure = now_s, known.reason, ""
+        _log.info("%s: the plan is changed", self._served.name)
+
+    def _fail(self, reason: str) -> None:
+        known, splits = self._known, self._served.splits
+        known.given_up += 1
+        known.plan, known.reason = splits.plan, reason
+        if reason != known.failure:
+            _log.warning("%s: the plan stays: %s", self._served.name, reason)
+        known.failure = reason
+
+    def _facts(self, due: Due) -> ModelFacts:
+        """Give the model with the shares that are expected, of the exits that run now."""
+        served, splits = self._served, self._served.splits
+        profile, running = self._profiles.profile(served.name), self._profiles.running(served.name)
+        if profile is None or running is None:
+            return splits.model
+        if due == "parted":  # the window that runs is the last
+            profile = replace(profile, windows=(*profile.windows, *running.windows))
+        if not profile.windows:
+            return splits.model  # nothing was observed: what was planned on holds
+        forecast = forecast_next(profile)
+        exits = served.executor.deployment(served.name).plan.exits
+        shares = {exit_: forecast.going_on[exit_] for exit_ in exits}
+        return served_facts(served.deployments.bundle, shares, served.deployments.mode)
+
+    def _excluded(self) -> frozenset[int]:
+        """Give the stragglers that the next plan does without (E3 3.3)."""
+        placed = self._served.executor.placed(self._served.name)
+        if placed is None:
+            return frozenset()
+        streams = range(len(self._served.splits.roles))
+        standing = placed.stragglers.standing
+        return frozenset(n for n in streams if standing(n) is Standing.EXCLUDED)
+
+    def _cluster(self, without: frozenset[int]) -> Cluster | None:
+        """Give the devices of the other workers; ``None`` if there is none."""
+        splits = self._served.splits
+        kinds = [role.device_type for n, role in enumerate(splits.roles) if n not in without]
+        if not kinds:
+            return None
+        return splits.cluster.of_devices(kinds)
+
+
+def _with_exits(plan: ClusterPlan, model: ModelFacts) -> ClusterPlan:
+    """Give a plan with the exits that run now: control changes them, whatever was planned."""
+    after = dict(zip(model.exit_names, model.exit_after, strict=True))
+    splits = []
+    for split in plan.splits:
+        inside = range(split.first_segment, split.last_segment + 1)
+        exits = tuple(exit_ for exit_, segment in after.items() if segment in inside)
+        replicas = tuple(replace(r, exits=exits) for r in split.replicas)
+        splits.append(replace(split, replicas=replicas))
+    return replace(plan, splits=tuple(splits))

@@ -1,0 +1,72 @@
+"""The plan of a split model on the status page: who runs what, what was expected, what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offramp.cluster.serving.plan_status import PlanStatus, SplitStatus
+from offramp.engine.stages.plan import exit_label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitView:
+    """A row of the table of splits."""
+
+    segments: str
+    devices: str
+    in_service: str
+    lacking: bool
+    """Whether a worker of it is not there, or gets less work."""
+    slow: str
+    """Those that get less work than others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanView:
+    """The plan in force."""
+
+    splits: tuple[SplitView, ...]
+    predicted: str
+    exits: tuple[tuple[str, float | None, float], ...]
+    """By exit: the share of rows that goes on in the window that runs, 0 to 1, and the forecast
+    that the plan rests on."""
+    state: str
+    """Whether plans change now, when they last did, and why or why not."""
+
+
+def view_plan(plan: PlanStatus | None, ago: Callable[[float], str]) -> PlanView | None:
+    """Put a plan into words and figures; ``ago`` says a time in seconds. ``None`` has none."""
+    if plan is None:
+        return None
+    spare = f"; {plan.spare} spare, which help where they can" if plan.spare else ""
+    return PlanView(
+        splits=tuple(map(_view_split, plan.splits)),
+        predicted=f"In batches of {plan.batch_size}. Predicted under the forecast, without queues: "
+        f"{plan.rate_rps:,.1f} rows/s, {1e3 * plan.latency_s:,.2f} ms at worst{spare}.",
+        exits=tuple((exit_label(e), seen, share) for e, share, seen in plan.shares),
+        state=_describe_changes(plan, ago),
+    )
+
+
+def _view_split(split: SplitStatus) -> SplitView:
+    slow = [f"{split.slow} get less work"] if split.slow else []
+    slow += [f"{split.excluded} excluded"] if split.excluded else []
+    return SplitView(
+        segments=f"{split.first_segment} to {split.last_segment}",
+        devices=" and ".join(f"{count} × {kind}" for kind, count in split.devices),
+        in_service=f"{split.in_service} of {split.workers}",
+        lacking=split.in_service < split.workers,
+        slow=", ".join(slow) or "–",
+    )
+
+
+def _describe_changes(plan: PlanStatus, ago: Callable[[float], str]) -> str:
+    changes = "change of plans" if plan.changes == 1 else "changes of plans"
+    text = f"{plan.changes:,} {changes}"
+    if plan.changed_s is not None:
+        text += f", the last {ago(plan.changed_s)} ago ({plan.changed_for})"
+    if plan.given_up:
+        text += f"; {plan.given_up:,} given up"
+    now = "Workers change to another plan now" if plan.changing else "When last looked at"
+    return f"{text}. {now}: {plan.reason}."

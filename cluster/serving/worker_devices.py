@@ -1,0 +1,117 @@
+"""Workers as the devices that run an engine's streams, one each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from offramp.bundle import Bundle
+from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher, worker_command
+from offramp.cluster.remote.process import WorkerCommand
+from offramp.cluster.serving.cluster_serving import ServedCluster, plan_splits
+from offramp.cluster.serving.served_splits import ServedSplits
+from offramp.engine.common.errors import BackendError
+from offramp.engine.models.options import MOST_THREADS, ON_CPU, EngineOptions
+from offramp.engine.stages.base import Backend
+
+_log = logging.getLogger(__name__)
+
+MOST_WORKERS: Final = MOST_THREADS
+"""Of a router, as of threads of a process: more is a slip of the hand."""
+WORKERS_ON_CPU: Final = (
+    "workers run stages on the CPU, as tensors of a GPU cannot be handed from process to process; "
+    "give --backend onnxruntime or openvino, or no --workers"
+)
+"""Why a backend is refused."""
+
+
+class WorkerDevices:
+    """Workers, each of which runs one stream: :class:`.StreamDevices`."""
+
+    @property
+    def count(self) -> int:
+        """How many workers there are, on whatever hosts."""
+        raise NotImplementedError
+
+    @property
+    def local(self) -> int:
+        """How many of them are processes on the router's host."""
+        return self.count
+
+    def launchers(
+        self,
+        command: WorkerCommand,
+        bundles: Sequence[Path] = (),  # noqa: ARG002 - those of Ray are shown them
+    ) -> list[WorkerLauncher]:
+        """Return what starts each of them; ``command`` starts those on this host."""
+        return [LocalLauncher(command)] * self.count
+
+    def planned_for(
+        self,
+        bundle: Bundle,  # noqa: ARG002
+        max_batch_size: int,  # noqa: ARG002
+    ) -> ServedCluster | None:
+        """Return what a bundle's plans are made on; ``None`` has each worker hold all stages."""
+        return None
+
+    def check(self, options: EngineOptions) -> None:
+        """Refuse, by a ValueError, options that do not go with workers."""
+        if not 0 <= self.count <= MOST_WORKERS:
+            raise ValueError(f"workers is {self.count}, expected at most {MOST_WORKERS}")
+        if options.streams not in (1, self.count):
+            raise ValueError(
+                f"streams is {options.streams} and there are {self.count} workers: each worker "
+                "is one stream; leave streams out"
+            )
+        if options.backend not in ("auto", *ON_CPU):
+            raise ValueError(f"backend is {options.backend}, and {WORKERS_ON_CPU}")
+
+    def open(self, local: Backend, bundles: Sequence[Path], *, threads: int) -> RemoteBackend:
+        """Open the backend whose slots are the workers; BackendError."""
+        if not local.on_cpu:
+            local.close()
+            raise BackendError(f"backend {local.name} was chosen, and {WORKERS_ON_CPU}")
+        try:
+            launchers = self.launchers(worker_command(), bundles)
+        except BaseException:
+            local.close()
+            raise
+        return RemoteBackend(local, launchers=launchers, threads=threads)
+
+    def split(
+        self, name: str, bundle: Bundle, backend: Backend, options: EngineOptions
+    ) -> ServedSplits | None:
+        """Split a model by a plan, if there is what plans are made on; OptionsError."""
+        served = self.planned_for(bundle, options.of(name).max_batch_size)
+        if served is None or not isinstance(backend, RemoteBackend):
+            return None
+        splits = plan_splits(name, bundle, served, backend.device_types, options.mode)
+        backend.hold(splits.holds)
+        return splits
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWorkers(WorkerDevices):
+    """Worker processes on this host, each of which holds all stages."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedWorkers(WorkerDevices):
+    """Workers of a backend that the caller opens, and what plans are made on."""
+
+    count: int
+    served: ServedCluster | None = None
+
+    def planned_for(
+        self,
+        bundle: Bundle,  # noqa: ARG002
+        max_batch_size: int,  # noqa: ARG002
+    ) -> ServedCluster | None:
+        """Return what was given."""
+        return self.served

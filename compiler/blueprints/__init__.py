@@ -1,0 +1,1 @@
+"""Drafts of a bundle: exits that are chosen, copies before the model, packing."""

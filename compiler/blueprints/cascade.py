@@ -1,0 +1,313 @@
+"""A cascade: a copy of the model, cut into segments, and the unmodified one behind it.
+
+Exits follow the copy's segments, and the copy's own answer is the last of them. Who is sure enough
+at none is deferred to the source model, as are audited samples: what is promised, certified and
+audited is agreement with the source model, however the copy was made.
+
+The copy may be any graph with the source's inputs and output. Cut points are those of the source
+that are still places where one tensor carries everything onward in the copy, under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from offramp.calibration.data.dataset import DataError
+from offramp.calibration.heads.cut_tensors import CutTensor
+from offramp.compiler.common.errors import ModelError, VerificationError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint
+from offramp.compiler.cuts.cuts import GraphAnalysis, find_cuts
+from offramp.compiler.cuts.slicing import SegmentModel, Sliced, cut_tensors, split
+from offramp.compiler.frontend.model import MIN_OPSET
+from offramp.compiler.frontend.preparation import name_operators, remove_unused
+from offramp.compiler.graphs.graph import Dataflow, default_opset, refill, rename_graph
+from offramp.compiler.graphs.shapes import annotate, declared_types
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.tail import giving
+from offramp.engine.answers.differences import compare
+from offramp.engine.backends.onnxruntime import make_session
+
+PREFIX = "offramp_front/"
+"""What all names of a copy begin with, but those of graph inputs."""
+_AGAIN = "/again"
+_FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "Gelu"})
+"""Operators without an int8 kernel: what they give is quantised by the next operator alone."""
+
+
+def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced:
+    """Cut a quantised copy where its source model was, and put that behind it.
+
+    ``plain`` is the source model in pieces. Where a cut of these is none in the copy, its
+    neighbours there are one segment. ModelError: the copy has other inputs or another answer.
+    """
+    front = _front_of(plain.model, copy)
+    analysis = _surviving(plain.analysis, front)
+    chosen = {cut.name for cut in plain.cuts}
+    points = [cut for cut in analysis.cuts if cut.tensor in chosen]
+    cuts = tuple(map(_in_front, cut_tensors(plain.model, analysis, points, options)))
+    requantise(front.proto, [cut.name for cut in cuts])
+    replaced = replace(plain, cuts=cuts, analysis=analysis, front=front, copy="quantised")
+    return _before_source(replaced, front, list(map(_moved, points)))
+
+
+def slice_twin(plain: Sliced, copy: bytes) -> Sliced:
+    """Cut a copy that differs in its weights alone where its source model was, and put that behind.
+
+    ModelError: the copy has other inputs or another answer.
+    """
+    front = _front_of(plain.model, copy)
+    chosen = {cut.name for cut in plain.cuts}
+    points = [point for point in plain.analysis.cuts if point.tensor in chosen]
+    replaced = replace(plain, cuts=tuple(map(_in_front, plain.cuts)), front=front, copy="trained")
+    return _before_source(replaced, front, list(map(_moved, points)))
+
+
+def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Sliced:
+    """Cut a subnet of the source model where that was cut, and put that behind it.
+
+    A subnet has some of the model's operators and parts of its weights, so its own cut points are
+    looked for, and those taken that have the names of the model's. The work of its segments is
+    given as a share of the model's. ModelError: it has other inputs or another answer.
+    """
+    front = _front_of(plain.model, subnet)
+    analysis = find_cuts(front, max_tensors=options.max_cut_tensors)
+    chosen = {PREFIX + cut.name for cut in plain.cuts}
+    points = [cut for cut in analysis.cuts if cut.tensor in chosen]
+    cuts = cut_tensors(front, analysis, points, options)
+    work = 1.0
+    if analysis.total_flops and plain.analysis.total_flops:
+        work = min(analysis.total_flops / plain.analysis.total_flops, 1.0)
+    sliced = _before_source(replace(plain, cuts=cuts, front=front, copy="subnet"), front, points)
+    *own, source = sliced.segments
+    shared = tuple(replace(s, flops_share=work * s.flops_share) for s in own)
+    return replace(sliced, segments=(*shared, source))
+
+
+def _moved(point: CutPoint) -> CutPoint:
+    """Give a cut point of the source model as the copy has it."""
+    return replace(point, tensor=PREFIX + point.tensor, beside=tuple(map(_in_front, point.beside)))
+
+
+def _in_front(cut: CutTensor) -> CutTensor:
+    """Give a cut tensor of the source model as the copy has it."""
+    return replace(cut, name=PREFIX + cut.name, beside=tuple(map(_in_front, cut.beside)))
+
+
+def _before_source(sliced: Sliced, front: SourceModel, points: Sequence[CutPoint]) -> Sliced:
+    """Split the copy at some of its points, and put the source model behind it."""
+    model = sliced.model
+    own = CutTensor(
+        name=front.answer.output,
+        dtype=front.outputs[0].dtype,
+        shape=front.outputs[0].shape,
+        is_answer=True,
+    )
+    segments = split(front, points)
+    if front.tail is not None:
+        segments = (*segments[:-1], _with_scores(segments[-1], front))
+    source = SegmentModel(
+        index=len(segments),
+        proto=model.proto,
+        inputs=tuple(spec.name for spec in model.inputs),
+        output=model.answer.output,
+        flops_share=1.0,
+        is_source=True,
+    )
+    every = (*segments, source)
+    return replace(
+        sliced,
+        cuts=(*sliced.cuts, own),
+        segments=every,
+        graphs=tuple(s.proto.SerializeToString() for s in every),
+    )
+
+
+def _with_scores(segment: SegmentModel, front: SourceModel) -> SegmentModel:
+    """Let the copy's last segment give its scores too: they say how sure its answer is."""
+    scores = front.taught.output
+    if scores == front.answer.output:
+        return segment
+    proto = onnx.ModelProto.FromString(giving(segment.proto.SerializeToString(), scores))
+    proto.graph.output[-1].CopyFrom(
+        next(info for info in front.proto.graph.value_info if info.name == scores)
+    )
+    return replace(segment, proto=proto, also=(*segment.also, scores))
+
+
+def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
+    """Bring a copy into the form that slicing needs, under names of its own."""
+    try:
+        proto = onnx.ModelProto.FromString(copy)
+        onnx.checker.check_model(proto)
+    except (DecodeError, onnx.checker.ValidationError) as error:
+        raise ModelError(f"the copy is no ONNX model: {error}") from error
+    inputs = {spec.name for spec in model.inputs}
+    found = {i.name for i in proto.graph.input}, [o.name for o in proto.graph.output]
+    if found != (inputs, [model.answer.output]) or default_opset(proto) < MIN_OPSET:
+        raise ModelError(
+            f"the copy has the inputs {sorted(found[0])}, the outputs {found[1]} and "
+            f"opset {default_opset(proto)}; expected {sorted(inputs)}, [{model.answer.output!r}] "
+            f"and {MIN_OPSET} or newer: copy the model that was read, under the same names"
+        )
+    wanted, (given,) = declared_types(model.proto)[model.answer.output], proto.graph.output
+    if given.type.tensor_type.elem_type != wanted.elem_type:
+        raise ModelError(
+            f"the copy answers in another type than {wanted.dtype}; end it with the conversion"
+        )
+    remove_unused(proto)
+    name_operators(proto)
+    _describe(proto, model)
+    annotate(proto)
+    rename_graph(proto.graph, lambda name: name if name in inputs else PREFIX + name)
+    tail = model.tail
+    if tail is not None:
+        scores = PREFIX + tail.taught.output
+        if scores not in Dataflow(proto.graph).producers:
+            raise ModelError(
+                f"the copy has no tensor {tail.taught.output!r}, which holds the scores that the "
+                "model makes its answer of; compile without the copy (--precision fp32, --train "
+                "frozen)"
+            )
+        tail = replace(tail, taught=replace(tail.taught, output=scores))
+    return replace(
+        model,
+        proto=proto,
+        tail=tail,
+        outputs=tuple(replace(spec, name=PREFIX + spec.name) for spec in model.outputs),
+        opset=default_opset(proto),
+        answer=replace(model.answer, output=PREFIX + model.answer.output),
+    )
+
+
+def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
+    """State what inference may not find behind operators of others: as in the source model."""
+    made = Dataflow(proto.graph).producers
+    infos = [info for info in model.proto.graph.value_info if info.name in made]
+    refill(proto.graph.value_info, infos)
+    refill(proto.graph.output, model.proto.graph.output)
+
+
+def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
+    """Drop the cut points that are none in the quantised model, and sets of tensors."""
+    looked_at = GraphAnalysis.of(front.proto)
+    flow = looked_at.trace(analysis.main_inputs, rereads=analysis.rereads)
+    gates = {gate.tensor: gate for gate in flow.gates}
+    kept = [
+        cut
+        for cut in analysis.cuts
+        if not cut.beside
+        and (gate := gates.get(PREFIX + cut.tensor)) is not None
+        and gate.side_inputs <= set(cut.side_inputs)
+        and (found := looked_at.types.get(gate.tensor)) is not None
+        and found.dtype == cut.dtype
+    ]
+    cuts = tuple(replace(cut, index=index) for index, cut in enumerate(kept))
+    return replace(analysis, cuts=cuts)
+
+
+def requantise(proto: onnx.ModelProto, tensors: Sequence[str]) -> None:
+    """Have cut tensors be quantised and back on both sides of the cut, in place.
+
+    ONNX Runtime computes an operator in int8 where its inputs come from ``DequantizeLinear`` and
+    its output goes to ``QuantizeLinear`` in the same graph. A cut between an operator and its
+    ``QuantizeLinear`` would leave it in float32. So where all readers of a cut tensor quantise it
+    with the same constants, a pair with these is put before the cut: the values after it are on the
+    steps of the scale, and quantising them again changes nothing. Where no cut is made, ONNX
+    Runtime drops one pair of the two.
+    """
+    graph = proto.graph
+    constants = {t.name: numpy_helper.to_array(t).tobytes() for t in graph.initializer}
+    for tensor in tensors:
+        readers = [node for node in graph.node if tensor in node.input]
+        (writer,) = (i for i, node in enumerate(graph.node) if tensor in node.output)
+        node = graph.node[writer]
+        if not readers or any(n.op_type != "QuantizeLinear" for n in readers):
+            continue
+        if node.op_type in _FLOAT:
+            continue
+        scales = {tuple(constants.get(name) for name in node.input[1:]) for node in readers}
+        attributes = {node.SerializeToString() for node in map(_without_names, readers)}
+        if len(scales) > 1 or len(attributes) > 1 or None in next(iter(scales)):
+            continue
+        plain, steps = f"{tensor}{_AGAIN}/plain", f"{tensor}{_AGAIN}/steps"
+        node.output[list(node.output).index(tensor)] = plain
+        arguments = readers[0].input[1:]
+        down = helper.make_node("QuantizeLinear", [plain, *arguments], [steps], name=steps)
+        up = helper.make_node("DequantizeLinear", [steps, *arguments], [tensor], name=tensor)
+        down.attribute.extend(readers[0].attribute)
+        up.attribute.extend(a for a in readers[0].attribute if a.name in ("axis", "block_size"))
+        nodes = list(graph.node)
+        refill(graph.node, [*nodes[: writer + 1], down, up, *nodes[writer + 1 :]])
+
+
+def _without_names(node: onnx.NodeProto) -> onnx.NodeProto:
+    return onnx.NodeProto(op_type=node.op_type, domain=node.domain, attribute=node.attribute)
+
+
+def verify_front(
+    sliced: Sliced,
+    copy: bytes,
+    samples: Mapping[str, NDArray[Any]],
+    *,
+    tolerance: float,
+    batch_sizes: Sequence[int] = (1, 7),
+) -> float:
+    """Run the copy's segments in a chain as they are served, and compare with the whole copy.
+
+    ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
+    ``tolerance`` is relative to the scale of each value (:mod:`.answers.differences`).
+
+    Gives the largest difference found. VerificationError if it is beyond ``tolerance``, or a value
+    is no number; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
+    """
+    assert sliced.front is not None
+    answer = sliced.front.answer.output
+    whole, *chain = map(_loaded, (copy, *sliced.graphs[:-1]))
+    worst = 0.0
+    for size in batch_sizes:
+        feeds = {k: v[np.arange(size) % len(v)] for k, v in samples.items()}
+        (wanted,) = _run(whole, [sliced.model.answer.output], feeds)
+        tensors = dict(feeds)
+        for session, segment in zip(chain, sliced.segments, strict=False):
+            found = _run(session, segment.outputs, tensors)
+            tensors |= dict(zip(segment.outputs, found, strict=True))
+        difference = compare(tensors[answer], wanted)
+        if not difference.share <= tolerance:
+            raise VerificationError(
+                f"chained segments of the {sliced.copy} copy differ from it at batch {size}, by "
+                f"{difference.describe()}; allowed are {tolerance:.1e}. Compile without it "
+                "(--precision fp32, --train frozen)"
+            )
+        worst = max(worst, difference.share)
+    return worst
+
+
+def _loaded(graph: bytes) -> Any:
+    try:
+        return make_session(graph, 1)
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"ONNX Runtime cannot load the copy: {reason}; compile with --precision fp32"
+        ) from error
+
+
+def _run(
+    session: Any, outputs: Sequence[str], tensors: Mapping[str, NDArray[Any]]
+) -> list[NDArray[Any]]:
+    feeds = {tensor.name: tensors[tensor.name] for tensor in session.get_inputs()}
+    try:
+        found: list[NDArray[Any]] = session.run(list(outputs), feeds)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"the copy fails on the first samples: {reason}") from error
+    return found

@@ -1,0 +1,272 @@
+"""What goes into the bundle: the manifest, and the content of every file."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offramp.bundle import (
+    Answer,
+    Bundle,
+    Exit,
+    ExitPolicy,
+    InputRanges,
+    Manifest,
+    Measured,
+    Profile,
+    Segment,
+    TensorSpec,
+    Variant,
+    write_bundle,
+)
+from offramp.bundle.bundle import POLICY, RECORDS, REPORT, bundle_name
+from offramp.bundle.files import FileContent, dump
+from offramp.bundle.graph_weights import WEIGHTS
+from offramp.bundle.schema.input_ranges import INPUT_RANGES
+from offramp.bundle.schema.joint_training import JointTraining
+from offramp.bundle.schema.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.bundle.schema.measured import MEASURED
+from offramp.calibration.choose.limits import BindingLimit
+from offramp.calibration.choose.records import ExitRecords, dump_records
+from offramp.calibration.choose.trade_offs import RecordedVariant
+from offramp.calibration.data.dataset import DataSplit
+from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.rounding import fits_16_bits
+from offramp.compiler.cuts.slicing import SOURCE, Sliced
+from offramp.compiler.exits.answer_ranges import both_ranges
+from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
+from offramp.compiler.graphs.custom_ops import libraries_of
+from offramp.compiler.graphs.part_sizes import sized_segments
+from offramp.compiler.graphs.weight_parts import in_parts
+from offramp.compiler.graphs.weights import pack_weights
+from offramp.compiler.report import render_report
+from offramp.compiler.report.pictures import EarlyMap
+from offramp.compiler.samples.grouping import distinct_samples
+from offramp.engine.common.environment import cpu_features, package_version
+
+if TYPE_CHECKING:  # it imports torch, which writing a bundle without exits does not take
+    from offramp.compiler.exits.exits import BuiltExit
+
+PROFILE = "profiles/cpu.json"
+"""Of the machine that compiled."""
+_TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
+
+
+def make_manifest(
+    sliced: Sliced,
+    built: Draft,
+    certify: ExitRecords,
+    parts: DataSplit,
+    options: CompileOptions,
+    *,
+    reason: str,
+    training: JointTraining | None = None,
+) -> Manifest:
+    """Describe the bundle; hashes are filled in when it is written.
+
+    ``reason`` is why the model is of this precision, or has these weights, where others were looked
+    at; ``training`` how they were trained, if they were.
+    """
+    model, front = sliced.model, sliced.front or sliced.model
+    quantised = sliced.copy == "quantised"
+    truth, final = certify.labels, certify.final_prediction
+    row = parts.train.take(slice(1))
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        name=bundle_name(options.output),
+        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        tools=tool_versions(),
+        source=Source(
+            file=SOURCE,
+            original_name=options.model.name,
+            original_sha256=model.original_sha256,
+            opset=model.opset,
+        ),
+        inputs=model.inputs,
+        unread=model.unread,
+        outputs=model.outputs,
+        answer=model.answer,
+        segments=sized_segments(built, built.read, row),
+        exits=tuple(judged(exit_, certify) for exit_ in built.exits),
+        calibration=Calibration(
+            data_sha256=parts.train.sha256,
+            train_samples=len(parts.train),
+            tune_samples=len(parts.tune),
+            certify_samples=len(parts.certify),
+            sample_shapes={name: array.shape[1:] for name, array in row.items()},
+            reference_batch_size=options.reference_batch_size,
+            source_accuracy=None if truth is None else float((final == truth).mean()),
+            random_inputs=options.is_dry_run,
+            answer_ranges=both_ranges(model, certify.ranges),
+            distinct=distinct_samples(
+                parts.groups, key=options.group, within=options.copies_within
+            ),
+        ),
+        verified_tolerance=sliced.tolerance(options),
+        precision="int8" if quantised else "fp32",
+        cpu=cpu_features() if quantised else None,
+        weights_of_7_bits=quantised and fits_16_bits(front.proto),
+        precision_reason=reason,
+        training=training,
+        custom_ops=libraries_of(model.proto),
+    )
+
+
+def pack(
+    manifest: Manifest,
+    policy: ExitPolicy,
+    sliced: Sliced,
+    built: Draft,
+    *,
+    profile: Profile,
+    tune: ExitRecords,
+    certify: ExitRecords,
+    rehearsed: Rehearsed | None,
+    limit: BindingLimit | None = None,
+    measured: Measured | None = None,
+    ranges: InputRanges,
+    maps: Sequence[EarlyMap] = (),
+    variants: Sequence[BuiltVariant] = (),
+) -> Mapping[str, FileContent]:
+    """Give the content of every file but manifest and policy, by path.
+
+    Graphs name their large weights in one file, which is given piece by piece.
+    """
+    graphs = {**built.files, manifest.source.file: sliced.model.as_declared().SerializeToString()}
+    for variant in variants:
+        graphs |= variant.graphs
+    if variants:
+        graphs = in_parts(graphs, sliced.weights)
+    packed = pack_weights(graphs, sliced.weights)
+    report = render_report(
+        manifest,
+        policy,
+        profile,
+        certify,
+        rehearsed,
+        limit=limit,
+        measured=measured,
+        maps=maps,
+        weights=packed.sizes,
+        variants=[
+            (RecordedVariant.of(manifest, policy, profile, tune), certify),
+            *((variant.recorded, variant.certify) for variant in variants),
+        ],
+    )
+    small = {
+        PROFILE: dump(profile),
+        RECORDS: dump_records(tune, certify),
+        REPORT: report.encode(),
+        INPUT_RANGES: dump(ranges),
+        **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),
+        **({} if measured is None else {MEASURED: dump(measured)}),
+    }
+    for variant in variants:
+        small |= variant.files
+    weights = {WEIGHTS: packed.pieces()} if packed.sizes.file_bytes else {}
+    return {**packed.graphs, **small, **weights}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltVariant:
+    """A subnet of the model as a bundle has it."""
+
+    variant: Variant
+    graphs: Mapping[str, bytes]
+    """Segments and exits, by path in the bundle."""
+    files: Mapping[str, bytes]
+    """All others."""
+    recorded: RecordedVariant
+    certify: ExitRecords
+    """What its exits say of the certify split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """The model's parts before there is a manifest: enough to plan and run stages."""
+
+    inputs: tuple[TensorSpec, ...]
+    answer: Answer
+    segments: tuple[Segment, ...]
+    exits: tuple[Exit, ...]
+    """Their agreement is that on the tuning split."""
+    files: dict[str, bytes]
+    """The graphs of segments and exits, by path in the bundle."""
+
+    @classmethod
+    def of(cls, sliced: Sliced, exits: Sequence[BuiltExit]) -> Draft:
+        """Describe segments and exits."""
+        answer = sliced.model.answer
+        segments = tuple(segment.described() for segment in sliced.segments)
+        described = tuple(_exit(index, exit_, answer.output) for index, exit_ in enumerate(exits))
+        graphs = (*sliced.graphs, *(built.graph for built in exits))
+        names = [*(s.file for s in segments), *(e.file for e in described)]
+        files = dict(zip(names, graphs, strict=True))
+        inputs = sliced.model.inputs
+        return cls(inputs=inputs, answer=answer, segments=segments, exits=described, files=files)
+
+    def read(self, file: str) -> bytes:
+        """Give the content of a part's file."""
+        return self.files[file]
+
+
+def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
+    prefix = exit_prefix(built.candidate)
+    return Exit(
+        index=index,
+        after_segment=built.candidate,
+        file=f"exits/{index:02d}.onnx",
+        inputs=built.reads,
+        output=prefix + answer,
+        confidence=prefix + CONFIDENCE,
+        head=built.best.head,
+        agreement=built.best.agreement,
+        share=built.share,
+        certainty=built.certainty,
+        trials=built.heads,
+    )
+
+
+def judged(exit_: Exit, certify: ExitRecords) -> Exit:
+    """The exit with what the certify split says of it."""
+    agrees, truth = certify.agrees[exit_.index], certify.labels
+    hits = None if truth is None else certify.prediction[exit_.index] == truth
+    accuracy = None if hits is None else float(hits.mean())
+    return replace(exit_, agreement=float(agrees.mean()), accuracy=accuracy)
+
+
+def tool_versions() -> dict[str, str]:
+    """Return the versions of what writes bundles."""
+    versions = {name: package_version(name) or "not installed as a package" for name in _TOOLS}
+    return {"python": platform.python_version(), **versions}
+
+
+def rewrite(
+    bundle: Bundle,
+    target: Path,
+    manifest: Manifest,
+    policy: ExitPolicy,
+    changed: Mapping[str, bytes],
+    *,
+    overwrite: bool,
+) -> Bundle:
+    """Write a bundle of the same graphs, hence engines, with other files and another policy.
+
+    What was measured of the policy is left out: it belongs to what is replaced.
+    """
+    stale = (POLICY, MEASURED, *changed)
+    names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
+    kept = {name: bundle.stored(name) for name in names}  # read when it is written
+    return write_bundle(
+        target,
+        manifest,
+        policy,
+        {**kept, **changed},
+        overwrite=overwrite,
+        engines_of=bundle.path,
+    )

@@ -1,0 +1,214 @@
+"""What a user can ask of ``eecompile``, where it makes or rewrites a bundle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from offramp.bundle.placing import check_writable
+from offramp.bundle.schema.distinct import COPIES_WITHIN
+from offramp.bundle.schema.joint_training import Teacher
+from offramp.bundle.writing import check_target
+from offramp.calibration.data.data_sources import DataSource
+from offramp.calibration.data.training_options import TrainingOptions
+from offramp.compiler.common.asked_task import AskedKind, AskedTask
+from offramp.compiler.common.variant_source import VariantSource
+from offramp.compiler.data.made import RandomSource
+from offramp.engine.models.options import MOST_SHARE, refuse_unless
+
+SEEDS = 2**63
+"""Number of possible seeds: torch takes no larger one, numpy no negative one."""
+_INF = float("inf")
+
+DEFAULT_CONFIDENCE_LEVEL = 0.95
+"""Of a promise, where nothing else is asked for or promised."""
+
+Selection: TypeAlias = Literal["savings", "pame"]
+"""How the exits in use are chosen among those that were built."""
+
+AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
+"""What ``eecompile --precision`` takes for bundles."""
+
+
+Training: TypeAlias = Literal["frozen", "joint"]
+"""What is trained: exits on the model as it is, or then a copy of it together with them."""
+
+HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges", "both"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """One run of ``eecompile``."""
+
+    model: Path
+    data: Path | DataSource
+    """Calibration data; a path is that of an npz file or of a folder of npy files."""
+    output: Path
+    overwrite: bool = False
+    answer: str | None = None
+    """The output that exits imitate, where the model has several."""
+    task: AskedKind = "auto"
+    """What answers are; ``auto`` infers it from the graph."""
+    agree_share: float | None = None
+    """Least share of tokens, pixels or key points that have to be equal for an answer to agree."""
+    agree_within: float | None = None
+    """How far values may differ, or key points be apart (as a share of the map's longer side)."""
+    class_map: bool = False
+    """Answer with the classes of pixels or tokens, in a byte each, in place of their scores."""
+    answer_tokens: tuple[int, ...] = ()
+    """Ids of the tokens that a decoder [batch, tokens, vocabulary] answers with, as classes; the
+    model is reduced to their logits behind the last token of the prompt."""
+    mask: str | None = None
+    """The graph input that says which tokens count; found by name where not given."""
+    criterion: str = "probability"
+    """What says how sure an exit is: a name of :mod:`.schema.criteria`, or a registered
+    one (:mod:`offramp.engine.answers.criteria`). For classification."""
+    exits: tuple[str, ...] = ()
+    """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
+    ``candidates``."""
+    heads: HeadFamily = "auto"
+    """``pooled``: heads that pool their cut tensor; ``bridges``: the model's own blocks and head
+    (PAME 5.1); ``both``: at each candidate what nets more; ``auto``: bridges where answers have
+    places, else pooled ones."""
+    candidates: int = 12
+    """Most exits that are built."""
+    max_cut_tensors: int = 4
+    """Most tensors that a cut point has, where no single one carries everything."""
+    precision: AskedPrecision = "fp32"
+    """``int8``: exits follow a quantised copy of the model, whose own answer is the last of them;
+    whoever is sure enough at none runs through the unmodified model. Where that brings nothing on
+    this machine it is fp32, with a warning; ``auto`` is the same without."""
+    train: Training = "frozen"
+    """``joint``: a copy of the model learns together with its exits (PAME 5.2), and is used where
+    it saves more; its own answer is the last exit, and the unmodified model answers the rest."""
+    teach: Teacher = "model"
+    """What it learns: the unmodified model's answers, or the data's labels."""
+    joint_rate: float = 1e-4
+    """Its learning rate, at the peak."""
+    group: str | None = None
+    """Array of the data whose equal values say which samples belong together."""
+    copies_within: float = COPIES_WITHIN
+    """Share of the typical distance between samples within which they may be copies; 0 takes equal
+    samples alone as copies, and no rows as a series."""
+    max_disagreement: float = 0.01
+    max_class_disagreement: float | None = None
+    """Bound on the answers of each class of the model's by itself; ``None`` bounds none."""
+    confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
+    max_overhead: float | None = None
+    """Share of the source model's time that exits (and the quantised model before the source, where
+    there is one) may add for a sample that takes none
+    (Apparate's ramp budget), at the reference batch size, where the measurement is sure of it.
+    ``None`` is no limit: what exits add is a price in the savings. With ``savings`` only."""
+    selection: Selection = "savings"
+    """``savings``: what is expected to save most time. ``pame``: what a rehearsal on
+    batches of the tuning split finds, which keeps batches from becoming late."""
+    rehearsal_batch: int = 32
+    """Rows of a rehearsed batch. With ``pame`` only."""
+    max_violations: float = 0.02
+    """Largest share of batches that an exit may make late. With ``pame`` only."""
+    tolerance: float | None = None
+    """Largest relative difference between chained segments and source; ``None`` is by the precision
+    that the source computes in (:mod:`offramp.compiler.common.rounding`)."""
+    reference_batch_size: int = 8
+    """Savings are predicted with the times profiled at this batch size."""
+    threads: int = 1
+    """Of ONNX Runtime while profiling."""
+    simplify: bool = True
+    simplify_limit: float = 180.0
+    """Seconds that simplifying may take; the model is compiled as it is where that does not do."""
+    augment: Literal["auto", "off"] = "auto"
+    """``auto``: heads train on made samples too, where a way to make them fits the inputs
+    (:mod:`offramp.calibration.data.augmentation`)."""
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    seed: int = 0
+    variants: VariantSource | None = None
+    """What makes smaller variants of the model, each with exits of its own."""
+    scratch: Path | None = None
+    """The folder that features are recorded in; ``None`` is the system's for temporary files."""
+    scratch_limit: float = 4.0
+    """GiB that features may take at once: the rest is recorded in later passes over the data."""
+
+    def __post_init__(self) -> None:
+        a_share = "a share above 0 and below 1"
+        shares = ("max_disagreement", "max_class_disagreement", "confidence_level", "max_overhead")
+        refuse_unless(
+            self, lambda v: 0 < v <= MOST_SHARE, a_share, *shares, "joint_rate", "tolerance"
+        )
+        refuse_unless(self, lambda v: 0 < v <= 1, "above 0, and at most 1", "agree_share")
+        from_0 = "a share from 0, and below 1"
+        refuse_unless(self, lambda v: 0 <= v < 1, from_0, "copies_within", "max_violations")
+        refuse_unless(self, lambda v: 0 <= v < _INF, "0 or more", "agree_within")
+        counts = ("candidates", "max_cut_tensors", "rehearsal_batch", "reference_batch_size")
+        refuse_unless(self, lambda v: v >= 1, "at least 1", *counts, "threads")
+        refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "simplify_limit", "scratch_limit")
+        refuse_unless(self, lambda v: 0 <= v < SEEDS, f"from 0 to {SEEDS - 1}", "seed")
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether the data are made inputs, which certify nothing."""
+        return isinstance(self.data, RandomSource)
+
+    @property
+    def asked_task(self) -> AskedTask:
+        """What is said of the task."""
+        return AskedTask(
+            kind=self.task,
+            share=self.agree_share,
+            within=self.agree_within,
+            class_map=self.class_map,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteOptions:
+    """A run of a subcommand that reads a bundle, and writes it again with something changed."""
+
+    bundle: Path
+    output: Path | None = None
+    """``None`` replaces the bundle."""
+    overwrite: bool = False
+    """Whether ``output`` may replace another bundle."""
+    dry_run: bool = False
+    """Write nothing."""
+
+    def target(self) -> Path | None:
+        """Find where to write, and check that it is free; ``None`` in a dry run."""
+        if self.dry_run:
+            return None
+        if self.output is None:
+            target = self.bundle.resolve()  # a link to the bundle stays one
+            check_writable(target)
+            return target
+        check_target(self.output, overwrite=self.overwrite)
+        return self.output
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a bundle at the target is replaced."""
+        return self.output is None or self.overwrite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions(RewriteOptions):
+    """One run of ``eecompile profile``."""
+
+    threads: int | None = None
+    """Of ONNX Runtime; ``None`` is as the bundle was profiled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseOptions(RewriteOptions):
+    """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
+
+    data: Path | DataSource
+    group: str | None = None
+    copies_within: float | None = None
+    anew: bool = False
+    """Search the exits from scratch instead of adapting the policy."""
+    max_disagreement: float | None = None
+    max_class_disagreement: float | None = None
+    confidence_level: float | None = None
+    rehearsal_batch: int | None = None
+    max_violations: float | None = None
+    seed: int = 0

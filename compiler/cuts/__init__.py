@@ -1,0 +1,1 @@
+"""Where a model may be cut, and cutting it: segments that are verified against the model."""

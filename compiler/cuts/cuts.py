@@ -1,0 +1,332 @@
+"""Cut points: where an exit can be attached, and why not elsewhere.
+
+Apparate 3.1 and PAME 4.1: an exit belongs where one tensor carries everything onward, between
+residual blocks and not inside them. Where no single tensor does for much of the work, a few do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import onnx
+
+from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.cuts.flop_rules import is_heavy
+from offramp.compiler.cuts.flow import SHAPE_KINDS, Flow, cheap_operators, trace
+from offramp.compiler.cuts.gate_fitness import GateFitness
+from offramp.compiler.cuts.gates import Gate, SetSearch
+from offramp.compiler.cuts.work import OperatorWork
+from offramp.compiler.graphs.graph import Dataflow, Operator
+from offramp.compiler.graphs.shapes import TensorType
+
+if TYPE_CHECKING:
+    from offramp.compiler.graphs.source_model import SourceModel
+
+MAX_CUT_TENSORS = 4
+"""Tensors that a cut point may have."""
+WIDE_STRETCH = 0.4
+"""Share of the model's FLOPs that has no single tensor to cut at before sets are looked for: in a
+block of a network of many they would only be more of the same, at a higher price."""
+NEAR = 0.1
+"""Share of the model's FLOPs between a set and a smaller one that is as good."""
+
+
+def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutAnalysis:
+    """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
+
+    Each graph input in turn is tried as the only main one, then all together, then all together
+    with leave to read them again. The choice that gives most cut points wins, ties going to one
+    that reads no main input again, then to that which leaves least work on the side. Where much of
+    the work has none, sets of up to ``max_tensors`` are cut points too. There may be none:
+    :func:`~offramp.compiler.cuts.placement.choose_candidates` is what raises then.
+    """
+    analysis = GraphAnalysis.of(model.proto, max_tensors=max_tensors)
+    flow, kept, rejected = analysis.best()
+    rejected = [*rejected, *analysis.shape_rejections(flow)]
+    step_of = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
+    return CutAnalysis(
+        cuts=tuple(analysis.cut_point(i, flow, gate) for i, gate in enumerate(kept)),
+        end=analysis.end(flow, kept),
+        rejected=tuple(sorted(rejected, key=lambda r: step_of.get(r.tensor, 0))),
+        main_inputs=flow.main_inputs,
+        total_flops=0.0 if analysis.work.measured else analysis.fitness.total,
+        unknown_work=analysis.work.unknown,
+        total_s=analysis.fitness.total if analysis.work.measured else None,
+        rereads=flow.rereads,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphAnalysis:
+    """The ways that data may take through a model, and the gates on them that are cut points."""
+
+    fitness: GateFitness
+    max_tensors: int
+
+    @classmethod
+    def of(
+        cls,
+        proto: onnx.ModelProto,
+        *,
+        turns: bool = False,
+        max_tensors: int = MAX_CUT_TENSORS,
+    ) -> GraphAnalysis:
+        """Look at an annotated model with a single output.
+
+        With ``turns``, tensors are judged as they are with the batch in front, wherever it is.
+        """
+        return cls(fitness=GateFitness.of(proto, turns=turns), max_tensors=max_tensors)
+
+    @property
+    def graph(self) -> Dataflow:
+        """The model's operators."""
+        return self.fitness.graph
+
+    @property
+    def types(self) -> Mapping[str, TensorType]:
+        """Types of its tensors."""
+        return self.fitness.types
+
+    @property
+    def work(self) -> OperatorWork:
+        """What its operators cost."""
+        return self.fitness.work
+
+    def best(self, *, free_shapes: frozenset[int] = frozenset()) -> _Judged:
+        """Choose the main inputs; return their flow, the gates kept and the rejections."""
+        inputs = self.graph.inputs
+        choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
+        tries = [*((choice, False) for choice in choices), (inputs, True)]
+        judged: list[_Judged] = []
+        for main, rereads in tries:
+            flow = self.trace(main, free_shapes=free_shapes, rereads=rereads)
+            judged.append(_Judged(flow, *self.judge(flow)))
+        best = max(judged, key=self._merit)
+        if self.max_tensors == 1 or not any(self._wide_stretches(best.flow, best.kept)):
+            return best
+        as_good = [t for t, j in zip(tries, judged, strict=True) if len(j.kept) == len(best.kept)]
+        for main, rereads in as_good:
+            for interleaved in (False, True):
+                search = SetSearch(self.max_tensors, is_heavy, self.fitness.is_lazy, interleaved)
+                flow = self.trace(main, free_shapes=free_shapes, rereads=rereads, search=search)
+                judged.append(_Judged(flow, *self.judge(flow)))
+        return max(judged, key=self._merit)
+
+    def _merit(self, choice: _Judged) -> tuple[float, ...]:
+        """Order choices: by cut points of one tensor, then by what sets add, then by price."""
+        flow, kept, _ = choice
+        alone = [gate for gate in kept if gate.alone]
+        side = sum(self.work.costs[i] for i in flow.side_use)
+        divided = self._widest(flow, alone) - self._widest(flow, kept)
+        size = sum(self.fitness.size(gate)[1] for gate in kept)
+        return (len(alone), len(flow.steps) > 0, round(divided, 1), not flow.rereads, -side, -size)
+
+    def _widest(self, flow: Flow, kept: Sequence[Gate]) -> float:
+        """Share of the work in the widest stretch without a gate."""
+        return max(share for *_, share in self._stretches(flow, kept))
+
+    def _stretches(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[tuple[int, int, float]]:
+        """Yield the steps before and behind each stretch between gates, and its share of work."""
+        steps = [-1, *(gate.step for gate in kept), len(flow.steps)]
+        left = [1.0, *(self.fitness.share_after(flow, gate) for gate in kept), 0.0]
+        for (begin, end), (before, after) in zip(pairwise(steps), pairwise(left), strict=True):
+            yield begin, end, before - after
+
+    def _wide_stretches(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[tuple[int, int]]:
+        for begin, end, share in self._stretches(flow, kept):
+            if share > WIDE_STRETCH:
+                yield begin, end
+
+    def trace(
+        self,
+        main_inputs: tuple[str, ...],
+        *,
+        free_shapes: frozenset[int] = frozenset(),
+        rereads: bool = False,
+        search: SetSearch | None = None,
+    ) -> Flow:
+        """Follow the flow from some main inputs, which may be read again if ``rereads``."""
+        cheap = None
+        if rereads:
+            sizes = {
+                name: prod(size for size in tensor.shape or () if isinstance(size, int))
+                for name, tensor in self.types.items()
+                if name not in self.graph.variable
+            }
+            cheap = cheap_operators(self.graph, self.work.costs, sizes)
+        return trace(
+            self.graph,
+            self.work.costs,
+            main_inputs,
+            free_shapes=free_shapes,
+            cheap=cheap,
+            search=search,
+        )
+
+    def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
+        """Keep one gate per run of cheap steps, and say why the others fall."""
+        kept: list[Gate] = []
+        rejected: list[Rejection] = []
+        ends: dict[str, list[Gate]] = {}
+        for run in _runs(flow, [gate for gate in flow.gates if gate.alone]):
+            reason = self.fitness.useless(flow, run)
+            if reason:
+                ends.setdefault(reason, []).extend(run)
+                continue
+            reasons = {gate.tensor: self.fitness.unfit(gate) for gate in run}
+            fit = [gate for gate in run if not reasons[gate.tensor]]
+            if fit:
+                kept.append(self.fitness.best_of(fit))
+            else:
+                rejected.append(self._rejection(run, reasons[run[-1].tensor]))
+        rejected += [self._rejection(run, reason) for reason, run in ends.items()]
+        sets = list(self._sets(flow, kept))
+        rejected += self._inside_blocks(flow, sets)
+        return sorted([*kept, *sets], key=attrgetter("step")), rejected
+
+    def _sets(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[Gate]:
+        """Yield, in wide stretches, the smallest sets of tensors."""
+        several = [gate for gate in flow.gates if not gate.alone]
+        found: list[Gate] = []
+        for begin, end in self._wide_stretches(flow, kept) if several else ():
+            inside = [gate for gate in several if begin < gate.step < end]
+            for run in _runs(flow, inside):
+                fit = [gate for gate in run if not self.fitness.unfit(gate)]
+                if fit and not self.fitness.useless(flow, run):
+                    found.append(min(reversed(fit), key=self.fitness.size))
+        every = sorted([*kept, *found], key=attrgetter("step"))
+        done = [1 - self.fitness.share_after(flow, gate) for gate in every]
+        for gate in found:
+            here = 1 - self.fitness.share_after(flow, gate)
+            near = every[bisect_right(done, here - NEAR) : bisect_left(done, here + NEAR)]
+            if not any(g.alone or len(g.tensors) < len(gate.tensors) for g in near):
+                yield gate
+
+    def cut_point(self, index: int, flow: Flow, gate: Gate) -> CutPoint:
+        """Describe a gate that was kept."""
+        first, *others = map(self.fitness.cut_tensor, gate.tensors)
+        return CutPoint(
+            index=index,
+            tensor=first.name,
+            dtype=first.dtype,
+            shape=first.shape,
+            operator=self.graph.producers[gate.tensor].kind,
+            flops_share_before=1 - self.fitness.share_after(flow, gate),
+            side_inputs=tuple(i for i in self.graph.inputs if i in gate.side_inputs),
+            channels=first.channels,
+            beside=tuple(others),
+        )
+
+    def end(self, flow: Flow, kept: Sequence[Gate]) -> CutPoint | None:
+        """Find where hardly any work is left: behind the last block, before what is made of it."""
+        for run in _runs(flow, [gate for gate in flow.gates if gate.alone]):
+            if self.fitness.is_end(flow, run):
+                fit = [gate for gate in run if not self.fitness.unfit(gate)]
+                return self.cut_point(len(kept), flow, fit[0]) if fit else None
+        return None
+
+    def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
+        """Yield the cut points that are lost only because a shape crosses them."""
+        inner = frozenset(op.index for op in self.graph.operators if op.kind in SHAPE_KINDS)
+        if not inner:
+            return
+        free = self.trace(
+            flow.main_inputs,
+            free_shapes=inner,
+            rereads=flow.rereads,
+            search=flow.search,
+        )
+        gates = {gate.tensor for gate in flow.gates}
+        for gate in self.judge(free)[0]:
+            if gate.tensor not in gates:
+                yield self._rejection(
+                    [gate],
+                    "a shape that is measured before this place is used after it, and cannot be "
+                    "computed from the graph inputs; export the model with fixed sizes",
+                )
+
+    def _rejection(self, run: Sequence[Gate], reason: str) -> Rejection:
+        tensor = run[0].tensor
+        kind = self.graph.producers[tensor].kind
+        return Rejection(tensor=tensor, operator=kind, places=len(run), reason=reason)
+
+    def _inside_blocks(self, flow: Flow, sets: Sequence[Gate]) -> Iterator[Rejection]:
+        """Yield one rejection for each stretch with work in it that something bypasses.
+
+        Of those that are cut at ``sets``, none.
+        """
+        previous = -1
+        cuts = [cut.step for cut in sets]
+        for gate in flow.gates:
+            if not gate.alone:
+                continue
+            inside = flow.steps[previous + 1 : gate.step]
+            divided = bisect_left(cuts, gate.step) > bisect_right(cuts, previous)
+            if not divided and any(is_heavy(op) for op in inside):
+                yield self._bypassed(flow, previous, inside)
+            previous = gate.step
+
+    def _bypassed(self, flow: Flow, before: int, inside: Sequence[Operator]) -> Rejection:
+        first = inside[0]
+        entries = flow.steps[before].writes if before >= 0 else flow.main_inputs
+        born = dict.fromkeys(entries, before) | {
+            t: before + 1 + i for i, op in enumerate(inside) for t in op.writes
+        }
+        bypass = max(born, key=lambda t: flow.last_use.get(t, -1) - born[t])
+        maker = self.graph.producers.get(bypass)
+        again = [t for t in flow.main_inputs if maker is not None and t in maker.reads]
+        origin = f", computed of the input `{again[0]}`," if again else ""
+        return Rejection(
+            tensor=first.writes[0],
+            operator=first.kind,
+            places=len(inside),
+            reason=f"inside a block: `{bypass}`{origin} also carries data past this place"
+            + self._too_many(flow, born, before, len(inside)),
+        )
+
+    def _too_many(self, flow: Flow, born: Mapping[str, int], before: int, steps: int) -> str:
+        """Say, of a wide stretch, how many tensors a cut point in it would have at the least."""
+        after = flow.flops_after[before] if before >= 0 else self.fitness.total
+        if after - flow.flops_after[before + steps] <= WIDE_STRETCH * self.fitness.total:
+            return ""
+        begin, changes = before + 1, [0] * (steps + 1)
+        for tensor, step in born.items():
+            first = max(step - begin, 0)
+            last = min(flow.last_use.get(tensor, step) - begin, steps)
+            if first < last:
+                changes[first] += 1
+                changes[last] -= 1
+        fewest = min(accumulate(changes[:steps]))
+        if fewest <= self.max_tensors:
+            return ""
+        return (
+            f"; at least {fewest} tensors do, and a cut point has at most {self.max_tensors} "
+            "(--max-cut-tensors)"
+        )
+
+
+class _Judged(NamedTuple):
+    """A flow, the gates of it that are cut points, and why others are none."""
+
+    flow: Flow
+    kept: list[Gate]
+    rejected: list[Rejection]
+
+
+def _runs(flow: Flow, gates: Sequence[Gate]) -> Iterator[list[Gate]]:
+    """Yield gates grouped so that only cheap steps lie between those of a group."""
+    heavy = set(flow.heavy_steps)
+    run: list[Gate] = []
+    for gate in gates:
+        if run and not heavy.isdisjoint(range(run[-1].step + 1, gate.step + 1)):
+            yield run
+            run = []
+        run.append(gate)
+    if run:
+        yield run

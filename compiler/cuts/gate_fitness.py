@@ -1,0 +1,178 @@
+"""Whether an exit can be attached at a gate, and which gate of several alike is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import onnx
+
+from offramp.calibration.heads.cut_tensors import CutTensor, why_no_head
+from offramp.compiler.cuts.flow import SYMBOLIC_SIZE, Flow
+from offramp.compiler.cuts.gates import Gate
+from offramp.compiler.cuts.work import OperatorWork, work_of
+from offramp.compiler.graphs.graph import Dataflow, Operator
+from offramp.compiler.graphs.layout import ChannelFinder
+from offramp.compiler.graphs.shapes import BATCH, TensorType, declared_types
+
+MAX_SIDE_SHARE = 0.02
+"""Share of the model's FLOPs that a later segment may have to recompute on the side."""
+MIN_SHARE_LEFT = 0.005
+"""An exit that skips less than this share of the model's FLOPs saves nothing."""
+
+_VIEWS = frozenset(
+    {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Dropout", "Cast"}
+)
+"""The same values, rearranged: an exit rather sees them before, while there is a map to pool."""
+
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+"""These give a dimension of one or two directions; a view without it is tokens."""
+_TOKENS = 3
+"""Dimensions of [batch, tokens, width]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateFitness:
+    """A model's graph, types and costs, and the judgement of its gates by these."""
+
+    graph: Dataflow
+    types: dict[str, TensorType]
+    layouts: ChannelFinder
+    work: OperatorWork
+    total: float
+    """Of the work of all operators, in its unit."""
+    turns: bool
+    """Whether tensors are judged as they are with the batch in front, wherever it is."""
+
+    @classmethod
+    def of(cls, proto: onnx.ModelProto, *, turns: bool) -> GateFitness:
+        """Look at an annotated model with a single output."""
+        graph = Dataflow(proto.graph)
+        work = work_of(proto, graph)
+        needed = graph.behind(graph.outputs, stop=frozenset())
+        types = declared_types(proto)
+        return cls(
+            graph=graph,
+            types=types,
+            layouts=ChannelFinder.of(proto, graph, types),
+            work=work,
+            total=sum(work.costs[op.index] for op in needed),
+            turns=turns,
+        )
+
+    def is_lazy(self, op: Operator) -> bool:
+        """Whether an operator is a view that does not bring the batch to the front, or loses it."""
+        if not batch_first(self._shape(op.writes[0])):
+            return True
+        brings = not self._is_in_front(op.reads[0]) and self._is_in_front(op.writes[0])
+        return op.kind in _VIEWS and not brings
+
+    def _is_in_front(self, name: str) -> bool:
+        """Whether the batch is the first dimension."""
+        return (self._shape(name) or ("",))[0] == BATCH
+
+    def _shape(self, name: str) -> tuple[int | str, ...]:
+        """Give a tensor's shape, as far as it is known."""
+        tensor = self.types.get(name)
+        return () if tensor is None else tensor.shape or ()
+
+    def size(self, gate: Gate) -> tuple[int, float]:
+        """Count tensors, and their elements for one sample."""
+        sized = [
+            [size if isinstance(size, int) else SYMBOLIC_SIZE for size in self._shape(name)]
+            for name in gate.tensors
+        ]
+        return len(gate.tensors), sum(map(prod, sized))
+
+    def best_of(self, fit: Sequence[Gate]) -> Gate:
+        """Choose the last that has its batch in front and is more than a view of another."""
+        in_front = [g for g in fit if self._is_in_front(g.tensor)] or fit
+        solid = [g for g in in_front if self.graph.producers[g.tensor].kind not in _VIEWS]
+        if solid and self.graph.producers[solid[-1].tensor].kind in _RECURRENT:
+            tokens = [g for g in in_front if len(self._shape(g.tensor)) == _TOKENS]
+            return (tokens or solid)[-1]
+        return (solid or in_front)[-1]
+
+    def cut_tensor(self, name: str) -> CutTensor:
+        """Describe a tensor as it will be carried, with the batch in front."""
+        channels, shape = self.layouts.channels_of(name), self._shape(name)
+        if self.turns and (order := batch_first(shape)):
+            shape = tuple(shape[axis] for axis in order)
+            channels = None if channels is None else order.index(channels)
+        dtype = self.types[name].dtype
+        return CutTensor(name=name, dtype=dtype, shape=shape, channels=channels)
+
+    def share_after(self, flow: Flow, gate: Gate) -> float:
+        """Give the share of the work that is done after a gate."""
+        return flow.flops_after[gate.step] / self.total if self.total else 0.0
+
+    def useless(self, flow: Flow, run: Sequence[Gate]) -> str:
+        """Say why an exit in a run of gates would save nothing; empty where one might."""
+        if not flow.heavy_steps or flow.heavy_steps[0] > run[-1].step:
+            return "no work is done yet, an exit here could know nothing"
+        return self._little_left() if self.is_end(flow, run) else ""
+
+    def is_end(self, flow: Flow, run: Sequence[Gate]) -> bool:
+        """Whether hardly any work is left behind a run of gates."""
+        return self.share_after(flow, run[-1]) < MIN_SHARE_LEFT
+
+    def _little_left(self) -> str:
+        kinds = ", ".join(f"`{kind}`" for kind in self.work.unknown)
+        if not self.total:
+            what = f"of {kinds}, and it could not be measured" if kinds else "of its operators"
+            return f"how much work is left cannot be told: nothing is known {what}"
+        how = ""
+        if self.work.measured:
+            how = f"; it was measured as time, since the work of {kinds} is not known"
+        elif kinds:
+            how = f"; that of {kinds} is not known, could not be measured, and counts nothing"
+        return f"less than {MIN_SHARE_LEFT:.1%} of the work is left to save{how}"
+
+    def unfit(self, gate: Gate) -> str:
+        """Say why a gate cannot be cut at: all is carried, and heads read one tensor at least."""
+        found = [self.types.get(name) for name in gate.tensors]
+        if any(tensor is None or tensor.shape is None for tensor in found):
+            return "its shape is not known to shape inference"
+        unread = [self._no_floats(name) for name in gate.tensors]
+        if all(unread):
+            return unread[0]
+        if elsewhere := [reason for name in gate.tensors if (reason := self._not_first(name))]:
+            return elsewhere[0]
+        described = map(self.cut_tensor, gate.tensors)
+        lacks = [no or why_no_head(cut) for no, cut in zip(unread, described, strict=True)]
+        if all(lacks):
+            return lacks[0]
+        share = gate.side_flops / self.total if self.total else 0.0
+        if share > MAX_SIDE_SHARE:
+            names = ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
+            return (
+                f"{share:.0%} of the work would have to be done again after it, from {names}, at "
+                f"most {MAX_SIDE_SHARE:.0%} may be; let the model add what it computes of them "
+                "before this place"
+            )
+        return ""
+
+    def _no_floats(self, name: str) -> str:
+        tensor = self.types[name]
+        floats = tensor.is_floating
+        return "" if floats else f"its elements are {tensor.dtype}, not floating-point numbers"
+
+    def _not_first(self, name: str) -> str:
+        shape = self._shape(name)
+        order = batch_first(shape)
+        if order and (self.turns or not order[0]):
+            return ""
+        sizes = ", ".join(map(str, shape))
+        return (
+            f"its shape is [{sizes}], and the first dimension has to be the batch; let the model "
+            "keep it a dimension of its own there"
+        )
+
+
+def batch_first(shape: Sequence[int | str]) -> tuple[int, ...]:
+    """Order the dimensions of a shape so that the batch is first; empty where there is none."""
+    if len(shape) < 2 or list(shape).count(BATCH) != 1:
+        return ()
+    front = list(shape).index(BATCH)
+    return (front, *(axis for axis in range(len(shape)) if axis != front))

@@ -1,0 +1,1 @@
+"""Building exits: heads and bridges on segments, confidence, recording, the policy."""

@@ -1,0 +1,389 @@
+"""Which head at which candidate: all are trained a little, the best of each candidate to its end.
+
+Successive halving with one step: what tells good heads from bad ones shows early, so a short
+training on a part of the real samples chooses, by what each head would net. Only the chosen ones
+are trained on all samples, made ones included.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Head
+from offramp.bundle.schema.parts import HeadScore
+from offramp.calibration.choose.selection import net_savings_alone
+from offramp.calibration.data.dataset import DataSplit
+from offramp.calibration.data.scratch import ScratchSpace
+from offramp.calibration.data.training_options import TrainingOptions
+from offramp.calibration.heads.cut_tensors import CutTensor
+from offramp.calibration.heads.families import family_of, masks_of
+from offramp.calibration.heads.features import Recording
+from offramp.calibration.heads.learned_certainty import fit_certainty
+from offramp.calibration.heads.learners import Preconditioners, view_of
+from offramp.calibration.heads.objectives import Objective, objective_of, truth_of
+from offramp.calibration.heads.training import TrainedHead, count_steps, train_heads
+from offramp.calibration.measure.estimates import BackboneTimes
+from offramp.calibration.measure.profiling import profile_heads
+from offramp.compiler.common.feature_folder import feature_folder
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.progress import Progress
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
+from offramp.compiler.exits.heads import build_empty, build_exit
+from offramp.compiler.exits.recording import FeatureRecorder
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.answers.certainty import sure_by
+from offramp.engine.answers.principal_values import sure_of
+from offramp.engine.control.costs import CostModel
+
+SCREENING_SAMPLES = 6000
+"""Most real samples of the short training that heads are chosen by."""
+SCREENING_VISITS = 12_000
+"""Samples, counted with their repetitions, that the short training shows to a head."""
+
+COUNT_SHARES = (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5)
+"""Of the principal values, that have to reach the threshold: the count thresholds that are tried
+(PAME 6.1 tries ten)."""
+
+Samples = Callable[[int], Mapping[str, NDArray[Any]]]
+"""Gives model inputs of a batch size."""
+_AS_IT_IS = (1.0, 0.0, 0.0, 0.0)
+"""Weights of ``learned`` for exits that are only timed."""
+_net = attrgetter("net_savings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltExit:
+    """An exit as an ONNX graph: the head chosen for a candidate, and the heads that it beat."""
+
+    candidate: int
+    """The segment that the exit follows."""
+    cut: CutTensor
+    graph: bytes
+    reads: tuple[str, ...]
+    """Tensors that the graph reads."""
+    weights: Mapping[str, NDArray[np.float32]]
+    """Of the trained head; none where it is a quantised model's own answer."""
+    heads: tuple[HeadScore, ...]
+    """All heads that were trained to the end."""
+    best: HeadScore
+    """Of ``heads``, the one that nets most with no other exit beside it."""
+    share: float = 1.0
+    """Of the principal values of its answer, so many reach the confidence."""
+    certainty: tuple[float, ...] = ()
+    """Weights of the criterion ``learned``, where it is that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundExits:
+    """Exits worth building, and how near the others came."""
+
+    built: tuple[BuiltExit, ...]
+    """At every candidate with a head the one that nets most, whether that is anything or not."""
+    best: tuple[HeadScore, ...]
+    """Likewise, of every family."""
+
+    @property
+    def exits(self) -> tuple[BuiltExit, ...]:
+        """Those that net anything."""
+        return tuple(exit_ for exit_ in self.built if exit_.best.net_savings > 0)
+
+    def or_better(self, other: FoundExits) -> FoundExits:
+        """Take, at each candidate, the exit that nets more; its trials are those of both."""
+        exits = {exit_.candidate: exit_ for exit_ in self.built}
+        for exit_ in other.built:
+            known = exits.setdefault(exit_.candidate, exit_)
+            if known is not exit_:
+                heads = (*known.heads, *exit_.heads)
+                better = max(known, exit_, key=attrgetter("best.net_savings"))
+                exits[exit_.candidate] = replace(better, heads=heads)
+        in_order = tuple(exits[candidate] for candidate in sorted(exits))
+        return FoundExits(built=in_order, best=(*self.best, *other.best))
+
+
+def find_exits(
+    sliced: Sliced,
+    parts: DataSplit,
+    options: CompileOptions,
+    backbone: BackboneTimes,
+    *,
+    samples: Samples,
+    progress: Progress,
+    scratch: ScratchSpace | None = None,
+) -> FoundExits:
+    """Record features, choose a head for every candidate, and train it.
+
+    Exits that net nothing are left out. Candidates whose features do not fit on the disk together
+    take turns; DataError where even that is not enough. ``scratch`` counts what they take.
+    """
+    exits: list[BuiltExit] = []
+    scratch = scratch or ScratchSpace(options.scratch)
+    recorder = FeatureRecorder.of(sliced, parts, options)
+    with feature_folder(options.scratch) as directory, scratch.taking(recorder.size_bytes):
+        recorder.check(directory)
+        projections = recorder.fit(progress)
+        for number, group in enumerate(recorder.plan.groups):
+            place = directory / str(number)
+            train, tune = recorder.record(number, place, projections, progress)
+            search = _HeadSearch(
+                sliced=sliced,
+                group=frozenset(group),
+                train=train,
+                tune=tune,
+                truth=truth_of(sliced.model.taught, tune.answers),
+                options=options,
+                backbone=backbone,
+                samples=samples,
+                progress=progress,
+            )
+            exits += search.build(search.screen(recorder.plan.counts.train))
+            # Nothing may hold the features of this pass when the next one begins.
+            del train, tune, search
+            shutil.rmtree(place, ignore_errors=True)
+    return FoundExits(built=tuple(exits), best=tuple(exit_.best for exit_ in exits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeadSearch:
+    """Trains heads, and judges each by the time that it would save with no other exit beside it."""
+
+    sliced: Sliced
+    group: frozenset[int]
+    """The candidates that features were recorded of."""
+    train: Recording
+    """Real samples first, then made ones."""
+    tune: Recording
+    truth: NDArray[np.generic]
+    """[tune samples, …]: what the source model's scores are compared by."""
+    options: CompileOptions
+    backbone: BackboneTimes
+    samples: Samples
+    progress: Progress
+    preconditioners: Preconditioners = field(default_factory=dict)
+
+    def screen(self, real_samples: int) -> dict[int, list[HeadScore]]:
+        """Train all heads a little, on real samples alone; time and judge them, by candidate."""
+        samples = min(real_samples, SCREENING_SAMPLES)
+        epochs = min(max(round(SCREENING_VISITS / samples), 1), self.options.training.epochs)
+        families = [self._family(candidate) for candidate in range(len(self.sliced.cuts))]
+        options = replace(self.options.training, epochs=epochs)
+        title = f"Try {sum(map(len, families))} heads"
+        trained = self._train(title, families, self.train.subset(slice(samples)), options)
+        candidates = sorted({t.candidate for t in trained})
+        heads = {c: [t for t in trained if t.candidate == c] for c in candidates}
+        times = time_heads(
+            self.sliced,
+            {candidate: [self._build(t) for t in tried] for candidate, tried in heads.items()},
+            self.samples,
+            threads=self.options.threads,
+            batch_sizes=[self.options.reference_batch_size],
+            progress=self.progress,
+        )
+        return {
+            candidate: [self._judge(t, ms).score for t, (ms,) in zip(tried, costs, strict=True)]
+            for (candidate, tried), costs in zip(heads.items(), times, strict=True)
+        }
+
+    def build(self, screened: Mapping[int, Sequence[HeadScore]]) -> list[BuiltExit]:
+        """Train all heads on the best view of every candidate, on all samples, and build the best.
+
+        Heads on one view share the reading; and whether a hidden layer pays shows late.
+        """
+        views = {c: view_of(c, max(heads, key=_net).head) for c, heads in screened.items()}
+        families = [
+            [h for h in self._family(candidate) if view_of(candidate, h) == views.get(candidate)]
+            for candidate in range(len(self.sliced.cuts))
+        ]
+        title = f"Train {sum(map(len, families))} heads"
+        trained = self._train(title, families, self.train, self.options.training)
+        exits = []
+        for candidate, briefly in screened.items():
+            costs = {tried.head: tried.cost_ms for tried in briefly}
+            ended = {t.head: t for t in trained if t.candidate == candidate}
+            heads = [self._judge(t, costs[head]) for head, t in ended.items()]
+            best = max(heads, key=lambda judged: judged.score.net_savings)
+            exits.append(
+                BuiltExit(
+                    candidate=candidate,
+                    cut=self.sliced.cuts[candidate],
+                    reads=reads_of(self.sliced.cuts[candidate], best.score.head),
+                    graph=self._build(ended[best.score.head], best.share, best.certainty),
+                    weights=ended[best.score.head].weights,
+                    heads=tuple(judged.score for judged in heads),
+                    best=best.score,
+                    share=best.share,
+                    certainty=best.certainty,
+                )
+            )
+        return exits
+
+    def _train(
+        self,
+        title: str,
+        families: Sequence[Sequence[Head]],
+        train: Recording,
+        options: TrainingOptions,
+    ) -> list[TrainedHead]:
+        with self.progress.step(title, count_steps(families, options)) as advance:
+            return train_heads(
+                train,
+                self.tune,
+                cuts=self.sliced.cuts,
+                families=families,
+                objective=_objective(self.sliced.model, train.answers),
+                options=options,
+                known=self.preconditioners,
+                progress=advance,
+            )
+
+    def _family(self, candidate: int) -> tuple[Head, ...]:
+        return family_of(self.sliced.cuts[candidate]) if candidate in self.group else ()
+
+    def _build(
+        self, trained: TrainedHead, share: float = 1.0, certainty: Sequence[float] = _AS_IT_IS
+    ) -> bytes:
+        return build_on(
+            self.sliced,
+            trained.candidate,
+            trained.head,
+            trained.weights,
+            share=share,
+            certainty=certainty,
+        )
+
+    def _judge(self, trained: TrainedHead, cost_ms: float) -> JudgedHead:
+        agrees = agreement_of(self.sliced.model.taught).agree(trained.said, self.truth)
+        cost = alone(self.backbone, trained.candidate, cost_ms, self.options)
+        bound = self.options.max_disagreement
+        principal, certainty = trained.principal, tuple[float, ...]()
+        criterion = self.sliced.model.answer.criterion
+        if trained.statistics is not None and not criterion.on_host:
+            if criterion.name == "learned":
+                certainty = fit_certainty(trained.statistics, agrees)
+            principal = sure_by(trained.statistics, criterion.name, certainty)[:, None]
+        judged = judge(trained.head, principal, agrees, cost, max_disagreement=bound)
+        return judged._replace(certainty=certainty)
+
+
+class JudgedHead(NamedTuple):
+    """A head, and the share of principal values with which it nets most."""
+
+    score: HeadScore
+    share: float
+    certainty: tuple[float, ...] = ()
+    """Weights of the criterion ``learned``, where it is that."""
+
+
+def judge(
+    head: Head,
+    principal: NDArray[np.float32],
+    agrees: NDArray[np.bool_],
+    cost: CostModel,
+    *,
+    max_disagreement: float,
+    mask: NDArray[Any] | None = None,
+) -> JudgedHead:
+    """Find the count threshold (PAME 5.3) with which an exit nets most, with no other beside it.
+
+    ``principal`` [samples, n] and ``agrees`` [samples] are of the tuning split; ``cost`` is of this
+    exit alone.
+    """
+    shares = COUNT_SHARES if principal.shape[1] > 1 else COUNT_SHARES[:1]
+    netted = [
+        net_savings_alone(sure_of(principal, share, mask), agrees, cost, 0, max_disagreement)
+        for share in shares
+    ]
+    best = int(np.argmax(netted))
+    score = HeadScore(
+        head=head,
+        agreement=float(agrees.mean()),
+        cost_ms=cost.exits_ms[0],
+        net_savings=netted[best],
+    )
+    return JudgedHead(score, shares[best])
+
+
+def reads_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
+    """List what a pooled head reads: cut tensors, and the masks of some."""
+    return (*(tensor.name for tensor in cut.read), *masks_of(cut, head))
+
+
+def build_on(
+    sliced: Sliced,
+    candidate: int,
+    head: Head,
+    weights: Mapping[str, NDArray[np.float32]],
+    *,
+    share: float = 1.0,
+    certainty: Sequence[float] = (),
+) -> bytes:
+    """Build the exit of a trained head after one of the segments."""
+    model, tail, prefix = sliced.model, sliced.model.tail, exit_prefix(candidate)
+    exit_ = build_exit(
+        sliced.cuts[candidate],
+        head,
+        weights,
+        model.taught,
+        prefix,
+        answer_dtype=model.outputs[0].dtype if tail is None else tail.dtype,
+        share=share,
+        certainty=certainty,
+        **sliced.versions,
+    )
+    if tail is None:
+        return exit_
+    return tail.end(exit_, prefix, [prefix + model.answer.output, prefix + CONFIDENCE])
+
+
+def _objective(model: SourceModel, scores: NDArray[np.float32]) -> Objective:
+    levels = model.tail is not None and model.tail.takes_levels
+    return objective_of(model.taught, scores, levels=levels)
+
+
+def alone(
+    backbone: BackboneTimes, candidate: int, cost_ms: float, options: CompileOptions
+) -> CostModel:
+    """Costs of one exit with no other beside it, at the reference batch size."""
+    column = backbone.batch_sizes.index(options.reference_batch_size)
+    return CostModel(
+        source_ms=backbone.source_ms[column],
+        segments_ms=tuple(row[column] for row in backbone.segments_ms),
+        stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
+        after_segment=(candidate,),
+        exits_ms=(cost_ms,),
+    )
+
+
+def time_heads(
+    sliced: Sliced,
+    graphs: Mapping[int, Sequence[bytes]],
+    samples: Samples,
+    *,
+    threads: int,
+    batch_sizes: Sequence[int],
+    progress: Progress,
+) -> list[list[list[float]]]:
+    """Time exits by candidate, against a graph that reads the same tensor and does nothing.
+
+    In milliseconds, [candidates][heads of it][batch sizes].
+    """
+    cuts, versions = sliced.cuts, sliced.versions
+    empty = [build_empty(cuts[c].read, "offramp_empty/", **versions) for c in graphs]
+    with progress.step("Profile the heads", len(graphs)) as advance:
+        return profile_heads(
+            list(graphs.values()),
+            empty,
+            sliced.graphs,
+            samples,
+            threads=threads,
+            batch_sizes=batch_sizes,
+            progress=advance,
+        )

@@ -1,0 +1,1 @@
+"""Reading a user's file: a model whose batch is symbolic, with one answer."""

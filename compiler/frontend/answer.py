@@ -1,0 +1,283 @@
+"""The answer of a model: which output it is, and whether it is one class of several."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Iterator
+
+import onnx
+from onnx import helper
+
+from offramp.bundle import Answer, AnswerForm, TaskKind
+from offramp.bundle.schema.tasks import DENSE
+from offramp.compiler.common.asked_task import AskedTask
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend.tasks import describe_answer, find_kind, warn_of_heat_maps
+from offramp.compiler.graphs.graph import Dataflow, Operator, refill, rename_tensor
+from offramp.compiler.graphs.shapes import BATCH, FLOATING, declared_types, dtype_name
+from offramp.compiler.graphs.tail import SIGMOIDS, find_activation, keeps_columns, operators_between
+
+_log = logging.getLogger(__name__)
+
+_TRANSPARENT = frozenset(
+    {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Clip", "Dropout", "ZipMap"}
+)
+"""Operators through which the last one that computes can still be seen."""
+_LABELS = frozenset({"int32", "int64"})
+"""Types of outputs that name classes."""
+_PICKING = frozenset({"ArgMax", "TopK", "Hardmax"})
+_MOST_TAGS = 512
+"""Classes of tokens, unless the task was asked for: more are a vocabulary."""
+_PROJECTIONS = frozenset({"Add", "Gemm", "MatMul", "Mul"})
+"""Operators that a decoder's logits may come of."""
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
+_FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
+
+
+def settle_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, str]:
+    """Return the name of the output that is the answer, and a note where that was decided here.
+
+    Of several the only floating-point one is it, where all others are integers: labels made of it.
+    """
+    outputs = {o.name: output_type(o) for o in proto.graph.output}
+    scores = [name for name, found in outputs.items() if found in FLOATING]
+    labels = [name for name, found in outputs.items() if found in _LABELS]
+    if answer is None and len(scores) == 1 and 0 < len(labels) == len(outputs) - 1:
+        return scores[0], f"the answer is output {scores[0]!r}, not the labels {', '.join(labels)}"
+    return answer, ""
+
+
+def output_type(output: onnx.ValueInfoProto) -> str:
+    """Return the element type of an output, or the kind of one that is no tensor."""
+    if not output.type.HasField("tensor_type"):
+        return str(output.type.WhichOneof("value") or "unknown").removesuffix("_type")
+    return dtype_name(output.type.tensor_type.elem_type)
+
+
+def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
+    """Reduce the model, in place, to one output, [batch, classes].
+
+    An output [batch, classes, 1, 1], as fully convolutional classifiers have, is flattened.
+    ModelError if there are several outputs and ``answer`` does not name one of them.
+    """
+    outputs = {output.name: output for output in proto.graph.output}
+    if not outputs:
+        raise ModelError("no outputs, so there is no answer; export the model with its logits")
+    if answer is None and len(outputs) > 1:
+        graph = Dataflow(proto.graph)
+        ends = {name: _last(graph, name) for name in outputs}
+        trees = {name: op for name, op in ends.items() if op is not None and op.kind in _TREES}
+        if len(trees) == len(outputs):
+            raise ModelError(_of_trees(*next(iter(trees.items()))))
+    answer, note = settle_output(proto, answer)
+    if note:
+        _log.warning("%s", note)
+    if answer is None and len(outputs) > 1:
+        raise ModelError(
+            f"{len(outputs)} outputs ({', '.join(outputs)}); {_likely(outputs.values())}"
+        )
+    if answer is not None and answer not in outputs:
+        near = difflib.get_close_matches(answer, outputs, cutoff=0.0)
+        raise ModelError(f"no output {answer!r}; the model has {', '.join(map(repr, near))}")
+    kept = outputs[answer] if answer else proto.graph.output[0]
+    if not kept.type.HasField("tensor_type"):
+        raise ModelError(
+            f"output {kept.name!r} is no tensor, but a {kept.type.WhichOneof('value')}; convert the"
+            " model such that it gives an array (skl2onnx: options={'zipmap': False})"
+        )
+    shape = kept.type.tensor_type.shape
+    refill(proto.graph.output, [kept])
+    if len(shape.dim) > 2 and all(d.dim_value == 1 for d in shape.dim[2:]):
+        _flatten(proto, kept.name)
+
+
+def _flatten(proto: onnx.ModelProto, name: str) -> None:
+    """Flatten the output; the name goes to the flattened one, which is what clients ask for."""
+    graph = proto.graph
+    inner = f"{name}/unflattened"
+    rename_tensor(graph, name, inner)
+    graph.node.append(helper.make_node("Flatten", [inner], [name], name=f"{name}/flatten", axis=1))
+    del graph.output[0].type.tensor_type.shape.dim[2:]
+    _log.info("output %s is flattened to [batch, classes]", name)
+
+
+def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
+    """Say which outputs may be the answer: floating-point ones of two dimensions."""
+    scores = [
+        info.name
+        for info in outputs
+        if info.type.HasField("tensor_type")
+        and dtype_name(info.type.tensor_type.elem_type) in FLOATING
+        and len(info.type.tensor_type.shape.dim) in (0, 2, 3, 4)
+    ]
+    if not scores:
+        return (
+            "none of them is a floating-point tensor [batch, classes]; export the model with "
+            "its scores of the classes"
+        )
+    return (
+        f"say which one is the answer, for instance --answer {scores[0]} (from Python "
+        f"answer={scores[0]!r})"
+    )
+
+
+def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answer:  # noqa: B008
+    """Describe an annotated model's one output, of the task that is asked for or inferred.
+
+    ModelError if it is not what answers of the task are: of classification floating-point
+    [batch, classes] of two or more, of which one is right.
+    """
+    name = proto.graph.output[0].name
+    types = declared_types(proto)
+    tensor, last = types.get(name), _last(Dataflow(proto.graph), name)
+    shape = tensor.shape if tensor else None
+    if last is not None and last.kind in _TREES:
+        raise ModelError(_of_trees(name, last))
+    labels = _labels_of(proto, name, shape or ())
+    kind = find_kind(asked, shape or (), labels or last, are_labels=labels is not None)
+    task = asked.settle(kind)
+    if kind != "classification" and tensor is not None:
+        picks = last is not None and last.kind == "ArgMax" and kind in DENSE
+        picked = types.get(last.proto.input[0]) if picks and last is not None else None
+        form = _form_of(proto, name, kind, picks=picks)
+        if kind == "token-classification" and asked.kind == "auto":
+            _check_tags(name, shape)
+        if kind == "segmentation" and asked.kind == "auto" and not (picks or asked.class_map):
+            warn_of_heat_maps(name, shape or (), _ends(Dataflow(proto.graph), name))
+        return describe_answer(name, tensor, task, form=form, picked=picked)
+    in_order = last is not None and last.kind == "TopK"  # columns are places, and no classes
+    match shape:
+        case (str(batch), int(classes)) if batch == BATCH and classes >= 2 and not in_order:
+            if tensor is not None and tensor.is_floating:
+                return Answer(output=name, classes=classes, form=_form(proto, name, classes))
+    found = "unknown" if shape is None else f"[{', '.join(map(str, shape))}]"
+    of = f" of {tensor.dtype}" if tensor else ""
+    raise ModelError(
+        f"output {name!r} has shape {found}{of}, expected floating-point [batch, classes] with "
+        f"at least 2 classes for --task classification; {_remedy(shape, last)}"
+    )
+
+
+def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
+    """Refuse to take a vocabulary for the classes of tokens, unless it was asked for."""
+    size = shape[2] if shape is not None and len(shape) == 3 else None
+    if isinstance(size, int) and size > _MOST_TAGS:
+        raise ModelError(
+            f"output {output!r} has {size:,} numbers for each token: a decoder [batch, tokens, "
+            "vocabulary] answers with one of some tokens where --answer-tokens names them; where "
+            "these are classes of tokens, add --task token-classification"
+        )
+
+
+def _of_trees(output: str, last: Operator) -> str:
+    return (
+        f"output {output!r} is what {_named(last)} gives: all trees are one operator, so there is "
+        "nothing to cut, and no exit could save anything; serve the model as it is. Pipelines that "
+        "end with a neural network can be cut"
+    )
+
+
+def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
+    if last is not None and last.kind in _PICKING:
+        return f"it ends with {_named(last)}: end the model before that, at its scores of classes"
+    if shape is not None and len(shape) == 2 and shape[1] == 1:
+        return (
+            "one column is no choice between classes; where it is the logit of yes or no, add "
+            "--task multi-label, and where it is a value, --task regression"
+        )
+    if shape is not None and len(shape) == 3 and last is not None and last.kind in _PROJECTIONS:
+        return (
+            "a decoder [batch, tokens, vocabulary] answers with one of some tokens where "
+            "--answer-tokens names them; else pool the places, or end the model at the logits of "
+            "one class a sample"
+        )
+    if shape is not None and len(shape) > 2:
+        return (
+            "what it answers for each place of a map or sequence is another task: leave --task "
+            "out, or pool it to the logits of one class a sample"
+        )
+    return "end the model at its logits"
+
+
+def _labels_of(
+    proto: onnx.ModelProto, output: str, shape: tuple[int | str, ...]
+) -> Operator | None:
+    """Find the activation whose probabilities are a yes or no in each column of the output."""
+    flow = Dataflow(proto.graph)
+    soft = find_activation(proto, flow, output) if len(shape) == 2 else None
+    if soft is None or shape[1] == 1:
+        return soft
+    tensor = declared_types(proto).get(soft.writes[0])
+    as_wide = tensor is not None and tensor.shape is not None and tensor.shape[1:2] == shape[1:]
+    by_column = keeps_columns(operators_between(flow, soft.writes[0], output))
+    return soft if soft.kind in SIGMOIDS and as_wide and by_column else None
+
+
+def _form(proto: onnx.ModelProto, output: str, classes: int) -> AnswerForm:
+    """Read the form of scores of classes off the graph; ModelError if they are labels."""
+    if (labels := _labels_of(proto, output, (BATCH, classes))) is not None:
+        raise ModelError(
+            f"output {output!r} ends with {_named(labels)}: each of its {classes} columns is a yes "
+            "or no of its own (multi-label), expected one class of several. Leave --task out, or "
+            "name it multi-label; if exactly one class is right for each sample, end the model "
+            "before the Sigmoid, at its logits"
+        )
+    graph = Dataflow(proto.graph)
+    last, soft = _last(graph, output), find_activation(proto, graph, output)
+    if soft is None:
+        return "logits"
+    form = _FORMS.get(soft.kind, "probabilities")
+    logarithm = last is not None and last.kind == "Log" and form == "probabilities"
+    return "log-probabilities" if logarithm else form
+
+
+def _form_of(proto: onnx.ModelProto, output: str, kind: TaskKind, *, picks: bool) -> AnswerForm:
+    """Tell what the numbers of an answer of another task than classification are."""
+    if kind in ("pose", "regression"):
+        return "values"
+    if picks:
+        return "classes"
+    graph = Dataflow(proto.graph)
+    last = _last(graph, output)
+    if kind == "multi-label":
+        return "logits" if find_activation(proto, graph, output) is None else "probabilities"
+    if last is None:
+        return "logits"
+    logarithm = last.kind == "Log"
+    soft = _last(graph, last.proto.input[0]) if logarithm else last
+    form = _FORMS.get(soft.kind) if soft is not None else None
+    if soft is None or form is None or not _along(proto, soft, 2 if "token" in kind else 1):
+        return "logits"
+    return "log-probabilities" if logarithm and form == "probabilities" else form
+
+
+def _along(proto: onnx.ModelProto, soft: Operator, wanted: int) -> bool:
+    """Whether a softmax goes along an axis."""
+    axis = next((a.i for a in soft.proto.attribute if a.name == "axis"), -1)
+    tensor = declared_types(proto).get(soft.writes[0])
+    shape = tensor.shape if tensor is not None else None
+    return shape is not None and axis % len(shape) == wanted
+
+
+def _last(graph: Dataflow, tensor: str) -> Operator | None:
+    """The last operator that computes something."""
+    op = graph.producers.get(tensor)
+    while op is not None and op.kind in _TRANSPARENT:
+        op = graph.producers.get(op.proto.input[0])
+    return op
+
+
+def _ends(graph: Dataflow, tensor: str) -> Iterator[Operator]:
+    """The operators that a tensor comes of, the last that computes first, up to a weighted one."""
+    op = _last(graph, tensor)
+    while op is not None:
+        yield op
+        if op.kind in _WEIGHTED:
+            return
+        op = _last(graph, op.proto.input[0]) if op.proto.input else None
+
+
+def _named(op: Operator) -> str:
+    return f"{op.name or op.writes[0]!r} ({op.kind})"

@@ -1,0 +1,326 @@
+"""Decoders that answer with one token: the model is reduced to some tokens behind the last one.
+
+A decoder [batch, tokens, vocabulary] that is asked for yes or no needs neither its cache, nor the
+other places, nor the other words. Checking exits against 128,000 words at every layer is what made
+those of Llama lose at batch 1 (E3, 5.1.3); against two it is nothing. The reduced model's answer is
+[batch, answers], equal to those columns of the source at the last real token, which is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend.answer import keep_answer
+from offramp.compiler.frontend.decoder_cache import check_no_fused_cache, drop_cache, is_cache
+from offramp.compiler.frontend.preparation import remove_unused
+from offramp.compiler.frontend.prompts import (
+    PromptInputs,
+    check_equal,
+    find_prompts,
+    make_prompts,
+    source_answers,
+)
+from offramp.compiler.graphs.graph import (
+    Dataflow,
+    Operator,
+    constant_tensor,
+    copied,
+    default_opset,
+    refill,
+    rename_tensor,
+    sort_operators,
+)
+from offramp.compiler.graphs.row_wise import ELEMENTWISE, RowWise, Size
+from offramp.compiler.graphs.shapes import annotate, declared_types, forget_shapes
+
+_log = logging.getLogger(__name__)
+
+_LOGITS = "logits"
+"""What exporters of decoders call the output."""
+_SEEN_THROUGH = ELEMENTWISE | {"Reshape", "Slice"}
+"""Operators that may stand between the projection to the vocabulary and the output."""
+
+
+def answer_with_tokens(proto: onnx.ModelProto, tokens: Sequence[int], answer: str | None) -> None:
+    """Reduce a decoder, in place, to its logits of some tokens behind the last one that counts.
+
+    ``tokens`` are the columns of the answer, in their order; ``answer`` names the output, where it
+    is not ``logits``. ModelError where the tokens are not distinct ids of the vocabulary, or the
+    model has no such output, a fused cache, or another answer once it is reduced.
+    """
+    _check_distinct(tokens)
+    check_no_fused_cache(proto)
+    _name_sizes(proto)
+    prompts = find_prompts(proto)
+    keep_answer(proto, _find_output(proto, answer))
+    output = proto.graph.output[0].name
+    remove_unused(proto)
+    _check_rank(proto, output)
+    made = make_prompts(proto, prompts)
+    wanted = source_answers(proto, made, tokens)  # before the graph is another
+    dropped = drop_cache(proto, prompts.tokens)
+    _share_size(proto, prompts)
+    remove_unused(proto)
+    # Types are inferred beside: what the model states inside is no longer true behind this.
+    stated = copied(proto)
+    forget_shapes(stated.graph)
+    annotate(stated)
+    _Reduction(proto, declared_types(stated), prompts, output).reduce(tokens)
+    del stated
+    difference = check_equal(proto, made, wanted)
+    _log.info(
+        "%s is reduced to the tokens %s behind the last one%s; equal on %d prompts of %d lengths "
+        "(largest difference %.1e of its scale)",
+        output,
+        ", ".join(map(str, tokens)),
+        f", without {dropped} inputs of a cache" if dropped else "",
+        sum(map(len, wanted)),
+        len({batch.width for batch in made}),
+        difference,
+    )
+    if prompts.mask is None:
+        _log.info("no input is a mask: the last position answers, so prompts end there")
+
+
+def _check_distinct(tokens: Sequence[int]) -> None:
+    if len(tokens) < 2:
+        raise ModelError(
+            f"--answer-tokens {','.join(map(str, tokens))}: {len(tokens)} token, expected two or "
+            "more to choose between, such as those of yes and no"
+        )
+    twice = [t for i, t in enumerate(tokens) if t in tokens[:i]]
+    if twice:
+        raise ModelError(
+            f"--answer-tokens: {twice[0]} is there twice; each token is an answer of its own, name "
+            "it once"
+        )
+
+
+def _name_sizes(proto: onnx.ModelProto) -> None:
+    for info in proto.graph.input:
+        for axis, dim in enumerate(info.type.tensor_type.shape.dim):
+            if not dim.HasField("dim_value") and not dim.dim_param:
+                dim.dim_param = f"{info.name}_{axis}"
+
+
+def _find_output(proto: onnx.ModelProto, answer: str | None) -> str | None:
+    """Choose the output: the one that was named, ``logits``, or the one that is no cache."""
+    if answer is not None:
+        return answer
+    names = [info.name for info in proto.graph.output]
+    if _LOGITS in names:
+        return _LOGITS
+    others = [name for name in names if not is_cache(name)]
+    return others[0] if len(others) == 1 else None
+
+
+def _check_rank(proto: onnx.ModelProto, output: str) -> None:
+    found = proto.graph.output[0]
+    shape = found.type.tensor_type.shape
+    if found.type.tensor_type.HasField("shape") and len(shape.dim) != 3:
+        sizes = ", ".join(d.dim_param or str(d.dim_value) for d in shape.dim)
+        raise ModelError(
+            f"output {output!r} has shape [{sizes}], expected [batch, tokens, "
+            "vocabulary] for --answer-tokens: export the decoder with its logits, or name their "
+            "output by --answer; a model that answers [batch, classes] needs no --answer-tokens"
+        )
+
+
+def _share_size(proto: onnx.ModelProto, prompts: PromptInputs) -> None:
+    """Have mask and positions be as long as the prompts, where a past was to be counted too."""
+    infos = {info.name: info for info in proto.graph.input}
+    sizes = infos[prompts.tokens].type.tensor_type.shape.dim
+    for name, info in infos.items():
+        shape = info.type.tensor_type.shape.dim
+        if name == prompts.mask or (len(shape) == 2 and not shape[1].HasField("dim_value")):
+            shape[1].CopyFrom(sizes[1])
+
+
+class _Reduction:
+    """A decoder's graph while its end is made smaller."""
+
+    def __init__(
+        self,
+        proto: onnx.ModelProto,
+        types: Mapping[str, Any],
+        prompts: PromptInputs,
+        output: str,
+    ) -> None:
+        self._graph, self._types, self._prompts = proto.graph, types, prompts
+        self._opset = default_opset(proto)
+        self._output = output
+        self._flow = Dataflow(proto.graph)
+        self._weights = {t.name: t for t in proto.graph.initializer}
+        found = (constant_tensor(node) for node in proto.graph.node)
+        self._weights |= {tensor.name: tensor for tensor in found if tensor is not None}
+        self._nodes: list[onnx.NodeProto] = []
+        shape = types[prompts.tokens].shape
+        self._sizes: tuple[Size, Size] = (shape[0], shape[1])
+        self._rows = RowWise(self._flow, types, self._sizes, self._small_values())
+        self._behind = self._rows.behind(self._output)
+
+    def reduce(self, tokens: Sequence[int]) -> None:
+        """Gather the last token, and keep the columns of the answer."""
+        columns = self._columns_of(tokens)
+        last = self._last_token()
+        gathered: dict[str, str] = {}
+        replaced: dict[str, onnx.NodeProto] = {}
+        for op in self._flow.operators:
+            if op.writes and op.writes[0] in self._behind:
+                replaced[op.writes[0]] = self._for_one(op, columns, gathered, last, len(tokens))
+        refill(
+            self._graph.node,
+            [replaced.get(node.output[0], node) for node in self._graph.node] + self._nodes,
+        )
+        self._finish(len(tokens))
+
+    def _columns_of(self, tokens: Sequence[int]) -> dict[tuple[str, str], str]:
+        """Cut what is constant between the projection and the output to the columns of tokens.
+
+        Gives what is read instead, by the first tensor of the operator and what it reads.
+        """
+        vocabulary = self._rows.width(self._output)
+        pending, done = [self._output], set[str]()
+        changed: dict[tuple[str, str], str] = {}
+        while pending:
+            tensor = pending.pop()
+            op = self._flow.producers.get(tensor)
+            if op is None or op.writes[0] not in self._behind:
+                raise ModelError(self._no_projection(op))
+            if op.writes[0] in done:
+                continue
+            done.add(op.writes[0])
+            if op.kind in {"MatMul", "Gemm"}:
+                turned = any(a.name == "transB" and a.i for a in op.proto.attribute)
+                axis = 0 if op.kind == "Gemm" and turned else 1
+                second, *bias = op.proto.input[1:]
+                changed[op.writes[0], second] = self._taken(second, axis, tokens)
+                wide = [b for b in bias if b and self._rows.width(b) == vocabulary]
+                changed |= {(op.writes[0], b): self._taken(b, -1, tokens) for b in wide}
+            elif op.kind in _SEEN_THROUGH:
+                wide = [t for t in op.reads if self._rows.width(t) == vocabulary]
+                shapes = op.reads[1:] if op.kind in {"Reshape", "Slice"} else ()
+                pending += [t for t in wide if t in self._flow.variable and t not in shapes]
+                fixed = [t for t in wide if t not in self._flow.variable and t not in shapes]
+                changed |= {(op.writes[0], t): self._taken(t, -1, tokens) for t in fixed}
+            else:
+                raise ModelError(self._no_projection(op))
+        self._ends = frozenset(done)
+        return changed
+
+    def _no_projection(self, op: Operator | None) -> str:
+        found = "nothing" if op is None else f"{op.name or op.writes[0]!r} ({op.kind})"
+        return (
+            f"output {self._output!r} has no projection to the vocabulary that can be cut: found "
+            f"{found}, expected a MatMul or Gemm with constant weights, and only element by "
+            "element behind it; export the decoder with its logits as the output, in float32 or "
+            "float16"
+        )
+
+    def _taken(self, tensor: str, axis: int, tokens: Sequence[int]) -> str:
+        """Take the columns of tokens from a constant, whether it is given or computed."""
+        ids, name = np.array(tokens, np.int64), f"{tensor}/tokens"
+        while name in self._weights:
+            name += "'"
+        if tensor in self._weights:
+            value = numpy_helper.to_array(self._weights[tensor]).take(ids, axis)
+            return self._constant(name, value)
+        maker = self._flow.producers[tensor].proto
+        if maker.op_type == "Transpose":
+            given = {a.name: helper.get_attribute_value(a) for a in maker.attribute}
+            order = given.get("perm") or list(range(len(self._types[tensor].shape)))[::-1]
+            inner = self._taken(maker.input[0], order[axis], tokens)
+            return self._add("Transpose", [inner], name, perm=order)
+        return self._add("Gather", [tensor, self._constant(f"{name}/ids", ids)], name, axis=axis)
+
+    def _last_token(self) -> str:
+        """Add the place of the last token that counts, int64 [batch, 1, 1]."""
+        prefix, mask = f"{self._output}/last", self._prompts.mask
+        read = mask or self._prompts.tokens
+        self._add("Shape", [read], f"{prefix}/shape")
+        one = self._constant(f"{prefix}/1", np.array(1, np.int64))
+        length = self._add("Gather", [f"{prefix}/shape", one], f"{prefix}/length")
+        zero = self._constant(f"{prefix}/0", np.array(0, np.int64))
+        target = self._constant(f"{prefix}/target", np.array([-1, 1, 1], np.int64))
+        if mask is None:
+            place = self._add("Sub", [length, one], f"{prefix}/place")
+            front = self._constant(f"{prefix}/front", np.array([0], np.int64))
+            batch = self._add("Gather", [f"{prefix}/shape", front], f"{prefix}/batch")
+            places = self._add("Expand", [place, batch], f"{prefix}/places")
+            return self._add("Reshape", [places, target], f"{prefix}/index")
+        places = self._add("Range", [zero, length, one], f"{prefix}/places")
+        # In single precision, as not every runtime reduces integers; it is exact up to 16 million.
+        counted = self._add("Cast", [mask], f"{prefix}/mask", to=TensorProto.FLOAT)
+        numbers = self._add("Cast", [places], f"{prefix}/numbers", to=TensorProto.FLOAT)
+        weighted = self._add("Mul", [counted, numbers], f"{prefix}/weighted")
+        axes = {"axes": [1]} if self._opset < 18 else {}
+        along = [] if axes else [self._constant(f"{prefix}/axes", np.array([1], np.int64))]
+        top = self._add("ReduceMax", [weighted, *along], f"{prefix}/top", keepdims=1, **axes)
+        place = self._add("Cast", [top], f"{prefix}/place", to=TensorProto.INT64)
+        return self._add("Reshape", [place, target], f"{prefix}/index")
+
+    def _for_one(
+        self,
+        op: Operator,
+        columns: Mapping[tuple[str, str], str],
+        gathered: dict[str, str],
+        last: str,
+        answers: int,
+    ) -> onnx.NodeProto:
+        """Give an operator as it is for one token of each sample."""
+        node = copied(op.proto)
+        for i, tensor in enumerate(node.input):
+            if (op.writes[0], tensor) in columns:
+                node.input[i] = columns[op.writes[0], tensor]
+            elif self._is_border(tensor) and not (i and op.kind == "Reshape"):
+                if tensor not in gathered:
+                    gathered[tensor] = self._add(
+                        "GatherND", [tensor, last], f"{tensor}/last", batch_dims=1
+                    )
+                node.input[i] = gathered[tensor]
+        if op.kind == "Reshape":
+            flat = self._rows.rows_of(op.writes[0]) == "flat"
+            width = answers if op.writes[0] in self._ends else self._rows.width(op.writes[0])
+            target = np.array([-1, width] if flat else [-1, 1, width], np.int64)
+            node.input[1] = self._constant(f"{op.writes[0]}/one_token", target)
+        return node
+
+    def _is_border(self, tensor: str) -> bool:
+        """Whether a tensor holds all tokens, and is computed before the last one is gathered."""
+        maker = self._flow.producers.get(tensor)
+        inside = maker is not None and maker.writes[0] in self._behind
+        return not inside and self._rows.rows_of(tensor) is not None
+
+    def _finish(self, answers: int) -> None:
+        """Name the answer [batch, answers] as the output was, and forget the shapes of before."""
+        graph, inner = self._graph, f"{self._output}/one_token"
+        rename_tensor(graph, self._output, inner)
+        axis = self._constant(f"{self._output}/axis", np.array([1], np.int64))
+        squeeze = helper.make_node("Squeeze", [inner, axis], [self._output], name=self._output)
+        graph.node.append(squeeze)
+        forget_shapes(graph)
+        kind = graph.output[0].type.tensor_type.elem_type
+        batch = self._sizes[0]
+        refill(graph.output, [helper.make_tensor_value_info(self._output, kind, [batch, answers])])
+        sort_operators(graph)
+
+    def _small_values(self) -> dict[str, NDArray[Any]]:
+        small = (t for t in self._weights.values() if np.prod(t.dims, dtype=np.int64) <= 8)
+        return {tensor.name: numpy_helper.to_array(tensor) for tensor in small}
+
+    def _constant(self, name: str, value: NDArray[Any]) -> str:
+        tensor = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+        self._graph.initializer.append(tensor)
+        return name
+
+    def _add(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        self._nodes.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
+        return output

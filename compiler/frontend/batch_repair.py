@@ -1,0 +1,381 @@
+"""Freeing a batch size that an export has fixed, so that a model takes any.
+
+Exporters bake the size into the targets of ``Reshape`` and ``Expand``, into positions, first
+states and class tokens. So the graph is followed at two batch sizes at once, its own and a large
+prime: where the two part from what the batch would make of them, the operator is repaired. Whether
+the result computes the same is not believed but tried: rows are run against the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.frontend.batch_edits import BatchEdits
+from offramp.compiler.frontend.batch_place import BatchPlace, moved, scaled
+from offramp.compiler.graphs.graph import Operator, refill
+from offramp.compiler.graphs.shape_trace import Shape
+from offramp.compiler.graphs.shapes import TensorType, declared_types, symbolic_sizes
+
+REMEDY = (
+    "export the model with a dynamic first dimension (torch.onnx.export: dynamic_shapes, or "
+    "dynamic_axes with dynamo=False)"
+)
+_END = np.iinfo(np.int64).max
+_STATES = {"LSTM": (4, 5, 6), "GRU": (4, 5), "RNN": (4, 5)}
+"""Inputs with a size for every row: lengths, and first states."""
+_ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean")
+_LOGIC = ("Where", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Xor")
+
+
+def repair(proto: onnx.ModelProto, batch: int) -> None:
+    """Mend, in place, what holds the fixed batch size; ModelError names what cannot be mended."""
+    _Repair(proto, batch).run()
+
+
+class _Repair(BatchEdits):
+    def __init__(self, proto: onnx.ModelProto, batch: int) -> None:
+        super().__init__(proto, batch)
+        self._stated = declared_types(proto)
+        self._dynamic = bool(symbolic_sizes(proto))
+        self._places = {name: BatchPlace(0) for name in self.flow.inputs}
+        self._repairs: dict[str, Callable[[onnx.NodeProto], None]] = {
+            "Reshape": self._reshape,
+            "Expand": self._expand,
+            "Concat": self._concat,
+            "Slice": self._slice,
+            "Squeeze": self._squeeze,
+            "Resize": self._resize,
+            "Gather": self._gather,
+            "GatherElements": self._elements,
+            "GatherND": self._gather_nd,
+            **dict.fromkeys(_STATES, self._states),
+            **dict.fromkeys((*_ARITHMETIC, *_LOGIC, "PRelu", "MatMul"), self._broadcast),
+            "Mul": self._offsets,
+        }
+
+    def run(self) -> None:
+        for op in self.flow.operators:
+            try:
+                self._follow(op)
+            except ValueError as error:
+                raise ModelError(
+                    f"the batch size was fixed at {self.old}, and the operator{_named(op)} "
+                    f"({op.kind}, which gives {op.writes[0]!r}) cannot take another: {error}; "
+                    f"{REMEDY}"
+                ) from error
+        refill(self.graph.node, self.nodes)
+
+    def _follow(self, op: Operator) -> None:
+        node = op.proto
+        self.fixed.follow(node)
+        if self.flow.is_constant(op):
+            self.freed.follow(node)
+        else:
+            if (mend := self._repairs.get(op.kind)) is not None:
+                mend(node)
+            self.freed.follow(node)
+            self._locate(op)
+        self.nodes.append(node)
+
+    def _locate(self, op: Operator) -> None:
+        """Find where the batch is in what an operator gives."""
+        sources = [t for t in op.reads if t in self._places]
+        for name in op.writes:
+            before, after = self.fixed.shape(name), self.freed.shape(name)
+            if name in self._places:  # known from the repair
+                continue
+            if before is None and sources:
+                self._assume(name, sources[0])
+            elif before is not None and after is not None and len(before) == len(after):
+                axes = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+                if len(axes) == 1:
+                    self._places[name] = self._inherited(axes[0], before, sources)
+
+    def _inherited(self, axis: int, shape: Shape, sources: list[str]) -> BatchPlace:
+        for source in sources:
+            place, size = self._places[source], self.fixed.shape(source)
+            if size is not None and size[place.axis] == shape[axis]:
+                return BatchPlace(axis, place.slower)
+        return BatchPlace(axis)
+
+    def _assume(self, name: str, source: str) -> None:
+        """Believe what the model states of an operator that ONNX's inference does not know."""
+        stated, place = self._stated.get(name), self._places[source]
+        read = self.fixed.shape(source)
+        if stated is None or read is None or not _is_known(stated):
+            return
+        shape = [int(size) for size in stated.shape or ()]
+        axis = place.axis
+        if axis < len(shape) and shape[axis] == read[axis]:
+            self.fixed.assume(name, stated.elem_type, shape)
+            shape[axis] = shape[axis] // self.old * self.rows
+            self.freed.assume(name, stated.elem_type, shape)
+            self._places[name] = place
+
+    # Repairs: each leaves the node such that it can be followed at another batch size.
+
+    def _reshape(self, node: onnx.NodeProto) -> None:
+        data, target = node.input[0], node.input[1]
+        place, before = self._places.get(data), self.fixed.shape(data)
+        shape = self.fixed.shape(node.output[0])
+        if place is None or before is None or shape is None:
+            return
+        found = moved(place, before, shape, self.old)
+        if found is None:
+            raise ValueError(
+                f"it makes {list(shape)} of {list(before)}, where no dimension can hold the batch"
+            )
+        wanted = scaled(shape, found.axis, self.old, self.rows)
+        with suppress(ValueError):  # other rows need not even divide by what the target states
+            self.freed.follow(node)
+        if self.freed.shape(node.output[0]) != wanted:
+            self._retarget(node, target, found.axis, shape)
+        self._places[node.output[0]] = found
+
+    def _retarget(self, node: onnx.NodeProto, target: str, axis: int, shape: Shape) -> None:
+        """Leave the batch open in a target: as 0 where it stays in its place, else as -1."""
+        data, told = node.input[0], self.fixed.value(target)
+        before, after = self.fixed.shape(data), self.freed.shape(data)
+        if told is None or len(told) != len(shape) or before is None or after is None:
+            raise ValueError("what it makes of its input is computed in a way that is not known")
+        open_axes = [i for i, size in enumerate(told) if size == -1 and i != axis]
+        copies = axis < len(before) and before[axis] == shape[axis] and before[axis] != after[axis]
+        values: dict[int, int] = {axis: 0 if copies else -1}
+        rows = ""
+        if not copies and open_axes and self._dynamic:
+            if shape[axis] != self.old:
+                raise ValueError("two dimensions of what it gives are open")
+            rows = self.size_of(self.flow.inputs[0], 0, f"{node.output[0]}/rows")
+        elif not copies and open_axes:
+            values[open_axes[0]] = shape[open_axes[0]]
+        if any(a.name == "allowzero" and a.i for a in node.attribute):
+            if 0 in shape:
+                raise ValueError("it gives a tensor without elements")
+            refill(node.attribute, [a for a in node.attribute if a.name != "allowzero"])
+        node.input[1] = self.with_entries(node, target, values, len(shape), rows)
+
+    def _expand(self, node: onnx.NodeProto) -> None:
+        data, target = node.input
+        place, shape = self._places.get(data), self.fixed.shape(node.output[0])
+        before, told = self.fixed.shape(data), self.fixed.value(target)
+        if shape is None or before is None or told is None:
+            return
+        if place is None:
+            for axis in range(-min(len(told), len(before)), 0):
+                if before[axis] > 1 and self._freed_entry(target, axis) not in {before[axis], 1}:
+                    node.input[0] = self.first_row(data, axis + len(before), f"{node.output[0]}/in")
+            return
+        axis = place.axis + len(shape) - len(before)
+        entry = axis - (len(shape) - len(told))
+        if entry >= 0 and told[entry] != 1 and self._freed_entry(target, entry) != self.rows:
+            node.input[1] = self.with_entries(node, target, {entry: 1}, len(told))
+
+    def _freed_entry(self, vector: str, entry: int) -> int | None:
+        value = self.freed.value(vector)
+        return None if value is None else int(value[entry])
+
+    def _concat(self, node: onnx.NodeProto) -> None:
+        source = next((t for t in node.input if t in self._places), None)
+        shape = None if source is None else self.fixed.shape(source)
+        if source is None or shape is None:
+            return
+        place = self._places[source]
+        joined = next(a.i for a in node.attribute if a.name == "axis") % len(shape)
+        if joined == place.axis:
+            return
+        for i, tensor in enumerate(node.input):
+            if tensor not in self._places:
+                node.input[i] = self._fit(node, i, source, place.axis)
+
+    def _elements(self, node: onnx.NodeProto) -> None:
+        """Give data or indices that are constant as many rows as the other has."""
+        for i, other in ((0, node.input[1]), (1, node.input[0])):
+            if other in self._places and node.input[i] not in self._places:
+                node.input[i] = self._fit(node, i, other, self._places[other].axis)
+
+    def _states(self, node: onnx.NodeProto) -> None:
+        data = node.input[0]
+        if data not in self._places or any(a.name == "layout" and a.i for a in node.attribute):
+            return
+        for i in _STATES[node.op_type]:
+            if i < len(node.input) and node.input[i] and node.input[i] not in self._places:
+                axis = 0 if i == 4 else 1
+                node.input[i] = self._fit(node, i, data, axis, self._places[data].axis)
+
+    def _fit(
+        self, node: onnx.NodeProto, i: int, source: str, axis: int, measured: int | None = None
+    ) -> str:
+        """Give an input as many rows as ``source`` has, all like its first one.
+
+        Rows that count 0, 1, 2 … where a sample of each is picked go on counting.
+        """
+        tensor, name = node.input[i], f"{node.output[0]}/row{i}"
+        shape = self.fixed.shape(tensor)
+        if shape is None or axis >= len(shape):
+            return tensor
+        if shape[axis] != self.old:
+            raise ValueError(f"its input {tensor!r} has {shape[axis]} rows")
+        measures = axis if measured is None else measured
+        size = self.size_of(source, measures, name)
+        told = self.fixed.value(tensor)
+        if told is not None and shape[axis] == told.size and self._counts(node, told):
+            sizes = [-1 if k == axis else 1 for k in range(len(shape))]
+            target = self.constant(f"{name}/sizes", np.array(sizes, np.int64))
+            return self.add("Reshape", [self.numbers(size, name), target], name)
+        row = self.first_row(tensor, axis, name)
+        ones = self.constant(f"{name}/ones", np.ones(1, np.int64))
+        parts = [size if k == axis else ones for k in range(len(shape))]
+        target = self.add("Concat", parts, f"{name}/target", axis=0)
+        return self.add("Expand", [row, target], name)
+
+    def _counts(self, node: onnx.NodeProto, told: NDArray[np.generic]) -> bool:
+        """Whether values are the numbers of the rows."""
+        if not _counts_rows(told):
+            return False
+        readers = self.flow.consumers.get(node.output[0], [])
+        return told.size > 1 or any(op.kind == "GatherND" for op in readers)
+
+    def _offsets(self, node: onnx.NodeProto) -> None:
+        """Let the offsets of rows in a flattened tensor, 0, S, 2 S …, go on with the batch."""
+        adds = [op for op in self.flow.consumers.get(node.output[0], []) if op.kind == "Add"]
+        picks = [r.kind for op in adds for r in self.flow.consumers.get(op.writes[0], [])]
+        for i, tensor in enumerate(node.input):
+            told = self.fixed.value(tensor)
+            counted = told is not None and told.shape == (self.old,) and _counts_rows(told)
+            if counted and tensor not in self.flow.variable and "Gather" in picks:
+                name = f"{node.output[0]}/row{i}"
+                node.input[i] = self.numbers(self.size_of(self.flow.inputs[0], 0, name), name)
+                self._places[node.output[0]] = BatchPlace(0)
+                return
+        self._broadcast(node)
+
+    def _broadcast(self, node: onnx.NodeProto) -> None:
+        """Take one row of operands that have as many as the batch had, and not the batch."""
+        shape = self.fixed.shape(node.output[0])
+        if self.old == 1 or shape is None:
+            return
+        places = {
+            self._places[t].axis + len(shape) - len(self.fixed.shape(t) or shape)
+            for t in node.input
+            if t in self._places
+        }
+        for i, tensor in enumerate(node.input):
+            own = self.fixed.shape(tensor)
+            if tensor in self._places or own is None:
+                continue
+            last = len(own) - 2 if node.op_type == "MatMul" else len(own)
+            for axis in (place - len(shape) + len(own) for place in places):
+                if 0 <= axis < last and own[axis] > 1:
+                    node.input[i] = self.first_row(tensor, axis, f"{node.output[0]}/row{i}")
+
+    def _slice(self, node: onnx.NodeProto) -> None:
+        """Let a slice that takes the whole batch take the whole of any."""
+        data = node.input[0]
+        place, before = self._places.get(data), self.fixed.shape(data)
+        given = [self.fixed.value(t) if t else None for t in node.input[1:]]
+        if (
+            place is None
+            or before is None
+            or len(given) < 2
+            or given[0] is None
+            or given[1] is None
+        ):
+            return
+        starts, ends = given[0].tolist(), given[1].tolist()
+        axes = given[2].tolist() if len(given) > 2 and given[2] is not None else range(len(starts))
+        for entry, axis in enumerate(axes):
+            whole = starts[entry] == 0 and ends[entry] == before[place.axis]
+            if axis % len(before) == place.axis and whole:
+                node.input[2] = self.with_entries(node, node.input[2], {entry: _END}, len(ends))
+
+    def _squeeze(self, node: onnx.NodeProto) -> None:
+        """Name the axes, so that a batch of one row stays; refuse to squeeze the batch itself."""
+        place, before = self._places.get(node.input[0]), self.fixed.shape(node.input[0])
+        if place is None or before is None:
+            return
+        if len(node.input) < 2 or not node.input[1]:
+            axes = [i for i, size in enumerate(before) if size == 1 and i != place.axis]
+            del node.input[1:]
+            name = f"{node.output[0]}/axes"
+            node.input.append(self.constant(name, np.array(axes, np.int64)))
+            return
+        told = self.fixed.value(node.input[1])
+        if told is not None and place.axis in {axis % len(before) for axis in told.tolist()}:
+            raise ValueError("it removes the dimension of the batch")
+
+    def _resize(self, node: onnx.NodeProto) -> None:
+        """Read the batch off the input where the sizes state it."""
+        sizes = self.fixed.value(node.input[3]) if len(node.input) > 3 else None
+        shape = self.fixed.shape(node.input[0])
+        place = self._places.get(node.input[0])
+        if sizes is None or shape is None or place is None or len(sizes) != len(shape):
+            return
+        name = f"{node.output[0]}/freed"
+        rest = self.constant(f"{name}/rest", sizes.astype(np.int64)[1:])
+        if place.axis == 0 and node.input[3] not in self.flow.variable:
+            size = self.size_of(node.input[0], 0, name)
+            node.input[3] = self.add("Concat", [size, rest], name, axis=0)
+
+    def _gather(self, node: onnx.NodeProto) -> None:
+        """Refuse to pick some rows; keep all where all are picked one by one."""
+        place, before = self._places.get(node.input[0]), self.fixed.shape(node.input[0])
+        told = self.fixed.value(node.input[1])
+        axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+        if place is None or before is None or told is None or axis % len(before) != place.axis:
+            return
+        if np.array_equal(told, np.arange(before[place.axis])) and before[place.axis] > 1:
+            del node.input[1:]
+            del node.attribute[:]
+            node.op_type = "Identity"
+            return
+        within = before[place.axis] // self.old
+        first = told[:1] if told.ndim and len(told) == self.old and place.slower == 1 else None
+        numbers = np.arange(self.old).reshape(-1, *[1] * (told.ndim - 1)) * within
+        if first is None or within == 1 or not np.array_equal(told, first + numbers):
+            raise ValueError(f"it picks rows {told.tolist()!s:.60} of the batch")
+        node.input[1] = self._picks(node, first, np.array(within))
+
+    def _gather_nd(self, node: onnx.NodeProto) -> None:
+        """Go on with the rows where constant indices pick the same of each row."""
+        data, indices = node.input
+        place, told = self._places.get(data), self.fixed.value(indices)
+        if place is None or indices in self._places or told is None or place.axis:
+            return
+        if not any(a.name == "batch_dims" and a.i for a in node.attribute):
+            step = np.eye(1, told.shape[-1], dtype=np.int64)[0]
+            rows = np.arange(self.old).reshape(-1, *[1] * (told.ndim - 1)) * step
+            if len(told) != self.old or not np.array_equal(told, told[:1] * (1 - step) + rows):
+                raise ValueError("it picks some rows of the batch by constant indices")
+            node.input[1] = self._picks(node, told[:1], step)
+
+    def _picks(self, node: onnx.NodeProto, first: NDArray[Any], step: NDArray[Any]) -> str:
+        """Pick the same of each row, where the next one is picked a ``step`` further."""
+        name = f"{node.output[0]}/picks"
+        size = self.size_of(self.flow.inputs[0], 0, name)
+        sizes = np.array([-1, *[1] * (first.ndim - 1)], np.int64)
+        rows = [self.numbers(size, name), self.constant(f"{name}/sizes", sizes)]
+        steps = [
+            self.add("Reshape", rows, f"{name}/rows"),
+            self.constant(f"{name}/step", step.astype(np.int64)),
+        ]
+        picked = [self.add("Mul", steps, f"{name}/steps"), self.constant(f"{name}/first", first)]
+        return self.add("Add", picked, name)
+
+
+def _counts_rows(told: NDArray[np.generic]) -> bool:
+    return told.dtype == np.int64 and np.array_equal(told.ravel(), np.arange(told.size))
+
+
+def _named(op: Operator) -> str:
+    return f" {op.name!r}" if op.name else ""
+
+
+def _is_known(tensor: TensorType) -> bool:
+    return tensor.shape is not None and all(isinstance(size, int) for size in tensor.shape)

@@ -1,0 +1,113 @@
+"""What a model has to be for exits to make sense, checked before anything is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from offramp.bundle.schema.manifest import NUMBER_DTYPES
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, is_standard
+from offramp.compiler.graphs.shapes import dtype_name
+
+_MOST_DIMENSIONS: Final = 8
+"""Of an input: a video has five, and every one more multiplies what a trial run takes."""
+_BATCH_NAME: Final = re.compile(r"(mini_?)?batch(_?(size|dim|axis))?|bs", re.IGNORECASE)
+"""Names that exporters and people give to the size of the batch."""
+
+
+def check_some_input(proto: onnx.ModelProto) -> None:
+    """Refuse a model whose answer depends on no input."""
+    if not proto.graph.input:
+        raise ModelError("no inputs that the answer depends on: there is nothing to classify")
+
+
+def check_inputs(proto: onnx.ModelProto) -> None:
+    """Refuse inputs that are no arrays of numbers; name sizes that have no name."""
+    check_some_input(proto)
+    for info in proto.graph.input:
+        tensor = info.type.tensor_type
+        if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
+            raise ModelError(f"input {info.name!r} is no tensor of known rank; export it as one")
+        if dtype_name(tensor.elem_type) not in NUMBER_DTYPES:
+            kinds = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}
+            kind = kinds.get(tensor.elem_type, f"number {tensor.elem_type}")
+            raise ModelError(
+                f"input {info.name!r} has elements of type {kind}, expected a number type that "
+                "numpy has; move the conversion out of the model"
+            )
+        for axis, dim in enumerate(tensor.shape.dim):
+            if not dim.HasField("dim_value") and not dim.dim_param:
+                dim.dim_param = f"{info.name}_{axis}"
+        if len(tensor.shape.dim) > _MOST_DIMENSIONS:
+            raise ModelError(
+                f"input {info.name!r} has {len(tensor.shape.dim)} dimensions, expected at most "
+                f"{_MOST_DIMENSIONS}"
+            )
+
+
+def check_batch_in_front(graph: onnx.GraphProto) -> None:
+    """Refuse inputs whose first dimension is not the batch, by the names of their sizes.
+
+    The batch is the size that is called so, or else the one that the answer begins with.
+    """
+    answers = {sizes[0] for output in graph.output if (sizes := _names(output)) and sizes[0]}
+    for info in graph.input:
+        front, *others = _names(info) or ("",)
+        if _BATCH_NAME.fullmatch(front) or front in answers:
+            continue
+        called = [axis for axis, name in enumerate(others, 1) if _BATCH_NAME.fullmatch(name)]
+        same = [axis for axis, name in enumerate(others, 1) if name in answers]
+        if axes := called or same:
+            raise ModelError(_batch_behind(info, axes[0]))
+
+
+def _batch_behind(info: onnx.ValueInfoProto, axis: int) -> str:
+    dims = info.type.tensor_type.shape.dim
+    sizes = ", ".join(d.dim_param or (str(d.dim_value) if d.dim_value else "?") for d in dims)
+    return (
+        f"input {info.name!r} is [{sizes}]: its batch is dimension {axis}, "
+        f"{dims[axis].dim_param!r}, expected the first one, along which samples are put together "
+        "and leave. Export the model with the batch in front (recurrent networks: "
+        "batch_first=True; else transpose the input at the beginning of forward); a first state "
+        "can be a constant of the model"
+    )
+
+
+def _names(info: onnx.ValueInfoProto) -> tuple[str, ...]:
+    """Return the names of a tensor's sizes; sizes that are fixed or have no name are empty."""
+    return tuple(dim.dim_param for dim in info.type.tensor_type.shape.dim)
+
+
+def check_inference(graph: onnx.GraphProto) -> None:
+    """Refuse a model that drops at random, as it does in training."""
+    flow = Dataflow(graph)
+    values = dict(_constants(graph, flow))
+    for op in flow.operators:
+        if op.kind == "Dropout" and is_standard(op.proto) and _drops(op, values):
+            raise ModelError(
+                f"operator {op.name or op.writes[0]!r} is a Dropout in training mode, which drops "
+                "at random: the same sample gets another answer each time, so that no exit can "
+                "agree with it. Export the model for inference: model.eval() before the export, "
+                "and training=TrainingMode.EVAL where the exporter asks"
+            )
+
+
+def _drops(op: Operator, values: dict[str, NDArray[np.generic]]) -> bool:
+    """Whether a Dropout is in training mode, as far as constants tell; ratio 0 drops nothing."""
+    _, ratio, training = (*op.proto.input, "", "", "")[:3]
+    drops_none = ratio in values and not values[ratio].any()
+    return training in values and bool(values[training].any()) and not drops_none
+
+
+def _constants(graph: onnx.GraphProto, flow: Dataflow) -> Iterable[tuple[str, NDArray[np.generic]]]:
+    """Yield the values of the constants that Dropouts read."""
+    read = {name for op in flow.operators if op.kind == "Dropout" for name in op.proto.input[1:]}
+    tensors = [*graph.initializer, *filter(None, map(constant_tensor, graph.node))]
+    return ((t.name, numpy_helper.to_array(t)) for t in tensors if t.name in read)

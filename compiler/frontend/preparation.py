@@ -1,0 +1,141 @@
+"""Bringing a model into the form that slicing needs, without changing what it computes.
+
+Operators get names, what is unused goes, and onnxslim simplifies.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from offramp.calibration.data.scratch import ScratchError, ScratchSpace
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.rounding import rounding_of
+from offramp.compiler.frontend.simplifier import LIMIT_S, SimplifierError, slim
+from offramp.compiler.graphs.graph import Dataflow, refill, rename_tensor
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.shapes import FLOATING, dtype_name
+from offramp.compiler.graphs.weights import weight_file_if_large
+from offramp.engine.answers.differences import relative_difference
+
+_log = logging.getLogger(__name__)
+
+MOST_SIMPLIFIED = 8000
+"""Operators of a model that onnxslim is run on: it takes half a minute for so many."""
+_MOST_TIED = 1000
+"""Operators of a model whose equal small constants it makes one: that takes quadratic time."""
+_SHOWN = 120
+"""Characters of the simplifier's error that are shown."""
+_BATCH = 2
+"""Samples that a simplified model is compared on."""
+
+
+def unlist_initializers(proto: onnx.ModelProto) -> None:
+    """Take initializers off the graph inputs, where files before IR version 4 list them."""
+    graph = proto.graph
+    constants = {tensor.name for tensor in graph.initializer}
+    refill(graph.input, [info for info in graph.input if info.name not in constants])
+
+
+def give_column(proto: onnx.ModelProto) -> bool:
+    """Give the one output a second dimension, in place, where it has none: [batch] as [batch, 1].
+
+    The name goes to the new one. Returns whether there was anything to do.
+    """
+    (output,) = proto.graph.output
+    tensor = output.type.tensor_type
+    if len(tensor.shape.dim) != 1 or dtype_name(tensor.elem_type) not in FLOATING:
+        return False
+    name, inner, axes = output.name, f"{output.name}/flat", f"{output.name}/flat_axes"
+    rename_tensor(proto.graph, name, inner)
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([1]), axes))
+    proto.graph.node.append(
+        helper.make_node("Unsqueeze", [inner, axes], [name], name=f"{name}/column")
+    )
+    tensor.shape.dim.add(dim_value=1)
+    return True
+
+
+def remove_unused(proto: onnx.ModelProto) -> None:
+    """Remove operators and initializers that no output depends on; sort the rest."""
+    graph = proto.graph
+    flow = Dataflow(graph)
+    kept = flow.behind(flow.outputs, stop=frozenset())
+    read = {t for op in kept for t in op.reads} | set(flow.outputs)
+    refill(graph.node, [op.proto for op in kept])
+    # Messages that are removed keep their memory for as long as the model lives.
+    if any(tensor.name not in read for tensor in graph.initializer):
+        refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+
+
+def name_operators(proto: onnx.ModelProto) -> None:
+    """Give every operator a name of its own, so that segments can be united by name."""
+    taken: set[str] = set()
+    for node in proto.graph.node:
+        if not node.name or node.name in taken:
+            first = next((t for t in node.output if t), "")
+            node.name = f"{node.op_type}:{first}"
+        while node.name in taken:
+            node.name += "'"
+        taken.add(node.name)
+
+
+def simplified(
+    proto: onnx.ModelProto, *, limit_s: float = LIMIT_S, scratch: ScratchSpace | None = None
+) -> onnx.ModelProto:
+    """Fold constants and fuse operators of a model with a symbolic batch; it is not changed.
+
+    The raw graph of an export can hide most of its cut points. Where onnxslim fails, its result
+    differs on random inputs, or it takes longer than ``limit_s`` seconds, ``proto`` itself is
+    returned, and a warning logged. Files go to ``scratch``: ScratchError if they have no room.
+    """
+    operators = len(proto.graph.node)
+    if operators > MOST_SIMPLIFIED:
+        _log.warning(
+            "not simplified: the model has %s operators, and onnxslim takes minutes beyond %s; if "
+            "`eecompile inspect` finds too few cut points, run it before, as onnxslim MODEL.onnx "
+            "SIMPLER.onnx --skip-optimizations weight_tying",
+            f"{operators:,}",
+            f"{MOST_SIMPLIFIED:,}",
+        )
+        return proto
+    # Tying compares every pair of small constants, which takes most of the time of large graphs.
+    skipped = ["weight_tying"] if operators > _MOST_TIED else []
+    try:
+        with weight_file_if_large(proto, scratch or ScratchSpace()) as weights:
+            light = proto if weights is None else weights.light(proto)
+            simpler = slim(light, skipped, weights=weights, limit_s=limit_s)
+            difference = _difference(light, simpler)
+            if weights is not None:
+                weights.fill(simpler)
+    except (ModelError, ScratchError):
+        raise
+    except SimplifierError as error:
+        _log.warning("not simplified: %s", _one_line(error))
+        return proto
+    except Exception as error:  # whatever what it made is refused with
+        _log.warning("not simplified: onnxslim fails: %s", _one_line(error))
+        return proto
+    if not difference <= rounding_of(proto).batches:
+        _log.warning("not simplified: onnxslim changes the outputs by %.1e", difference)
+        return proto
+    return simpler
+
+
+def _one_line(error: Exception) -> str:
+    """Return the beginning of an error: that of ONNX Runtime has several lines."""
+    return f"{' '.join(str(error).split()):.{_SHOWN}}"
+
+
+def _difference(proto: onnx.ModelProto, simpler: onnx.ModelProto) -> float:
+    """Largest relative difference of any output; infinite if inputs or outputs changed."""
+    feeds = random_inputs(proto, _BATCH)
+    wanted = GraphRunner(proto).run(feeds)  # one after the other: each holds all weights
+    after = GraphRunner(simpler)
+    if set(after.inputs) - set(feeds) or tuple(wanted) != after.outputs:
+        return float("inf")
+    actual = after.run(feeds)
+    return max(relative_difference(actual[name], wanted[name]) for name in wanted)

@@ -1,0 +1,132 @@
+"""onnxslim in a process of its own, where it can be stopped and its memory goes with it.
+
+python -m offramp.compiler.frontend.simplifier MODEL.onnx SIMPLER.onnx [SKIPPED,…]
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import onnxslim
+from onnx.external_data_helper import load_external_data_for_model
+
+from offramp.compiler.common.memory import count_process, peak_bytes
+from offramp.compiler.graphs.graph import bodies, copied
+from offramp.compiler.graphs.weights import WeightFile
+from offramp.engine.common.job_runner import environment_of_child
+
+LIMIT_S: Final = 180.0
+"""Seconds that simplifying may take, if nothing else is asked for."""
+# -P: what lies in the working directory is not imported unless it is here, too.
+COMMAND: Final = (sys.executable, "-P", "-m", "offramp.compiler.frontend.simplifier")
+_SMALL_OPERATORS = 300
+"""Of a model that is simplified in less time than a process takes to start."""
+
+
+class SimplifierError(Exception):
+    """Simplifying failed, or did not end in time; the message says which."""
+
+
+def slim(
+    proto: onnx.ModelProto,
+    skipped: Sequence[str],
+    *,
+    weights: WeightFile | None,
+    limit_s: float = LIMIT_S,
+) -> onnx.ModelProto:
+    """Simplify a model, which is not changed; ``skipped`` are optimisations of onnxslim.
+
+    ``weights`` is the file of those that the model names. SimplifierError if simplifying fails; or
+    takes longer than ``limit_s``, but where the model is small, without loops, and names none: that
+    is simplified here, and others by :data:`COMMAND`.
+    """
+    nodes = proto.graph.node
+    if weights is None and len(nodes) <= _SMALL_OPERATORS and not any(map(bodies, nodes)):
+        return _slim(copied(proto), skipped)
+    with tempfile.TemporaryDirectory(dir=None if weights is None else weights.folder) as folder:
+        given, made = Path(folder, "model.onnx"), Path(folder, "simpler.onnx")
+        given.write_bytes(proto.SerializeToString())
+        command = [*COMMAND, str(given), str(made), ",".join(skipped)]
+        _run(command, limit_s, None if weights is None else weights.folder)
+        return onnx.load(made, load_external_data=False)
+
+
+def _run(command: Sequence[str], limit_s: float, folder: Path | None) -> None:
+    try:
+        # Whatever ends this call ends the process too.
+        done = subprocess.run(  # noqa: S603
+            command,
+            timeout=limit_s,
+            cwd=folder,
+            env=environment_of_child(),
+            capture_output=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SimplifierError(
+            f"onnxslim did not end within the {limit_s:g} s of --simplify-limit"
+        ) from error
+    if done.stdout.strip().isdigit():
+        count_process(int(done.stdout))
+    if done.returncode:
+        told = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = told[-1] if told else f"it ended with status {done.returncode}"
+        raise SimplifierError(f"onnxslim fails: {reason}")
+
+
+def _slim(proto: onnx.ModelProto, skipped: Sequence[str]) -> onnx.ModelProto:
+    try:
+        slimmed: onnx.ModelProto = onnxslim.slim(proto, skip_optimizations=list(skipped))
+        onnx.checker.check_model(slimmed)
+    except Exception as error:  # whatever a third party's optimiser raises
+        raise SimplifierError(f"onnxslim fails: {error}") from error
+    return slimmed
+
+
+def main() -> None:
+    """Simplify a file, and print the most memory that this took, in bytes.
+
+    Weights that it names are read from the current folder if they are needed, and else stay there.
+    """
+    given, made, skipped = sys.argv[1:]
+    proto = onnx.load(given, load_external_data=False)
+    if not _keeps_names():
+        load_external_data_for_model(proto, ".")
+    slimmed = onnxslim.slim(proto, skip_optimizations=[s for s in skipped.split(",") if s])
+    Path(made).write_bytes(slimmed.SerializeToString())
+    sys.stdout.write(f"{peak_bytes() or 0}\n")
+
+
+def _keeps_names() -> bool:
+    """Have onnxslim leave weights where they are that it does not compute; whether it can.
+
+    It does by itself, but says of those that it computes that they are elsewhere too.
+    """
+    try:
+        from onnxslim.third_party.onnx_graphsurgeon.exporters import (  # noqa: PLC0415
+            onnx_exporter,
+        )
+
+        exporter = onnx_exporter.OnnxExporter
+        export = exporter.export_tensor_proto
+    except (ImportError, AttributeError):  # of another version
+        return False
+
+    def corrected(tensor: Any) -> onnx.TensorProto:
+        made: onnx.TensorProto = export(tensor)
+        if not made.external_data:
+            made.ClearField("data_location")
+        return made
+
+    exporter.export_tensor_proto = staticmethod(corrected)
+    return True
+
+
+if __name__ == "__main__":
+    main()

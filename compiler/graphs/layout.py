@@ -1,0 +1,161 @@
+"""Where a tensor has its channels: told by the operators around it.
+
+A map may be [batch, channels, height, width] or have its channels last, and three dimensions may
+be tokens or the channels of a signal. Heads have to know. Convolutions, poolings and normalisations
+read channels at a place of their own; so from a tensor the nearest of them is looked for, through
+operators that work element by element, and through ``Transpose``, which says itself what it moves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx
+from onnx import helper, numpy_helper
+
+from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor
+from offramp.compiler.graphs.shapes import TensorType
+
+_CHANNELS_FIRST = frozenset(
+    {"Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "FusedConv", "DeformConv"}
+    | {"BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN"}
+    | {"MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool"}
+    | {"DepthToSpace", "SpaceToDepth"}
+)
+_CHANNELS_LAST = frozenset(
+    {"SkipLayerNormalization", "SimplifiedLayerNormalization", "EmbedLayerNormalization"}
+    | {"SkipSimplifiedLayerNormalization", "LSTM", "GRU", "RNN", "MultiHeadAttention"}
+)
+_NORMALISATIONS = frozenset({"LayerNormalization", "RMSNormalization"})
+_WEIGHTS = {"MatMul": 1, "FusedMatMul": 1, "MatMulInteger": 1, "QLinearMatMul": 3}
+"""Products, and which of their inputs is the weight [width, width after it]."""
+_MEANS = frozenset({"ReduceMean", "ReduceMax", "ReduceSum"})
+_NORMALISING = frozenset({"Sub", "Add", "Sqrt"})
+"""What follows a mean that is normalised by, where that is no operator of its own."""
+_TRANSPARENT = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Sum", "Concat", "Pad", "Slice"}
+    | {"Relu", "LeakyRelu", "PRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "Erf", "Tanh"}
+    | {"Sigmoid", "HardSigmoid", "HardSwish", "Softplus", "Softsign", "ThresholdedRelu", "Clip"}
+    | {"Sqrt", "Exp", "Log", "Neg", "Abs", "Reciprocal", "Identity", "Dropout", "Cast"}
+    | {"QuantizeLinear", "DequantizeLinear", "FastGelu", "BiasGelu", "QuickGelu"}
+)
+"""Operators whose output has the dimensions of their operands, in the same order."""
+_MOST_STEPS = 64
+"""Tensors that are looked at: what is further away says nothing."""
+_MOST_AXES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelFinder:
+    """Finds the dimension that holds the channels of a graph's tensors."""
+
+    graph: Dataflow
+    types: Mapping[str, TensorType]
+    axes: Mapping[str, tuple[int, ...]]
+    """Values of constants that may be the axes of a mean."""
+
+    @classmethod
+    def of(
+        cls, proto: onnx.ModelProto, graph: Dataflow, types: Mapping[str, TensorType]
+    ) -> ChannelFinder:
+        """Look at a model, with its types."""
+        constants = [t for node in proto.graph.node if (t := constant_tensor(node)) is not None]
+        axes = {
+            tensor.name: tuple(numpy_helper.to_array(tensor).ravel().tolist())
+            for tensor in (*proto.graph.initializer, *constants)
+            if tensor.data_type == onnx.TensorProto.INT64
+            and len(tensor.dims) <= 1
+            and sum(tensor.dims) <= _MOST_AXES
+        }
+        return cls(graph=graph, types=types, axes=axes)
+
+    def channels_of(self, tensor: str) -> int | None:
+        """Give the dimension that holds a tensor's channels; ``None`` where nothing tells it."""
+        rank = self._rank(tensor)
+        pending = deque([(tensor, tuple(range(rank)))])
+        seen = {tensor}
+        while pending and len(seen) < _MOST_STEPS:
+            name, axes = pending.popleft()
+            for told in self._told(name):
+                if axes[told]:  # 0 is the batch
+                    return axes[told]
+            for neighbour, moved in self._neighbours(name, axes):
+                if neighbour not in seen:
+                    seen.add(neighbour)
+                    pending.append((neighbour, moved))
+        return None
+
+    def _rank(self, tensor: str) -> int:
+        found = self.types.get(tensor)
+        return len(found.shape or ()) if found is not None else 0
+
+    def _told(self, tensor: str) -> Iterator[int]:
+        """Yield what the operators that read or write a tensor say of its channels."""
+        last = self._rank(tensor) - 1
+        readers = [op for op in self.graph.consumers.get(tensor, ()) if op.reads[0] == tensor]
+        writer = self.graph.producers.get(tensor)
+        for op in (*readers, *([writer] if writer else ())):
+            if op.kind in _CHANNELS_FIRST:
+                yield 1
+            elif op.kind in _CHANNELS_LAST or self._is_last(op, tensor):
+                yield last
+        for op in readers:
+            if op.kind in _MEANS:
+                yield from self._spared(op, last)
+
+    def _is_last(self, op: Operator, tensor: str) -> bool:
+        """Whether an operator works along the last dimension, and that alone."""
+        if op.kind in _NORMALISATIONS:
+            axis = next((a.i for a in op.proto.attribute if a.name == "axis"), -1)
+            return axis in (-1, self._rank(tensor) - 1)
+        if op.kind in _WEIGHTS:
+            return self._is_matrix(op, _WEIGHTS[op.kind])
+        return op.kind == "Gather" and tensor in op.writes and self._is_matrix(op, 0)  # embedding
+
+    def _is_matrix(self, op: Operator, place: int) -> bool:
+        """Whether an operator's input at some place is a constant of two dimensions."""
+        names = op.proto.input[place : place + 1]
+        return any(name not in self.graph.variable and self._rank(name) == 2 for name in names)
+
+    def _spared(self, op: Operator, last: int) -> Iterator[int]:
+        """Yield the channels that a mean spares; or that it is over, to normalise by it."""
+        attributes = {a.name: helper.get_attribute_value(a) for a in op.proto.attribute}
+        given = op.proto.input[1] if len(op.proto.input) > 1 else ""
+        over = {a % (last + 1 or 1) for a in attributes.get("axes", self.axes.get(given, ()))}
+        followers = [f for name in op.writes for f in self.graph.consumers.get(name, ())]
+        if over == {last} and any(follower.kind in _NORMALISING for follower in followers):
+            yield last
+        elif 0 not in over and len(over) == last - 1:
+            yield from set(range(1, last + 1)) - over
+
+    def _neighbours(
+        self, tensor: str, axes: tuple[int, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield tensors with the same channels, and which dimension of the first one theirs are."""
+        for op in self.graph.consumers.get(tensor, ()):
+            if op.kind == "Transpose":
+                order = self._order(op, len(axes))
+                yield from self._alike(op.writes, tuple(axes[i] for i in order))
+            elif op.kind in _TRANSPARENT:
+                yield from self._alike((*op.writes, *op.reads), axes)
+        writer = self.graph.producers.get(tensor)
+        if writer is not None and writer.kind == "Transpose":
+            order = self._order(writer, len(axes))
+            yield from self._alike(writer.reads, tuple(axes[order.index(i)] for i in sorted(order)))
+        elif writer is not None and writer.kind in _TRANSPARENT:
+            yield from self._alike(writer.reads, axes)
+
+    def _alike(
+        self, tensors: tuple[str, ...], axes: tuple[int, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for name in tensors:
+            if name in self.graph.variable and self._rank(name) == len(axes):
+                yield name, axes
+
+    def _order(self, op: Operator, rank: int) -> list[int]:
+        """Give a permutation; none where a file says what is no permutation of the dimensions."""
+        usual = list(reversed(range(rank)))
+        given = next((list(a.ints) for a in op.proto.attribute if a.name == "perm"), usual)
+        return given if sorted(given) == sorted(usual) else []

@@ -1,0 +1,267 @@
+"""Whether a sample's answer depends on the other samples of its batch, and where that comes in.
+
+Exits shrink batches, and a server merges and splits them: what is promised of a sample has to hold
+in any company. So rows are run alone and together. Where they part, every operator is run by
+itself on the same rows alone and together, which tells those that mix rows from those that only
+pass it on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper
+
+from offramp.bundle import Answer
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.rounding import SINGLE, rounding_of
+from offramp.compiler.graphs.graph import Dataflow, Operator, copied
+from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
+from offramp.compiler.graphs.shapes import infer_types
+from offramp.engine.answers.differences import Difference, Scales, compare, relative_difference
+
+_log = logging.getLogger(__name__)
+
+Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
+
+_ROWS = 3
+_MIXED = 5e-3
+"""Relative difference above which an operator that is run by itself mixes rows."""
+_SHOWN = 3
+_SCALED_BY_BATCH = frozenset(
+    {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
+)
+_MOVING = frozenset(
+    {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Identity", "Cast"}
+)
+"""They compute nothing: rows that they take apart need not lie together."""
+_OTHERWISE = "let it compute for each sample by itself"
+_REMEDIES = {
+    "BatchNormalization": "it normalises by the batch, as in training; call model.eval() before "
+    "the export",
+    "Random": "it draws at random; export the model for inference (model.eval())",
+    "Reduce": "it reduces over the samples; let it reduce over other dimensions than the first, "
+    "which has to be the batch in every input (recurrent networks: batch_first=True)",
+}
+
+
+def scaled_by_batch(proto: onnx.ModelProto) -> tuple[Operator, ...]:
+    """Operators that round a row by the range of all rows of its batch.
+
+    Dynamically quantised models have them: they answer some samples otherwise in other company.
+    """
+    flow = Dataflow(proto.graph)
+    return tuple(
+        op for op in flow.operators if op.kind in _SCALED_BY_BATCH and not flow.is_constant(op)
+    )
+
+
+def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
+    """Run some rows alone and together; random ones, if no others are given.
+
+    Where they differ, the operators are looked for that compute with all rows; those that only
+    round by them (:func:`scaled_by_batch`) are let pass, to be counted.
+
+    Raises:
+        ModelError: Operators compute with all rows of a batch, or rows cannot be run together.
+    """
+    feeds = random_inputs(proto, _ROWS) if feeds is None else feeds
+    rows = len(next(iter(feeds.values())))
+    try:
+        runner = GraphRunner(proto)
+        alone = [runner.run(_row(feeds, i)) for i in range(rows)]
+    except RuntimeError as error:
+        _log.warning(
+            "rows alone and together are not compared yet: random inputs (%s) fail: %s",
+            describe_shapes({name: array[:1] for name, array in feeds.items()}),
+            error,
+        )
+        return
+    try:
+        together = runner.run(feeds)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model runs one sample, but not {rows} in a batch, though its first dimension is "
+            f"dynamic; export it with an example of two samples or more. ONNX Runtime says: {error}"
+        ) from error
+    outputs = [(values, [one[name] for one in alone]) for name, values in together.items()]
+    by_rows = all(_are_rows(*each) for each in outputs)
+    difference = None
+    if by_rows:
+        found = (compare(values, np.concatenate(ones)) for values, ones in outputs)
+        difference = max(found, key=lambda each: each.share)
+        if difference.share <= SINGLE.batches:
+            return
+    structural = [op for op in _Rows(proto, feeds).mixing() if op.kind not in _SCALED_BY_BATCH]
+    if structural:
+        raise ModelError(_describe(structural, difference, rows))
+    if not by_rows:
+        raise ModelError(
+            f"what the model gives {rows} samples is not {rows} times what it gives one: the first "
+            "dimension of its output has to be the batch"
+        )
+
+
+def compare_batches(
+    proto: onnx.ModelProto,
+    samples: Arrays,
+    answers: Mapping[int, NDArray[Any]],
+    answer: Answer | None = None,
+) -> None:
+    """Compare answers to the same rows, by batch size; ModelError if they differ.
+
+    The rows of a batch are the middle ones of the next larger (:func:`middle`), which what runs
+    along a batch reaches from both ends.
+    ``answer`` describes them, where their decisions are compared too. Dynamically quantised models
+    are left out: their difference is counted later.
+    """
+    if scaled_by_batch(proto):
+        return
+    sizes, rounding = sorted(answers), rounding_of(proto)
+    scales = Scales.of(answers[sizes[-1]])
+    for size, larger in pairwise(sizes):
+        same = answers[larger][middle(size, sizes[-1]) - middle(larger, sizes[-1])[0]]
+        difference = compare(same, answers[size], scales=scales, answer=answer)
+        if difference.share > rounding.batches:
+            check_rows(
+                proto, {name: array[: min(size, _ROWS) + 1] for name, array in samples.items()}
+            )
+            raise ModelError(
+                f"{size} samples are answered otherwise in a batch of {larger} than by themselves, "
+                f"by {difference.describe()}; allowed are {rounding.batches:.0e} "
+                f"({rounding.name}): let the model compute for each sample by itself"
+            )
+
+
+def middle(size: int, largest: int) -> NDArray[np.intp]:
+    """Return which rows of the largest batch are the middle ones, [size]."""
+    return np.arange(size) + (largest - size) // 2
+
+
+def _describe(mixing: list[Operator], difference: Difference | None, rows: int) -> str:
+    """Say which operators mix rows, and what to do about it."""
+    shown = [f"{op.name or op.writes[0]!r} ({op.kind})" for op in mixing[:_SHOWN]]
+    rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
+    kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
+    apart = ", the number of answers too"
+    if difference is not None:
+        apart = f", by {difference.describe()}, allowed are {SINGLE.batches:.0e}"
+    return (
+        f"the answer of a sample depends on the other samples of its batch (found among {rows} "
+        f"rows{apart}). It enters at {', '.join(shown)}{rest}: {_REMEDIES.get(kind, _OTHERWISE)}"
+    )
+
+
+def _row(arrays: Arrays, i: int) -> dict[str, NDArray[Any]]:
+    return {name: array[i : i + 1] for name, array in arrays.items()}
+
+
+def _are_rows(together: NDArray[Any], alone: list[NDArray[Any]]) -> bool:
+    """Whether what rows give alone are rows of what they give together."""
+    shapes = {row.shape for row in alone}
+    return shapes == {(1, *together.shape[1:])} and len(together) == len(alone)
+
+
+class _Rows:
+    """All tensors of a model for some rows together, and for each of them alone."""
+
+    def __init__(self, proto: onnx.ModelProto, feeds: Arrays) -> None:
+        self._proto = proto
+        self._flow = Dataflow(proto.graph)
+        self._rows = len(next(iter(feeds.values())))
+        exposed = _exposed(proto, self._flow)
+        self._types = {o.name: o.type.tensor_type.elem_type for o in exposed.graph.output}
+        runner = GraphRunner(exposed)
+        self._together = {**feeds, **runner.run(feeds)}
+        each = [_row(feeds, i) for i in range(self._rows)]
+        self._alone = [{**row, **runner.run(row)} for row in each]
+        self._constants = {t.name: t for t in proto.graph.initializer}
+
+    def mixing(self) -> Iterator[Operator]:
+        """Yield operators of which a row, on the same input, is another alone than together."""
+        for op in self._flow.operators:
+            moving = op.kind in _MOVING or self._flow.is_constant(op)
+            if not moving and self._mixes(op):
+                yield op
+
+    def _mixes(self, op: Operator) -> bool:
+        variable = [t for t in op.reads if t in self._flow.variable]
+        if any(t not in self._together for t in variable):
+            return False
+        feeds = {t: self._together[t] for t in variable}
+        rows = [{t: self._row_of(t, i) for t in variable} for i in range(self._rows)]
+        if all(feeds[t].shape == rows[0][t].shape for t in variable):
+            return False
+        try:
+            runner = GraphRunner(self._single(op, variable))
+            whole, parts = runner.run(feeds), [runner.run(row) for row in rows]
+        except (RuntimeError, ModelError):
+            return False
+        given = [t for t in op.writes if t in whole]
+        return any(
+            self._differs(whole[t], part[t], i) for i, part in enumerate(parts) for t in given
+        )
+
+    def _row_of(self, tensor: str, i: int) -> NDArray[Any]:
+        """Return a row of a tensor, or what it is alone if it is a size."""
+        together, alone = self._together[tensor], self._alone[i][tensor]
+        axis = self._axis(together, alone)
+        if axis is not None:
+            return _taken(together, axis, i, alone.shape[axis])
+        return alone if together.dtype in (np.int32, np.int64) else together
+
+    def _axis(self, together: NDArray[Any], alone: NDArray[Any]) -> int | None:
+        if together.ndim != alone.ndim:
+            return None
+        axes = [i for i in range(together.ndim) if together.shape[i] != alone.shape[i]]
+        fits = len(axes) == 1 and together.shape[axes[0]] == self._rows * alone.shape[axes[0]]
+        return axes[0] if fits else None
+
+    def _differs(self, whole: NDArray[Any], part: NDArray[Any], i: int) -> bool:
+        if whole.dtype in (np.int32, np.int64):  # sizes, and what is computed from them
+            return False
+        if whole.shape != part.shape:
+            axis = self._axis(whole, part)
+            if axis is None:
+                return False
+            whole = _taken(whole, axis, i, part.shape[axis])
+        return not relative_difference(part, whole) <= _MIXED
+
+    def _single(self, op: Operator, variable: list[str]) -> onnx.ModelProto:
+        """Make a model of an operator, and of the constants that it reads."""
+        needed = self._flow.behind(op.writes, stop=frozenset(variable))
+        read = {t for each in needed for t in each.reads}
+        model = onnx.ModelProto(ir_version=self._proto.ir_version)
+        model.opset_import.extend(self._proto.opset_import)
+        model.functions.extend(self._proto.functions)
+        model.graph.name = op.kind
+        model.graph.node.extend(each.proto for each in needed)
+        model.graph.initializer.extend(t for n, t in self._constants.items() if n in read)
+        model.graph.input.extend(map(self._described, variable))
+        model.graph.output.extend(map(helper.make_empty_tensor_value_info, op.writes))
+        return model
+
+    def _described(self, tensor: str) -> onnx.ValueInfoProto:
+        array = self._together[tensor]
+        kind = self._types.get(tensor) or helper.np_dtype_to_tensor_dtype(array.dtype)
+        return helper.make_tensor_value_info(tensor, kind, [None] * array.ndim)
+
+
+def _taken(whole: NDArray[Any], axis: int, i: int, size: int) -> NDArray[Any]:
+    return whole.take(range(i * size, (i + 1) * size), axis)
+
+
+def _exposed(proto: onnx.ModelProto, flow: Dataflow) -> onnx.ModelProto:
+    """Make every tensor inside an output."""
+    exposed = copied(proto)
+    known = {output.name for output in proto.graph.output}
+    for name, tensor in infer_types(proto).items():
+        if name in flow.producers and name in flow.variable and name not in known:
+            exposed.graph.output.append(helper.make_tensor_value_info(name, tensor.elem_type, None))
+    return exposed

@@ -1,0 +1,184 @@
+"""Running graphs at compile time on ONNX Runtime, with random inputs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import helper
+
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.index_flow import IndexRange, required_ranges
+from offramp.compiler.graphs.shapes import (
+    BATCH,
+    declared_types,
+    dtype_name,
+    first_long_enough,
+    symbolic_sizes,
+)
+from offramp.engine.backends.custom_ops import load_session, session_options
+from offramp.engine.common.errors import BackendError
+
+_SEQUENCE_SIZES = (16, 64, 400, 1600, 6400, 25_600)
+"""Symbolic sizes of random inputs of up to three dimensions: the first that windows leave
+something of."""
+_IMAGE_SIZES = (64, 64, 400, 800, 1600, 3200)
+"""The same for those of four dimensions and more."""
+LIMIT_S, LIMIT_PER_ROW_S = 60.0, 10.0
+"""Time that a run may take: a file from elsewhere may hold a loop that never ends."""
+
+
+class GraphRunner:
+    """A graph loaded into ONNX Runtime on the CPU, as the compiler runs graphs to compare them."""
+
+    def __init__(
+        self, proto: onnx.ModelProto, threads: int = 1, *, profile: Path | None = None
+    ) -> None:
+        """Load a graph; RuntimeError if ONNX Runtime refuses it, whatever its own error is.
+
+        With ``profile``, the beginning of a file's name, operators are timed as they are written.
+        """
+        options = session_options()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 4
+        # An arena would keep what the largest batch took for as long as the session lives.
+        options.enable_cpu_mem_arena = False
+        if any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer):
+            # ONNX Runtime 1.30 and 1.31 crash in all that they know of half precision.
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile)
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        with _translated():
+            self._session = load_session(proto.SerializeToString(), options)
+        self.inputs = tuple(i.name for i in self._session.get_inputs())
+        self.outputs = tuple(o.name for o in self._session.get_outputs())
+
+    def end_profile(self) -> Path:
+        """End the timing of operators; gives the file with ONNX Runtime's trace events."""
+        return Path(self._session.end_profiling())
+
+    def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
+        """Return all outputs by name; ``feeds`` may hold more.
+
+        RuntimeError if that fails, ModelError if it takes longer than any classifier would.
+        """
+        inputs = {name: feeds[name] for name in self.inputs}
+        rows = max((len(array) for array in inputs.values() if array.ndim), default=1)
+        limit_s = LIMIT_S + LIMIT_PER_ROW_S * rows
+        options, ended = ort.RunOptions(), threading.Event()
+
+        def give_up() -> None:
+            ended.set()
+            options.terminate = True
+
+        timer = threading.Timer(limit_s, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            with _translated():
+                values = self._session.run(None, inputs, options)
+        except RuntimeError as error:
+            if not ended.is_set():
+                raise
+            raise ModelError(
+                f"running it on {rows} samples did not end within {limit_s:g} s; if it is no "
+                "endless loop, compile it on a faster machine"
+            ) from error
+        finally:
+            timer.cancel()
+        return dict(zip(self.outputs, values, strict=True))
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn ONNX Runtime's own exceptions into RuntimeError with their first line."""
+    try:
+        yield
+    except BackendError as error:
+        raise RuntimeError(str(error)) from error
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise RuntimeError(str(error).splitlines()[0]) from error
+
+
+def runs_opset(opset: int) -> bool:
+    """Whether the ONNX Runtime that is installed takes models of an opset."""
+    kind = onnx.TensorProto.FLOAT
+    given, wanted = (helper.make_tensor_value_info(name, kind, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "x", [given], [wanted])
+    version = [helper.make_opsetid("", opset)]
+    try:
+        GraphRunner(helper.make_model(graph, opset_imports=version, ir_version=8))
+    except RuntimeError:
+        return False
+    return True
+
+
+def random_inputs(
+    proto: onnx.ModelProto, batch: int, *, seed: int = 0, whole: bool = False
+) -> dict[str, NDArray[np.generic]]:
+    """Make inputs that a model accepts, by name, of a batch size.
+
+    Floating-point inputs are normal; integers that index a table stay inside it; other integers
+    are 0 or 1 with a 1 in front, as a mask is that hides no sample wholly, or all 1, as a mask that
+    hides nothing, if samples are to be ``whole``. Symbolic sizes are 16,
+    of images 64, or more where convolutions and poolings have wider windows.
+    """
+    rng = np.random.default_rng(seed)
+    graph = Dataflow(proto.graph)
+    types = declared_types(proto)
+    sizes = _random_sizes(proto, batch)
+    ranges = required_ranges(proto, graph)
+    feeds: dict[str, NDArray[np.generic]] = {}
+    for name in graph.inputs:
+        shape = types[name].shape or ()
+        sized = tuple(d if isinstance(d, int) else sizes[d] for d in shape)
+        dtype = np.dtype(dtype_name(types[name].elem_type))
+        feeds[name] = _random(rng, sized, dtype, ranges.get(name), whole=whole)
+    return feeds
+
+
+def _random_sizes(proto: onnx.ModelProto, batch: int) -> dict[str, int]:
+    ranks = symbolic_sizes(proto)
+    tried = [
+        {s: image if rank > 3 else sequence for s, rank in ranks.items()} | {BATCH: batch}
+        for sequence, image in zip(_SEQUENCE_SIZES, _IMAGE_SIZES, strict=True)
+    ]
+    return tried[first_long_enough(proto, tried)]
+
+
+def describe_shapes(feeds: Mapping[str, NDArray[np.generic]]) -> str:
+    """``audio [3, 1600]``, for messages."""
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
+
+
+def _random(
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    dtype: np.dtype[np.generic],
+    legal: IndexRange | None,
+    *,
+    whole: bool,
+) -> NDArray[np.generic]:
+    if np.issubdtype(dtype, np.floating):
+        drawn = rng.standard_normal(shape)
+        return (drawn if legal is None else legal.clip(drawn)).astype(dtype)
+    if legal is not None:
+        return legal.draw(rng, shape).astype(dtype)
+    if dtype == np.uint8:
+        return rng.integers(0, 256, shape).astype(dtype)
+    values = rng.integers(1 if whole else 0, 2, shape)
+    if values.ndim > 1:
+        values[:, 0] = 1
+    return values.astype(dtype)

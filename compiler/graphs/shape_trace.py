@@ -1,0 +1,179 @@
+"""Shapes and small values of a graph's tensors at one batch size, one operator after another.
+
+ONNX's inference over a whole model stops where an operator contradicts what comes before it. Here
+the caller follows the operators in order, and can mend one before those that read it are reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from offramp.compiler.graphs.graph import bodies, constant_tensor, default_opset, is_standard
+from offramp.compiler.graphs.run_alone import OperandType, run_alone
+from offramp.engine.backends.custom_ops import libraries
+
+Shape: TypeAlias = "tuple[int, ...]"
+Value: TypeAlias = NDArray[Any]
+
+_MOST_INTEGERS, _MOST_OTHERS = 4096, 64
+"""Elements of a tensor whose values are followed: shapes, indices and the scales of a resize."""
+_REFUSED = (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError)
+_NONE: Mapping[str, int] = MappingProxyType({})
+
+
+class ShapeTrace:
+    """What is known of tensors: types, and values where a shape may be computed from them."""
+
+    def __init__(
+        self, proto: onnx.ModelProto, batch: int | None = None, sizes: Mapping[str, int] = _NONE
+    ) -> None:
+        """Begin at the graph inputs, with ``batch`` rows and these sizes of other symbols.
+
+        Without ``batch`` the inputs are of the sizes that they state.
+        """
+        self._opsets = list(proto.opset_import)
+        self._opset = default_opset(proto)
+        self._types: dict[str, onnx.TypeProto] = {}
+        self._values: dict[str, Value] = {}
+        for tensor in proto.graph.initializer:
+            self.give(tensor)
+        for info in proto.graph.input:
+            tensor_type = info.type.tensor_type
+            dims = [d.dim_value or sizes.get(d.dim_param, 1) for d in tensor_type.shape.dim]
+            if batch is not None:
+                dims[:1] = [batch]
+            self._know(info.name, tensor_type.elem_type, dims)
+
+    def shape(self, name: str) -> Shape | None:
+        """Give a tensor's shape if all of it is known."""
+        found = self._types.get(name)
+        if found is None or not found.tensor_type.HasField("shape"):
+            return None
+        dims = found.tensor_type.shape.dim
+        return (
+            tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
+        )
+
+    def type_of(self, name: str) -> onnx.TypeProto | None:
+        """Give a tensor's type if all of its shape is known."""
+        return None if self.shape(name) is None else self._types[name]
+
+    def value(self, name: str) -> Value | None:
+        """Give a small tensor's value, if it depends on nothing but shapes and constants."""
+        return self._values.get(name)
+
+    def give(self, tensor: onnx.TensorProto) -> None:
+        """Take up a constant."""
+        self._know(tensor.name, tensor.data_type, tensor.dims)
+        if _is_followed(tensor.data_type, tensor.dims):
+            with suppress(ValueError):  # a skeleton's larger ones have no content
+                self._values[tensor.name] = numpy_helper.to_array(tensor)
+
+    def assume(self, name: str, elem_type: int, shape: Sequence[int]) -> None:
+        """Take up a shape that :meth:`follow` cannot find."""
+        self._know(name, elem_type, shape)
+
+    def follow(self, node: onnx.NodeProto) -> None:
+        """Find what a node gives; ValueError if it contradicts what it reads.
+
+        What inference does not know stays unknown.
+        """
+        tensor = constant_tensor(node)
+        if tensor is not None:
+            self.give(tensor)
+        elif not self._evaluate(node):
+            self._infer(node)
+
+    def _evaluate(self, node: onnx.NodeProto) -> bool:
+        """Compute the values themselves, where all that is read is known."""
+        if node.op_type in {"Shape", "Size"} and (shape := self.shape(node.input[0])) is not None:
+            ends = {a.name: a.i for a in node.attribute}
+            found = np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], np.int64)
+            self._store(node.output[0], found if node.op_type == "Shape" else found.prod())
+            return True
+        read = [name for name in node.input if name]
+        if (
+            not read
+            or not is_standard(node)
+            or bodies(node)
+            or any(n not in self._values for n in read)
+        ):
+            return False
+        if self._is_large(node):  # a mask of all rows, say, is not computed here
+            return True
+        try:
+            values = ReferenceEvaluator(node, opsets={"": self._opset}).run(
+                None, {name: self._values[name] for name in read}
+            )
+        except Exception:  # whatever it lacks: inference may know more
+            return False
+        for name, value in zip(node.output, values, strict=False):
+            self._store(name, np.asarray(value))
+        return True
+
+    def _is_large(self, node: onnx.NodeProto) -> bool:
+        """Whether inference alone tells that what a node gives is too large to be followed."""
+        with suppress(ValueError):
+            self._infer(node)
+        kinds = {name: self._types[name].tensor_type for name in node.output if name in self._types}
+        shapes = {name: self.shape(name) for name in kinds}
+        return any(s and not _is_followed(kinds[n].elem_type, s) for n, s in shapes.items())
+
+    def _infer(self, node: onnx.NodeProto) -> None:
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self._opset, node.domain)
+        except onnx.defs.SchemaError:
+            self._try(node)
+            return
+        types = {name: self._types[name] for name in node.input if name in self._types}
+        if bodies(node) or len(types) < len({name for name in node.input if name}):
+            return
+        values = {
+            name: numpy_helper.from_array(self._values[name], name)
+            for name in node.input
+            if name in self._values
+        }
+        try:
+            found = onnx.shape_inference.infer_node_outputs(
+                schema, node, types, values, opset_imports=self._opsets
+            )
+        except _REFUSED as error:
+            raise ValueError(" ".join(str(error).split())) from error
+        self._types.update(found)
+
+    def _try(self, node: onnx.NodeProto) -> None:
+        """Run an operator of a library, whose shapes nobody knows."""
+        if not libraries() or bodies(node):
+            return
+        operands: dict[str, OperandType] = {}
+        for name in filter(None, node.input):
+            shape = self.shape(name)
+            if shape is None:
+                return
+            kind = self._types[name].tensor_type.elem_type
+            operands[name] = OperandType(kind, shape, self._values.get(name))
+        for name, found in run_alone(node, operands, self._opsets).items():
+            self._know(name, found.elem_type, found.shape)
+
+    def _store(self, name: str, value: Value) -> None:
+        kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+        self._know(name, kind, value.shape)
+        if _is_followed(kind, value.shape):
+            self._values[name] = value
+
+    def _know(self, name: str, elem_type: int, shape: Sequence[int]) -> None:
+        self._types[name] = helper.make_tensor_type_proto(elem_type, list(shape))
+
+
+def _is_followed(elem_type: int, shape: Sequence[int]) -> bool:
+    integer = elem_type in {onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL}
+    return int(np.prod(shape, dtype=np.int64)) <= (_MOST_INTEGERS if integer else _MOST_OTHERS)

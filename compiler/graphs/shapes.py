@@ -1,0 +1,319 @@
+"""Shapes of all tensors, with symbolic sizes.
+
+ONNX's own inference loses a symbolic size at the first ``Reshape`` that computes with it. So it
+is run twice on *concrete* sizes, where its data propagation folds nearly everything, and what
+differs between the two runs is traced back to the symbol it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from math import prod
+from typing import TypeAlias
+
+import onnx
+
+from offramp.compiler.graphs.graph import bodies
+from offramp.compiler.graphs.runtime_shapes import infer_shapes, types_in
+from offramp.compiler.graphs.shape_trace import ShapeTrace
+
+ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
+"""Sizes where inference found them; None as a whole where it did not even find the rank."""
+
+BATCH = "batch"
+"""Name that the batch dimension gets in every model."""
+
+UNKNOWN = "?"
+"""A size that inference could not find."""
+
+_KNOWN_TYPES = frozenset(onnx.TensorProto.DataType.values())
+FLOATING = ("float16", "float32", "float64", "bfloat16")
+_BATCH_PROBES = (2003, 3001)
+_SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
+"""For sequences: below the 64 or 77 positions that some models have tables for."""
+_LARGE_PROBES = (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191)
+"""For images: large enough to survive five strides."""
+_PROBE_SCALES = (1, 8, 64, 512, 4096)
+"""By which probes are multiplied where a model's windows are wider: a second of sound, say."""
+_WINDOWED = frozenset(
+    {"Conv", "ConvInteger", "FusedConv", "QLinearConv", "AveragePool", "LpPool", "MaxPool"}
+)
+"""Operators that refuse what is shorter than their window."""
+_SMALL_INITIALIZER = 1024
+"""Elements up to which an initializer may be a shape that inference wants to read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorType:
+    """Element type and shape of a tensor inside the graph."""
+
+    elem_type: int
+    """A value of ``onnx.TensorProto.DataType``."""
+    shape: tuple[int | str, ...] | None
+    """Sizes; a string is a symbol, :data:`UNKNOWN` or a product of symbols. None: no rank."""
+
+    @property
+    def dtype(self) -> str:
+        """Name that numpy has for the element type, or ONNX's where numpy has none."""
+        return dtype_name(self.elem_type)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the elements are floating-point numbers."""
+        return self.dtype in FLOATING
+
+
+def dtype_name(elem_type: int) -> str:
+    """Name that numpy has for an ONNX element type, for instance ``float32``."""
+    if elem_type == onnx.TensorProto.BFLOAT16:
+        return "bfloat16"
+    if elem_type == onnx.TensorProto.UNDEFINED or elem_type not in _KNOWN_TYPES:
+        return f"type {elem_type}"
+    return str(onnx.helper.tensor_dtype_to_np_dtype(elem_type).name)
+
+
+def annotate(proto: onnx.ModelProto) -> None:
+    """Replace what the model says about inner and output shapes by what inference finds.
+
+    What inference does not find is kept as the model says it; so the model has to be cleared of
+    what is no longer true (:func:`forget_shapes`) before.
+    """
+    stated, symbols = declared_types(proto), symbolic_sizes(proto)
+    types = {
+        name: _completed(found, stated.get(name), symbols)
+        for name, found in infer_types(proto).items()
+    }
+    graph = proto.graph
+    del graph.value_info[:]
+    outputs = {o.name: o for o in graph.output}
+    skip = {i.name for i in graph.input} | {t.name for t in graph.initializer}
+    for name, tensor in types.items():
+        if name in outputs:
+            outputs[name].CopyFrom(_value_info(name, tensor))
+        elif name not in skip and tensor.shape is not None:
+            graph.value_info.append(_value_info(name, tensor))
+
+
+def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
+    """Read the types that an annotated model states, initializers included."""
+    graph = proto.graph
+    types = {
+        t.name: TensorType(elem_type=t.data_type, shape=tuple(t.dims)) for t in graph.initializer
+    }
+    for info in (*graph.input, *graph.value_info, *graph.output):
+        if info.type.HasField("tensor_type"):
+            kind = info.type.tensor_type.elem_type
+            types[info.name] = TensorType(elem_type=kind, shape=_declared_shape(info))
+    return types
+
+
+def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
+    """Infer the types of all tensors whose element type can be known."""
+    probes = probe_sizes(proto)
+    first, second = (concrete_shapes(proto, sizes) for sizes in probes)
+    labels = dict(_labels(*probes))
+    return {
+        name: TensorType(elem_type=elem_type, shape=_merge(shape, second[name][1], labels))
+        for name, (elem_type, shape) in first.items()
+        if name in second
+    }
+
+
+def symbolic_sizes(proto: onnx.ModelProto) -> dict[str, int]:
+    """Symbols in the shapes of the graph inputs, each with the highest rank that uses it."""
+    symbols: dict[str, int] = {}
+    for info in proto.graph.input:
+        shape = _declared_shape(info) or ()
+        for size in shape:
+            if isinstance(size, str):
+                symbols[size] = max(symbols.get(size, 0), len(shape))
+    return symbols
+
+
+def concrete_shapes(
+    proto: onnx.ModelProto, sizes: Mapping[str, int]
+) -> dict[str, tuple[int, ConcreteShape]]:
+    """Infer known element types and shapes by tensor name, at these sizes of the symbols."""
+    skeleton = _skeleton(proto)
+    for info in skeleton.graph.input:
+        for dim in info.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    weights = skeleton.graph.initializer
+    empty = frozenset(t.name for t in weights if prod(t.dims) > _SMALL_INITIALIZER)
+    shapes = types_in(infer_shapes(skeleton, empty))
+    return shapes | _followed(skeleton, shapes)
+
+
+def _followed(
+    skeleton: onnx.ModelProto, shapes: Mapping[str, tuple[int, ConcreteShape]]
+) -> dict[str, tuple[int, ConcreteShape]]:
+    """Find sizes that inference has lost, by computing the values that they depend on.
+
+    Its data propagation ends at a ``Range`` or an ``Expand`` of sizes, and transformers make their
+    masks and positions of these.
+    """
+    lost = {name for name, (_, shape) in shapes.items() if shape is None or None in shape}
+    if not lost:
+        return {}
+    trace = ShapeTrace(skeleton)
+    for node in skeleton.graph.node:
+        with suppress(ValueError):  # what contradicts itself is told elsewhere
+            trace.follow(node)
+    return {
+        name: (shapes[name][0], shape) for name in lost if (shape := trace.shape(name)) is not None
+    }
+
+
+def _skeleton(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Copy the model without large weights and without what it says about shapes inside."""
+    skeleton = onnx.ModelProto(ir_version=proto.ir_version)
+    skeleton.opset_import.extend(proto.opset_import)
+    skeleton.functions.extend(proto.functions)
+    graph = skeleton.graph
+    graph.name = proto.graph.name or "graph"
+    graph.node.extend(proto.graph.node)
+    graph.input.extend(proto.graph.input)
+    graph.output.extend(proto.graph.output)
+    forget_shapes(graph)
+    for tensor in proto.graph.initializer:
+        if prod(tensor.dims) <= _SMALL_INITIALIZER:
+            graph.initializer.append(tensor)
+        else:
+            graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    return skeleton
+
+
+def _completed(
+    found: TensorType, stated: TensorType | None, symbols: Mapping[str, int]
+) -> TensorType:
+    """Fill the sizes that inference did not find with those that the model states."""
+    if stated is None or stated.shape is None:
+        return found
+    shape = found.shape or (UNKNOWN,) * len(stated.shape)
+    if len(shape) != len(stated.shape):
+        return found
+    sizes = tuple(
+        told if size == UNKNOWN and (told in symbols or isinstance(told, int)) else size
+        for size, told in zip(shape, stated.shape, strict=True)
+    )
+    return TensorType(elem_type=found.elem_type, shape=sizes)
+
+
+def forget_shapes(graph: onnx.GraphProto) -> None:
+    """Clear what a graph and the bodies in it state about inner and output shapes."""
+    del graph.value_info[:]
+    for output in graph.output:
+        if output.type.HasField("tensor_type"):
+            output.type.tensor_type.ClearField("shape")
+    for node in graph.node:
+        for body in bodies(node):
+            forget_shapes(body)
+            for info in body.input:  # ONNX Runtime needs the ranks
+                for dim in info.type.tensor_type.shape.dim:
+                    dim.Clear()
+
+
+def probe_sizes(proto: onnx.ModelProto) -> tuple[dict[str, int], dict[str, int]]:
+    """Give each symbol a prime of its own, twice; multiplied where windows are wider."""
+    symbols = symbolic_sizes(proto)
+    scaled = [_primes(symbols, 0, scale) for scale in _PROBE_SCALES]
+    scale = _PROBE_SCALES[first_long_enough(proto, scaled)]
+    return _primes(symbols, 0, scale), _primes(symbols, 1, scale)
+
+
+def _primes(symbols: Mapping[str, int], which: int, scale: int) -> dict[str, int]:
+    small, large = iter(_SMALL_PROBES[which::2]), iter(_LARGE_PROBES[which::2])
+    sizes = {BATCH: _BATCH_PROBES[which]}
+    for symbol, rank in symbols.items():
+        if symbol != BATCH:
+            sizes[symbol] = scale * next(large if rank > 3 else small, 1)
+    return sizes
+
+
+def first_long_enough(proto: onnx.ModelProto, tried: Sequence[Mapping[str, int]]) -> int:
+    """Find sizes of the symbols that no window is wider than: an index into ``tried``, which rise.
+
+    If the first are too short, the choice is one step beyond the least that are not: where a
+    window fits just once, a size looks as if it were fixed. If all are, it is the first.
+    """
+    windowed = [node for node in proto.graph.node if node.op_type in _WINDOWED]
+    if not windowed or not symbolic_sizes(proto).keys() - {BATCH}:
+        return 0
+    weights = {t.name: tuple(t.dims) for t in proto.graph.initializer}
+    for index, sizes in enumerate(tried):
+        shapes = {name: shape for name, (_, shape) in concrete_shapes(proto, sizes).items()}
+        if not any(_is_wider(node, shapes.get(node.input[0]), weights) for node in windowed):
+            return min(index + 1, len(tried) - 1) if index else 0
+    return 0
+
+
+def _is_wider(
+    node: onnx.NodeProto, shape: ConcreteShape, weights: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Whether an operator's window is wider than what it reads, padding included.
+
+    ONNX's inference does not refuse that: it may even find an output of one element.
+    """
+    told = {a.name: a for a in node.attribute}
+    window = tuple(told["kernel_shape"].ints) if "kernel_shape" in told else ()
+    window = window or next((weights[n][2:] for n in node.input[1:] if n in weights), ())
+    if shape is None or len(shape) != len(window) + 2:
+        return False
+    if "auto_pad" in told and told["auto_pad"].s.startswith(b"SAME"):
+        return False
+    axes = len(window)
+    pads = list(told["pads"].ints) if "pads" in told else [0] * (2 * axes)
+    spread = list(told["dilations"].ints) if "dilations" in told else [1] * axes
+    return any(
+        size is not None and size + pads[i] + pads[i + axes] < spread[i] * (window[i] - 1) + 1
+        for i, size in enumerate(shape[2:])
+    )
+
+
+def _labels(
+    first: Mapping[str, int], second: Mapping[str, int]
+) -> Iterator[tuple[tuple[int, int], str]]:
+    """Yield what pairs of sizes stand for: products of two symbols, then symbols."""
+    for a, b in combinations_with_replacement(first, 2):
+        yield (first[a] * first[b], second[a] * second[b]), f"{a}*{b}"
+    for symbol in reversed(list(first)):
+        yield (first[symbol], second[symbol]), symbol
+
+
+def _merge(
+    first: ConcreteShape, second: ConcreteShape, labels: Mapping[tuple[int, int], str]
+) -> tuple[int | str, ...] | None:
+    if first is None or second is None or len(first) != len(second):
+        return None
+    return tuple(_size(a, b, labels) for a, b in zip(first, second, strict=True))
+
+
+def _size(a: int | None, b: int | None, labels: Mapping[tuple[int, int], str]) -> int | str:
+    if a is None or b is None:
+        return UNKNOWN
+    if a == b:
+        return a
+    if (a, b) in labels:
+        return labels[a, b]
+    for (x, y), symbol in labels.items():
+        if a % x == 0 and b % y == 0 and a // x == b // y:
+            return f"{a // x}*{symbol}"
+    return UNKNOWN
+
+
+def _declared_shape(info: onnx.ValueInfoProto) -> tuple[int | str, ...] | None:
+    tensor = info.type.tensor_type
+    if not tensor.HasField("shape"):
+        return None
+    return tuple(
+        d.dim_value if d.HasField("dim_value") else d.dim_param or UNKNOWN for d in tensor.shape.dim
+    )
+
+
+def _value_info(name: str, tensor: TensorType) -> onnx.ValueInfoProto:
+    dims = tensor.shape and [None if d == UNKNOWN else d for d in tensor.shape]
+    return onnx.helper.make_tensor_value_info(name, tensor.elem_type, dims)

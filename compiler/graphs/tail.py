@@ -1,0 +1,281 @@
+"""The tail of a model: the operators between the scores that heads imitate and the answer.
+
+Every exit ends with the model's own operators, so that its answers have the model's scale, range
+and steps, whatever these operators are ("the output remains unchanged to preserve result formats",
+Apparate 3.1). A tail has one input that depends on the data: the scores. Dense layers come before
+it. Models that end with their logits, or with a Softmax or a Sigmoid alone, have none:
+:mod:`offramp.compiler.exits.endings` adds these activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper, version_converter
+
+from offramp.bundle import Answer, AnswerForm, TaskKind
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.graph import (
+    Dataflow,
+    Operator,
+    default_opset,
+    is_standard,
+    rename_graph,
+)
+from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.compiler.graphs.shapes import TensorType, declared_types, dtype_name
+from offramp.engine.graphs.assembly import assemble
+
+SIGMOIDS: Final = frozenset({"Sigmoid", "HardSigmoid"})
+SOFTMAXES: Final = frozenset({"Softmax", "LogSoftmax"})
+_MOVES: Final = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Dropout"})
+"""Operators that leave all values as they are, in their order."""
+_AFFINE: Final = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "BatchNormalization"})
+"""Operators that leave a range without bounds without bounds, if their constants are finite."""
+_SELECTIONS: Final = frozenset(
+    {"Concat", "Gather", "GatherElements", "Slice", "Split", "Transpose"}
+)
+"""Operators that put values into another order, or leave some out."""
+_BY_COLUMN: Final = _MOVES | frozenset(
+    {"Abs", "Add", "Cast", "Ceil", "Clip", "DequantizeLinear", "Div", "Exp", "Floor", "Greater"}
+    | {"GreaterOrEqual", "Less", "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Pow"}
+    | {"QuantizeLinear", "Reciprocal", "Relu", "Round", "Sigmoid", "HardSigmoid", "Sqrt", "Sub"}
+    | {"Tanh", "Where"}
+)
+"""Operators that compute every column of an answer from the same column."""
+_WEIGHTED: Final = frozenset(
+    {"Conv", "ConvInteger", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul"}
+    | {"MatMulInteger", "QLinearConv", "QLinearMatMul", "RNN"}
+)
+"""Operators that mix features with weights: no tail has one."""
+_MASKING: Final = 1e4
+"""Constants of at least this magnitude mask classes rather than shift them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """The operators from the scores that heads imitate to the model's answer."""
+
+    taught: Answer
+    """The scores, described as an answer: the tensor, its width, its form and its task."""
+    dtype: str
+    """numpy's name of the scores' element type."""
+    shape: tuple[int | str, ...]
+    """Sizes of the scores; the first one is the batch."""
+    graph: bytes = field(default=b"", repr=False)
+    """ONNX model from the scores to the answer; empty where these are one tensor."""
+    kinds: tuple[str, ...] = ()
+    """Operators of ``graph`` that compute, in order."""
+    bounds: tuple[float, float] | None = None
+    """Smallest and largest value that the answer can have, where the scores are probabilities."""
+    takes_levels: bool = False
+    """Whether the operators tell scores apart that differ by a constant: clipping logits does."""
+
+    def end(self, exit_: bytes, prefix: str, outputs: list[str]) -> bytes:
+        """Add the tail to an exit, which gives the scores under its prefix."""
+        if not self.graph:
+            return exit_
+        head = onnx.ModelProto.FromString(exit_)
+        proto = in_opset(onnx.ModelProto.FromString(self.graph), default_opset(head))
+        rename_graph(proto.graph, lambda name: prefix + name)
+        known = {imported.domain for imported in head.opset_import} | {"ai.onnx"}
+        head.opset_import.extend(o for o in proto.opset_import if o.domain not in known)
+        return assemble([head.SerializeToString(), proto.SerializeToString()], outputs)
+
+    def apply(self, scores: NDArray[Any]) -> NDArray[Any]:
+        """Compute answers [b, …] from scores [b, …]."""
+        if not self.graph:
+            return scores
+        runner = GraphRunner(onnx.ModelProto.FromString(self.graph))
+        (answers,) = runner.run({self.taught.output: scores.astype(self.dtype)}).values()
+        return answers
+
+
+def dominators(flow: Dataflow, output: str) -> Iterator[str]:
+    """Yield the tensors that all of the output's data goes through, the output first.
+
+    The walk ends before the last operator with weights, and before one with a body.
+    """
+    pending = {output}
+    while True:
+        if len(pending) == 1 and pending <= flow.producers.keys():
+            yield from pending
+        made = [flow.producers[name] for name in pending if name in flow.producers]
+        if len(made) < len(pending):  # a graph input: nothing before it carries all
+            return
+        op = max(made, key=lambda op: op.index)
+        if _ends_walk(op):
+            return
+        pending -= set(op.writes)
+        pending |= {name for name in op.reads if name in flow.variable}
+
+
+def _ends_walk(op: Operator) -> bool:
+    known = is_standard(op.proto) or op.kind in ("QuantizeLinear", "DequantizeLinear")
+    return op.has_body or op.kind in _WEIGHTED or not known
+
+
+def find_activation(proto: onnx.ModelProto, flow: Dataflow, output: str) -> Operator | None:
+    """Find the first Softmax, LogSoftmax or Sigmoid after the last weights that carries all data.
+
+    A Softmax counts if it goes over the last axis that has more than one element.
+    """
+    types = declared_types(proto)
+    found = [activation_of(flow, types, name) for name in dominators(flow, output)]
+    return next((op for op in reversed(found) if op is not None), None)
+
+
+def activation_of(
+    flow: Dataflow, types: Mapping[str, TensorType], tensor: str, axis: int | None = None
+) -> Operator | None:
+    """Find the activation that a tensor holds the values of, if it does.
+
+    ``axis`` is where a softmax has the classes; by default the last one of more than one element.
+    """
+    op = flow.producers.get(tensor)
+    while op is not None and keeps_values((op,)):
+        op = flow.producers.get(op.proto.input[0])
+    return op if op is not None and _is_activation(op, types, axis) else None
+
+
+def _is_activation(op: Operator, types: Mapping[str, TensorType], wanted: int | None) -> bool:
+    """Whether an operator makes probabilities, or their logarithms, of scores of classes."""
+    if op.kind in SIGMOIDS:
+        return True
+    tensor = types.get(op.writes[0])
+    if op.kind not in SOFTMAXES or tensor is None or tensor.shape is None:
+        return False
+    axis = next((a.i for a in op.proto.attribute if a.name == "axis"), -1) % len(tensor.shape)
+    if wanted is not None:
+        return axis == wanted
+    return axis > 0 and all(size == 1 for size in tensor.shape[axis + 1 :])
+
+
+def operators_between(flow: Dataflow, scores: str, output: str) -> tuple[Operator, ...]:
+    """List the operators that compute the output from the scores, constants not counted."""
+    found = flow.behind([output], stop=frozenset([scores]))
+    return tuple(op for op in found if not flow.is_constant(op))
+
+
+def keeps_columns(operators: tuple[Operator, ...]) -> bool:
+    """Whether every column of what operators give is made of the same column of what they read."""
+    return all(op.kind in _BY_COLUMN for op in operators)
+
+
+def keeps_values(operators: tuple[Operator, ...]) -> bool:
+    """Whether operators only move values, or convert them to another floating-point type."""
+    return all(op.kind in _MOVES or _is_floating_cast(op) for op in operators)
+
+
+def _is_floating_cast(op: Operator) -> bool:
+    to = next((a.i for a in op.proto.attribute if a.name == "to"), 0)
+    return op.kind == "Cast" and "float" in dtype_name(to)
+
+
+def keeps_unbounded(op: Operator, proto: onnx.ModelProto) -> bool:
+    """Whether an operator picks, moves, scales or shifts scores: heads can imitate its output."""
+    if op.kind not in _AFFINE:
+        return op.kind in _SELECTIONS or keeps_values((op,))
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    constants = [numpy_helper.to_array(stored[name]) for name in op.reads if name in stored]
+    return all(np.abs(value).max(initial=0) < _MASKING for value in constants)
+
+
+def cut_tail(
+    proto: onnx.ModelProto, flow: Dataflow, taught: Answer, output: str, **facts: Any
+) -> Tail:
+    """Copy the operators from the scores to the answer into a model of their own.
+
+    ``proto`` is annotated and has its weights; the tensor of ``taught`` is one of
+    :func:`dominators`.
+    """
+    types, start = declared_types(proto), taught.output
+    dtype, shape = types[start].dtype, types[start].shape or ()
+    between = operators_between(flow, start, output)
+    if start == output or keeps_values(between):
+        return Tail(taught=taught, dtype=dtype, shape=shape, **facts)
+    operators = flow.behind([output], stop=frozenset([start]))
+    read = {name for op in operators for name in op.reads}
+    model = onnx.ModelProto(ir_version=proto.ir_version, producer_name="offramp")
+    model.opset_import.extend(proto.opset_import)
+    graph = model.graph
+    graph.name = "tail"
+    graph.node.extend(op.proto for op in operators)
+    graph.initializer.extend(t for t in proto.graph.initializer if t.name in read)
+    for place, name in ((graph.input, start), (graph.output, output)):
+        sizes = list(types[name].shape or ())
+        place.append(helper.make_tensor_value_info(name, types[name].elem_type, sizes))
+    graph_bytes, kinds = (
+        model.SerializeToString(),
+        tuple(op.kind for op in between if op.kind not in _MOVES),
+    )
+    return Tail(taught=taught, dtype=dtype, shape=shape, graph=graph_bytes, kinds=kinds, **facts)
+
+
+def find_dense_tail(proto: onnx.ModelProto, answer: Answer) -> Tail | None:
+    """Find the tail of a model that answers for tokens or pixels, by its graph alone.
+
+    It begins before an ArgMax, or after a Softmax over the classes that other operators follow.
+    """
+    if answer.task.kind not in _AXES:
+        return None
+    flow, types, axis = Dataflow(proto.graph), declared_types(proto), _AXES[answer.task.kind]
+    if answer.form == "classes":
+        op = flow.producers[answer.output]
+        while op.kind != "ArgMax":
+            op = flow.producers[op.proto.input[0]]
+        scores = op.proto.input[0]
+        soft = activation_of(flow, types, scores, axis)
+    else:
+        rank = _rank(types, answer.output)
+        chain = [name for name in dominators(flow, answer.output) if _rank(types, name) == rank]
+        softs = ((name, activation_of(flow, types, name, axis)) for name in reversed(chain))
+        scores, soft = next(((n, op) for n, op in softs if op is not None), (answer.output, None))
+        if soft is None or keeps_values(operators_between(flow, scores, answer.output)):
+            return None
+    form = _FORMS.get(soft.kind if soft else "", "logits")
+    return cut_tail(proto, flow, replace(answer, output=scores, form=form), answer.output)
+
+
+_AXES: Final[dict[TaskKind, int]] = {"token-classification": 2, "segmentation": 1}
+"""Dimension of the classes."""
+_FORMS: Final[dict[str, AnswerForm]] = {
+    "Softmax": "probabilities",
+    "LogSoftmax": "log-probabilities",
+}
+
+
+def _rank(types: Mapping[str, TensorType], name: str) -> int:
+    tensor = types.get(name)
+    return -1 if tensor is None or tensor.shape is None else len(tensor.shape)
+
+
+def in_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """Convert a tail to another opset, which a quantised copy of the model may have."""
+    if default_opset(proto) == opset:
+        return proto
+    try:
+        return version_converter.convert_version(proto, opset)
+    except Exception as error:  # the converter raises RuntimeError and its own kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"the operators after the model's scores are of opset {default_opset(proto)} and "
+            f"cannot be converted to {opset}, which its int8 copy has ({reason}); compile with "
+            "--precision fp32"
+        ) from error
+
+
+def giving(graph: bytes, tensor: str) -> bytes:
+    """Let a graph give one of its inner tensors too; unchanged where it has none of the name."""
+    model = onnx.ModelProto.FromString(graph)
+    if tensor in {output.name for output in model.graph.output}:
+        return graph
+    if not any(tensor in node.output for node in model.graph.node):
+        return graph
+    model.graph.output.append(onnx.ValueInfoProto(name=tensor))
+    return model.SerializeToString()

@@ -1,0 +1,146 @@
+"""Weights of convolutions in parts, so that subnets with fewer input channels share them.
+
+A subnet whose convolution sums over fewer channels has the first columns of the supernet's weight
+[out, in, …], which are no piece of it: every output channel has a few. So the weight is stored in
+parts [out, some of in, …], one behind each border where a subnet ends, and each graph joins the
+parts that it reads by a ``Concat`` before the convolution. Of a subnet with fewer output channels,
+too, these are the first bytes. ONNX Runtime joins them once, when it loads a graph, where its
+kernels pack weights anyway; where sessions share weights, at each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from offramp.bundle.graph_weights import ITEM_BYTES
+from offramp.compiler.graphs.graph import refill
+from offramp.compiler.graphs.weights import LEAST_BYTES, WeightFile, named_place
+
+_INPUTS: Final = 1
+"""The dimension of input channels."""
+_Group: TypeAlias = tuple[int, tuple[int, ...]]
+"""Weights that may be parts of each other: their element type, and the kernel's size."""
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A weight, and where others end that are its first input channels."""
+
+    values: NDArray[Any]
+    borders: set[int]
+
+
+def has_first_channels(part: NDArray[Any], whole: NDArray[Any]) -> bool:
+    """Whether a convolution's weight is the first channels of another's, on both sides."""
+    if part.ndim != whole.ndim or part.ndim <= _INPUTS + 1:
+        return False
+    outputs, inputs = part.shape[:2]
+    first = whole[:outputs, :inputs]
+    if first.shape != part.shape or (first[:1, :1] != part[:1, :1]).any():
+        return False
+    return bool((first == part).all())
+
+
+def in_parts(graphs: Mapping[str, bytes], kept: WeightFile | None) -> dict[str, bytes]:
+    """Store those weights in parts that others are the first input channels of.
+
+    ``graphs`` hold their weights, or name them in ``kept``; what comes in parts they hold
+    themselves. Graphs without such weights are given as they are. Every graph computes the same.
+    """
+    protos = {name: onnx.ModelProto.FromString(graph) for name, graph in graphs.items()}
+    wholes = _find_wholes([proto.graph for proto in protos.values()], kept)
+    found = dict(graphs)
+    for name, proto in protos.items():
+        if _split(proto.graph, wholes, kept):
+            found[name] = proto.SerializeToString()
+    return found
+
+
+def _find_wholes(
+    graphs: Sequence[onnx.GraphProto], kept: WeightFile | None
+) -> dict[_Group, list[_Whole]]:
+    """Find weights of which some graph has the first input channels alone, and where these end."""
+    groups: dict[_Group, list[onnx.TensorProto]] = {}
+    for tensor in (t for graph in graphs for t in graph.initializer if _may_be_one(t)):
+        groups.setdefault(_group_of(tensor), []).append(tensor)
+    found = {}
+    for group, tensors in groups.items():
+        if len({tensor.dims[_INPUTS] for tensor in tensors}) > 1:
+            wholes = [w for w in _wholes_of(tensors, kept) if len(w.borders) > 1]
+            if wholes:
+                found[group] = wholes
+    return found
+
+
+def _wholes_of(tensors: Iterable[onnx.TensorProto], kept: WeightFile | None) -> list[_Whole]:
+    wholes: list[_Whole] = []
+    for tensor in sorted(tensors, key=lambda t: (-t.dims[_INPUTS], -t.dims[0])):
+        values = _values(tensor, kept)
+        whole = next((w for w in wholes if has_first_channels(values, w.values)), None)
+        if whole is None:
+            wholes.append(whole := _Whole(values, set()))
+        whole.borders.add(values.shape[_INPUTS])
+    return wholes
+
+
+def _split(
+    graph: onnx.GraphProto, wholes: Mapping[_Group, list[_Whole]], kept: WeightFile | None
+) -> bool:
+    """Put weights into a graph in parts, in place; whether there are any."""
+    stored: list[onnx.TensorProto] = []
+    joins: list[onnx.NodeProto] = []
+    for tensor in graph.initializer:
+        whole = None
+        if _may_be_one(tensor) and (candidates := wholes.get(_group_of(tensor))):
+            values = _values(tensor, kept)
+            whole = next((w for w in candidates if has_first_channels(values, w.values)), None)
+        if whole is None:
+            stored.append(tensor)
+            continue
+        ends = [0, *sorted(b for b in whole.borders if b <= values.shape[_INPUTS])]
+        parts = [
+            numpy_helper.from_array(
+                np.ascontiguousarray(values[:, begin:end]), f"{tensor.name}/inputs{begin}-{end}"
+            )
+            for begin, end in pairwise(ends)
+        ]
+        stored += parts
+        if len(parts) == 1:
+            parts[0].name = tensor.name
+            continue
+        names = [part.name for part in parts]
+        node = helper.make_node("Concat", names, [tensor.name], name=f"{tensor.name}/joined")
+        node.attribute.append(helper.make_attribute("axis", _INPUTS))
+        joins.append(node)
+    if joins:
+        refill(graph.initializer, stored)
+        refill(graph.node, [*joins, *graph.node])
+    return bool(joins)
+
+
+def _may_be_one(tensor: onnx.TensorProto) -> bool:
+    """Whether it has the form of a convolution's weight, and a size that is worth a part."""
+    size = int(np.prod(tensor.dims)) * ITEM_BYTES.get(tensor.data_type, 0)
+    return len(tensor.dims) > 2 and tensor.dims[_INPUTS] > 1 and size >= LEAST_BYTES
+
+
+def _group_of(tensor: onnx.TensorProto) -> _Group:
+    return tensor.data_type, tuple(tensor.dims[_INPUTS + 1 :])
+
+
+def _values(tensor: onnx.TensorProto, kept: WeightFile | None) -> NDArray[Any]:
+    """Read a weight, from the graph or the file that it names."""
+    if not tensor.external_data:
+        return numpy_helper.to_array(tensor)
+    assert kept is not None, "no file of weights is named without one"
+    content = b"".join(kept.read(named_place(tensor)))
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return np.frombuffer(content, dtype).reshape(tensor.dims)

@@ -1,0 +1,1 @@
+"""What holds for samples: batch mates, padding, values that are refused, copies."""

@@ -1,0 +1,95 @@
+"""Models that answer some samples otherwise in other batches: counted, and taken off the promise.
+
+Dynamically quantised models round every row by the range of all rows of a batch. Exits shrink
+batches, so what such a model answers a sample is a matter of chance. It is compared with itself at
+several batch sizes on samples that nothing is certified on; the bound on that share is taken from
+the promise together with half of the risk, and exits are certified for the rest, in the worst of
+these batch sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle.schema.batch_effect import BatchEffect
+from offramp.calibration.data.dataset import Dataset, DataSplit
+from offramp.calibration.data.running import BATCH_SIZE, run_over
+from offramp.certify.shared_risk import half_risk
+from offramp.compiler.common.errors import VerificationError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.progress import Progress
+from offramp.compiler.graphs.graph import serialised
+from offramp.compiler.graphs.rows import scaled_by_batch
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.answers.agreement import agreement_of
+from offramp.engine.common.environment import available_cores
+
+_log = logging.getLogger(__name__)
+
+COMPARED_BATCH_SIZES = (1, 7, BATCH_SIZE)
+"""A row by itself, few of them, and as many as all else is recorded with."""
+
+
+def measure_batch_effect(
+    model: SourceModel, parts: DataSplit, options: CompileOptions, progress: Progress
+) -> BatchEffect | None:
+    """Count the samples to train and tune with that a model answers otherwise in other batches.
+
+    ``None`` if none of its operators rounds by the batch. VerificationError if what is counted
+    spends the promise; DataError if the model fails on a sample.
+    """
+    operators = scaled_by_batch(model.proto)
+    if not operators:
+        return None
+    # of copies one alone is evidence
+    compared = (parts.distinct_train(), parts.tune)
+    samples = sum(map(len, compared))
+    source, differs = serialised(model.proto), 0
+    agreement = agreement_of(model.answer)
+    steps = samples * len(COMPARED_BATCH_SIZES)
+    with progress.step("Compare batches of other sizes", steps) as advance:
+        for part in compared:
+            ends, *others = (_answers(source, model, part, size) for size in COMPARED_BATCH_SIZES)
+            mask = agreement.mask_in(part.inputs)
+            same = [agreement.agree(answers, ends, mask) for answers in others]
+            differs += int(np.count_nonzero(~np.all(same, axis=0)))
+            advance(len(part) * len(COMPARED_BATCH_SIZES))
+    effect = BatchEffect(
+        operators=tuple(op.name for op in operators),
+        batch_sizes=COMPARED_BATCH_SIZES,
+        samples=samples,
+        end_differs=differs,
+        max_disagreement=options.max_disagreement,
+        confidence_level=options.confidence_level,
+    )
+    if effect.left() <= 0:
+        raise VerificationError(
+            f"{effect.describe()}: it spends all of that without any exit. The first of the "
+            f"operators is {operators[0].name!r} ({operators[0].kind}). Compile the float32 model "
+            "instead (--precision auto makes int8 copies that round each row by itself), give "
+            "more --data, or allow a larger --max-disagreement"
+        )
+    _log.warning("%s; %.2f %% are left for exits.", effect.describe(), 100 * effect.left())
+    return effect
+
+
+def left_for_exits(effect: BatchEffect, options: CompileOptions) -> CompileOptions:
+    """Ask for what a model's end leaves of the promise, at half of the risk."""
+    return replace(
+        options,
+        max_disagreement=effect.left(),
+        confidence_level=half_risk(options.confidence_level),
+    )
+
+
+def _answers(source: bytes, model: SourceModel, part: Dataset, size: int) -> NDArray[Any]:
+    """[samples, …]: what a model answers in batches of a size, as far as it is compared."""
+    outputs, threads = [model.answer.output], available_cores()
+    batches = run_over(source, outputs, part, threads=threads, batch_size=size)
+    reduce = agreement_of(model.answer).reduce
+    return np.concatenate([reduce(answer) for _, (answer,) in batches])

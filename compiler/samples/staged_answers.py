@@ -1,0 +1,61 @@
+"""What a bundle's stages answer, as the server runs them, in batches of many sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Plan
+
+BATCH_SIZES = (1, 7, 32, 2, 19, 64, 3, 11)
+"""Batches are cut from the data in these sizes, over and over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenAnswers:
+    """What a model answered for a batch of b rows, and at which exits."""
+
+    answer: NDArray[Any]
+    """[b, classes]."""
+    exit: NDArray[np.int32]
+    """[b]; :data:`~offramp.certify.MODEL_END` is the model's own answer."""
+    confidence: NDArray[np.float32]
+    """[b]."""
+
+
+class AnsweringStages:
+    """The stages of a plan on the CPU."""
+
+    def __init__(self, plan: Plan, *, threads: int = 1) -> None:
+        """Load the stages; BackendError if one cannot be."""
+        self._pipeline = Pipeline(OnnxRuntimeBackend(threads=threads), plan)
+        self._slot = self._pipeline.backend.open_slot()
+        self._exits = [s.answered_by for s in plan.stages]
+
+    def run(self, tensors: Mapping[str, NDArray[Any]]) -> GivenAnswers:
+        """Answer a batch."""
+        departures = list(self._pipeline.run(self._slot, tensors))
+        size, first = len(next(iter(tensors.values()))), departures[0].answer
+        answer = np.empty((size, *first.shape[1:]), first.dtype)
+        exit_, confidence = np.empty(size, np.int32), np.empty(size, np.float32)
+        for departure in departures:
+            answer[departure.rows] = departure.answer
+            exit_[departure.rows] = self._exits[departure.stage]
+            confidence[departure.rows] = departure.confidence
+        return GivenAnswers(answer=answer, exit=exit_, confidence=confidence)
+
+
+def batches_of_many_sizes(samples: int) -> Iterator[slice]:
+    """Cut some samples into batches, the last as large as is left."""
+    start, sizes = 0, itertools.cycle(BATCH_SIZES)
+    while start < samples:
+        stop = min(start + next(sizes), samples)
+        yield slice(start, stop)
+        start = stop

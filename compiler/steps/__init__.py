@@ -1,0 +1,1 @@
+"""The commands step by step: compiling, checking and rehearsing a bundle."""

@@ -1,0 +1,222 @@
+"""``eecompile verify``: whether a bundle still does what it was made for, on data of one's choice.
+
+Its hashes are checked where it is opened. Here its stages answer every sample, in batches of many
+sizes, beside the unmodified model in a plain session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle, Promise
+from offramp.bundle.class_losses import (
+    ClassLoss,
+    count_label_losses,
+    count_losses,
+    losses_on_records,
+    uncertified,
+)
+from offramp.calibration.data.data_sources import DataSource, data_name
+from offramp.calibration.data.dataset import DataError, Dataset, read_samples
+from offramp.calibration.data.running import check_answers
+from offramp.calibration.measure.paired import plain_session
+from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
+from offramp.certify import MODEL_END, binomial_cdf, upper_bound
+from offramp.certify.learn_then_test import level_of_each
+from offramp.compiler.common.errors import VerificationError
+from offramp.compiler.common.options import DEFAULT_CONFIDENCE_LEVEL
+from offramp.compiler.common.progress import SILENT, Progress
+from offramp.compiler.common.rounding import SINGLE
+from offramp.compiler.samples.grouping import groups_again
+from offramp.compiler.samples.staged_answers import AnsweringStages, batches_of_many_sizes
+from offramp.engine.answers.agreement import Codes, agreement_of
+from offramp.engine.answers.differences import Scales, compare
+from offramp.engine.backends.custom_ops import open_runnable
+from offramp.engine.models.whole_promise import end_evidence, whole_policy
+from offramp.engine.stages.plan import Mode, make_plan
+
+Verdict: TypeAlias = Literal["kept", "contradicted", "nothing promised"]
+"""What the data say of the promise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """One run of ``eecompile verify``."""
+
+    bundle: Path
+    data: Path | DataSource
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleCheck:
+    """What was found; shares are of the samples."""
+
+    samples: int
+    distinct_samples: int
+    """Those that are no copies of others; the verdict rests on these alone."""
+    disagreements: int
+    """Samples whose answer is of another class than the unmodified model's."""
+    max_disagreement: float | None
+    """Bound that was promised; ``None`` where nothing was."""
+    by_class: tuple[ClassLoss, ...]
+    """Disagreements by class of the unmodified model, the largest share first."""
+    by_label: tuple[ClassLoss, ...]
+    """The same by label, where the data have labels."""
+    shares: Mapping[int, float]
+    """Of the samples that each exit answered; of the model's end by :data:`MODEL_END`."""
+    end_difference: float
+    """Largest difference of answers from the model's end, relative to the scale of each value. Of
+    a dynamically quantised model that is no error: who is left of a batch is rounded otherwise."""
+    accuracy: float | None
+    """Of the bundle's answers, where the data have labels."""
+    source_accuracy: float | None
+    on_calibration_data: bool
+    """Whether exits and thresholds were made of these very data, which then prove little."""
+    verdict: Verdict
+    at_most: float
+    """Disagreement on data like these, with the promise's confidence (95 % without one)."""
+
+
+def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> BundleCheck:
+    """Run a bundle in ``leave`` mode and the unmodified model over all samples.
+
+    Raises:
+        BundleError: There is no bundle, or it is damaged.
+        DataError: The data do not fit the model, or it fails on them or answers NaN.
+        VerificationError: Who reaches the model's end gets another answer than the model's.
+    """
+    bundle = open_runnable(options.bundle)
+    dataset = read_samples(options.data, bundle.manifest)
+    runs = _Runs(bundle, options)
+    with progress.step("Answer all samples", len(dataset)) as advance:
+        found = [
+            runs.answer(dataset, rows, advance) for rows in batches_of_many_sizes(len(dataset))
+        ]
+    answer, exits, source = (np.concatenate(part) for part in zip(*found, strict=True))
+    differs = answer != source
+    distinct = groups_again(bundle.manifest, dataset).representative
+    counted = differs[distinct]
+    disagreements = int(counted.sum())
+    places, counts = np.unique(exits, return_counts=True)
+    labels = dataset.labels
+    promise = whole_policy(bundle.policy, end_evidence(bundle)).promise
+    level = promise.confidence_level if promise else DEFAULT_CONFIDENCE_LEVEL
+    of_classes = _bounded_classes(
+        bundle, count_losses(bundle.manifest.answer, source[distinct], counted)
+    )
+    return BundleCheck(
+        samples=len(dataset),
+        distinct_samples=len(counted),
+        disagreements=int(differs.sum()),
+        max_disagreement=promise.max_disagreement if promise else None,
+        by_class=count_losses(bundle.manifest.answer, source, differs),
+        by_label=count_label_losses(bundle.manifest.answer, labels, differs),
+        shares={int(e): int(n) / len(dataset) for e, n in zip(places, counts, strict=True)},
+        end_difference=runs.end_difference,
+        accuracy=None if labels is None else float((answer == labels).mean()),
+        source_accuracy=None if labels is None else float((source == labels).mean()),
+        on_calibration_data=dataset.sha256 in _made_of(bundle),
+        verdict=_verdict(
+            promise if bundle.policy.active else None, disagreements, len(counted), of_classes
+        ),
+        at_most=upper_bound(disagreements, len(counted), level),
+    )
+
+
+class _Runs:
+    """The bundle's stages as the server runs them, and the model as anybody would."""
+
+    def __init__(self, bundle: Bundle, options: VerifyOptions) -> None:
+        manifest = bundle.manifest
+        self._stages = AnsweringStages(make_plan(bundle, mode=Mode.LEAVE), threads=options.threads)
+        self._source = plain_session(bundle.read(manifest.source.file), options.threads)
+        self._reads = [tensor.name for tensor in self._source.get_inputs()]
+        self._output = manifest.answer.output
+        self._answer = manifest.answer
+        self._agreement = agreement_of(manifest.answer)
+        # Who is left of a batch is another batch than the whole one that the model is given.
+        self._tolerance = max(manifest.verified_tolerance, SINGLE.batches)
+        self._varies = manifest.batch_effect is not None
+        self._data = data_name(options.data)
+        self.end_difference = 0.0
+
+    def answer(
+        self, dataset: Dataset, rows: slice, advance: Callable[[int], None]
+    ) -> tuple[Codes, NDArray[np.int32], Codes]:
+        """Give the codes of a batch's answers, where each row left, and the model's own codes."""
+        tensors = dataset.take(rows)
+        try:
+            feed = {name: tensors[name] for name in self._reads}
+            (whole,) = self._source.run([self._output], feed)
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            where = f"samples {rows.start} to {rows.stop - 1}"
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{self._data}: the model fails on {where}: {reason}") from error
+        check_answers(whole, dataset.rows[rows], self._answer)
+        given = self._stages.run(tensors)
+        if (ended := np.flatnonzero(given.exit == MODEL_END)).size:
+            self._check_end(given.answer[ended], whole, rows.start, ended)
+        advance(len(whole))
+        ends, mask = self._agreement.reduce(whole), self._agreement.mask_in(tensors)
+        said = self._agreement.codes_against(self._agreement.reduce(given.answer), ends, mask)
+        return said, given.exit, self._agreement.codes(ends)
+
+    def _check_end(
+        self, answer: NDArray[Any], whole: NDArray[Any], start: int, rows: NDArray[np.intp]
+    ) -> None:
+        difference = compare(answer, whole[rows], scales=Scales.of(whole), answer=self._answer)
+        if not self._varies and not difference.share <= self._tolerance:
+            raise VerificationError(
+                f"the model's end answers sample {start + rows[0]} and its batch mates otherwise "
+                f"than the unmodified model, by {difference.describe()} ({self._tolerance:.0e} "
+                "allowed); compile the model again on this machine"
+            )
+        self.end_difference = max(self.end_difference, difference.share)
+
+
+def _made_of(bundle: Bundle) -> set[str]:
+    """Hashes of the data that exits and thresholds were made of."""
+    made_of = {bundle.manifest.calibration.data_sha256}
+    if REHEARSAL in {entry.path for entry in bundle.manifest.files}:
+        made_of.add(Rehearsed.parse(bundle.read(REHEARSAL)).data_sha256)
+    return made_of
+
+
+def _bounded_classes(bundle: Bundle, losses: Sequence[ClassLoss]) -> tuple[ClassLoss, ...]:
+    """Return those of some classes for which a bound of their own was certified."""
+    promise, answer = bundle.policy.promise, bundle.manifest.answer
+    if promise is None or promise.max_class_disagreement is None:
+        return ()
+    records = bundle.records()
+    few = uncertified(
+        answer,
+        losses_on_records(answer, bundle.policy, records),
+        max_disagreement=promise.max_class_disagreement,
+        confidence_level=level_of_each(promise.confidence_level, copies="copies" in records),
+    )
+    return tuple(loss for loss in losses if loss.number not in few)
+
+
+def _verdict(
+    promise: Promise | None, disagreements: int, samples: int, of_classes: Sequence[ClassLoss] = ()
+) -> Verdict:
+    """Judge by exact binomial tests: whether so many would be likely if the promise held.
+
+    ``of_classes`` are the classes that have a bound of their own, which are tested together.
+    """
+    if promise is None:
+        return "nothing promised"
+    least = 1 - promise.confidence_level
+    tests = [(disagreements, samples, promise.max_disagreement, least)]
+    if promise.max_class_disagreement is not None:
+        bound = promise.max_class_disagreement
+        tests += [(each.lost, each.samples, bound, least / len(of_classes)) for each in of_classes]
+    broken = any(1.0 - binomial_cdf(k - 1, n, bound) < chance for k, n, bound, chance in tests)
+    return "contradicted" if broken else "kept"

@@ -1,0 +1,190 @@
+"""What of a task only data and mask can say, and what is not done for each."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+
+from offramp.bundle import Answer, AnswerTask, TaskKind
+from offramp.bundle.class_losses import has_classes
+from offramp.bundle.schema.criteria import Criterion
+from offramp.bundle.schema.tasks import WHOLE_SETS
+from offramp.calibration.data.data_sources import data_name
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.calibration.data.running import run_over
+from offramp.calibration.data.scratch import describe_bytes
+from offramp.calibration.torch.torch_graph import check_trainable
+from offramp.compiler.common.asked_task import WITHIN_SPREAD
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.rounding import SINGLE, rounding_of
+from offramp.compiler.cuts.slicing import find_masks
+from offramp.compiler.exits.scores import settle_scores
+from offramp.compiler.graphs.graph import serialised, weight_bytes
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.answers.criteria import CriterionError, known_criterion
+from offramp.engine.common.environment import available_cores
+
+_log = logging.getLogger(__name__)
+
+_ROUNDING = 1e-6
+_MOST_TRAINED_BYTES = 2**29
+"""Of a model's weights: with bridges, which repeat most of them, one graph holds all, and one graph
+is 2 GiB at most."""
+_SPREAD_SAMPLES = 1024
+"""That the spread of values is measured on, at most."""
+
+
+def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> SourceModel:
+    """Complete a model's task: its scores, the mask of its tokens, how near values have to be.
+
+    ModelError where something was asked for that the task has not, or the task has to be asked for;
+    DataError if the model fails on a sample, or its values do not vary.
+    """
+    model = settle_scores(model, train, asked=options.task != "auto")
+    task = model.answer.task
+    _check_asked(task, options)
+    _check_class_bound(model.answer, options)
+    if options.train == "joint":
+        _check_joint(model, options)
+    if task.kind == "token-classification":
+        (output,) = model.outputs
+        mask = find_masks(model.inputs, (), options.mask).get(output.shape[1])
+        task = replace(task, mask=None if mask is None else mask.name)
+        if mask is None:
+            _log.warning("All tokens count, also padding: no input is their mask (--mask).")
+    elif task.kind == "regression" and options.agree_within is None:
+        task = replace(task, within=WITHIN_SPREAD * _spread(model, train))
+    if task.kind != "classification":
+        _log.info("Answers agree where %s.", task.describe())
+    criterion = _criterion(task, model.taught.task.kind, options)
+    answer = replace(model.answer, task=task, criterion=criterion)
+    if model.tail is None:
+        return replace(model, answer=answer)
+    kept = replace(model.taught.task, mask=task.mask)
+    taught = replace(model.taught, task=kept, criterion=criterion)
+    return replace(model, answer=answer, tail=replace(model.tail, taught=taught))
+
+
+def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> Criterion:
+    """Take the criterion that is asked for; ModelError where it is not for the model.
+
+    ``taught`` is the task of the scores that heads imitate.
+    """
+    name = options.criterion
+    try:
+        criterion = known_criterion(name)
+    except CriterionError as error:
+        raise ModelError(f"--criterion {name}: {error}") from error
+    if name != "probability" and task.kind != "classification":
+        raise ModelError(
+            f"--criterion {name} is for classification; the task is {task.kind}, so leave it out"
+        )
+    if name != "probability" and taught != "classification":
+        raise ModelError(
+            f"--criterion {name} is for probabilities of one class of several, and the model makes "
+            "its answer of sigmoids; leave it out"
+        )
+    return criterion
+
+
+def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
+    """Refuse options that a task does not have."""
+    kind, precision = task.kind, options.precision
+    if precision != "fp32" and kind != "classification":
+        raise ModelError(
+            f"--precision {precision} is for classification; the task is {kind}, so leave it out"
+        )
+    if kind == "regression" and options.heads in ("bridges", "both"):
+        raise ModelError(
+            f"--heads {options.heads}: values say nothing of how sure they are, and a bridge ends "
+            "as the model does; leave it out"
+        )
+    if task.is_dense and options.heads in ("pooled", "both"):
+        raise ModelError(
+            f"--heads {options.heads}: answers of {kind} have places, which nothing that pools "
+            "answers for; leave it out"
+        )
+
+
+def _check_joint(model: SourceModel, options: CompileOptions) -> None:
+    """Refuse models that are not trained together with their exits."""
+    task, rounding = model.answer.task, rounding_of(model.proto)
+    if rounding is not SINGLE:
+        raise ModelError(
+            f"--train joint is for models in single precision, and this one is {rounding.name}; "
+            "train the float32 model"
+        )
+    if task.kind == "regression":
+        raise ModelError(
+            "--train joint: values say nothing of how sure they are, so a copy's own answers could "
+            "not leave; leave it out"
+        )
+    if model.answer.form == "classes":
+        raise ModelError(
+            "--train joint learns scores, and the model answers with classes alone; leave out "
+            "--class-map, or export it without its ArgMax"
+        )
+    if options.teach == "labels" and task.kind != "classification":
+        raise ModelError(
+            f"--teach labels is for classification; the task is {task.kind}, so leave it out: the "
+            "model's own answers teach"
+        )
+    if options.teach == "labels" and model.tail is not None:
+        raise ModelError(
+            "--teach labels is for models that end with their scores of classes, and this one ends "
+            f"with {', '.join(model.tail.kinds) or 'sigmoids'} after them; leave it out: the "
+            "model's own answers teach"
+        )
+    if (held := weight_bytes(model.proto)) > _MOST_TRAINED_BYTES:
+        most = describe_bytes(_MOST_TRAINED_BYTES)
+        raise ModelError(
+            f"--train joint: the model has {describe_bytes(held)} of weights, and may have {most}, "
+            "as one graph holds it with all exits; leave it out"
+        )
+    check_trainable(model.proto)
+
+
+def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
+    """Refuse a bound on each class where answers have none that are recorded."""
+    bound = options.max_class_disagreement
+    if bound is not None and not has_classes(answer):
+        raise ModelError(
+            f"--max-class-disagreement {bound:g} is for classification and for up to {WHOLE_SETS} "
+            f"labels; the task is {answer.task.kind} with {answer.classes} classes, so leave it out"
+        )
+
+
+def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> None:
+    """Refuse labels that cannot teach: a DataError."""
+    if options.teach != "labels":
+        return
+    if dataset.labels is None:
+        raise DataError(
+            f"--teach labels: {data_name(options.data)} has no labels; give an array "
+            "'labels' of classes"
+        )
+    wrong = np.flatnonzero((dataset.labels < 0) | (dataset.labels >= answer.classes))
+    if wrong.size:
+        raise DataError(
+            f"--teach labels: sample {wrong[0]} of {data_name(options.data)} has the label "
+            f"{dataset.labels[wrong[0]]}, expected classes from 0 to {answer.classes - 1}, as the "
+            "model numbers them"
+        )
+
+
+def _spread(model: SourceModel, train: Dataset) -> float:
+    """Measure the standard deviation of the model's values, the mean over all of them."""
+    some = train.subset(np.arange(min(len(train), _SPREAD_SAMPLES), dtype=np.intp))
+    source, outputs = serialised(model.proto), [model.answer.output]
+    batches = run_over(source, outputs, some, threads=available_cores())
+    answers = np.concatenate([answer for _, (answer,) in batches])
+    found = float(answers.std(axis=0).mean())
+    if not found > _ROUNDING * np.abs(answers).max():
+        raise DataError(
+            f"the model answers {len(some)} samples all alike, so there is nothing to measure "
+            "nearness by; give --agree-within, or other data"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""What an answer is: agreement, differences, confidence, the exit check."""

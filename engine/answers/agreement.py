@@ -1,0 +1,275 @@
+"""What an answer is compared by, for each task, and what is recorded of it.
+
+Everything that decides, tests and promises sees one number of an answer, its *code*: the answers
+of an exit and of the model's end agree where their codes are equal. Where agreement is equality,
+of classes or of label sets, the code says which. Where it is nearness, the end's code is
+:data:`AGREED`, and an exit's is that or :data:`DIFFERED`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer
+from offramp.bundle.schema.tasks import WHOLE_SETS, AnswerTask, TaskKind
+from offramp.engine.answers.principal_values import ROUNDING
+
+Codes = NDArray[np.int32]
+AGREED: Final = 1
+DIFFERED: Final = 0
+HALF: Final = 0.5
+"""The probability from which on a label is given."""
+
+
+class Agreement(ABC):
+    """Compares answers of one task, of b samples each."""
+
+    def __init__(self, answer: Answer) -> None:
+        """Take what the manifest says of the answer."""
+        self.answer = answer
+        self.task: AnswerTask = answer.task
+
+    @abstractmethod
+    def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Keep of answers [b, …] what they are compared by, [b, …]."""
+
+    @abstractmethod
+    def agree(
+        self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
+    ) -> NDArray[np.bool_]:
+        """[b]: whether reduced answers agree with those of the model's end.
+
+        ``mask`` [b, tokens] is the task's, where it has one.
+        """
+
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """[b]: whether answers [b, …] decide anything: they hold neither NaN nor infinities.
+
+        Where the largest of several scores decides, −∞ rules its class out, as a mask does; one
+        class must be left.
+        """
+        return _all_of(np.isfinite(values))
+
+    def margins(
+        self, ours: NDArray[Any], ends: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """Return by how much the end's own scores prefer its decisions, and the scores that win.
+
+        Both are [b, decisions], of whole answers [b, …]; ``None`` where answers are no scores.
+        """
+        del ours, ends
+        return None
+
+    def codes(self, ends: NDArray[Any]) -> Codes:
+        """[b]: the codes of the model's own reduced answers."""
+        return np.full(len(ends), AGREED, np.int32)
+
+    def codes_against(
+        self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
+    ) -> Codes:
+        """[b]: the codes of an exit's reduced answers, given the model's own."""
+        return np.where(self.agree(ours, ends, mask), AGREED, DIFFERED).astype(np.int32)
+
+    def mask_in(self, inputs: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
+        """Find the task's mask among the inputs of a batch."""
+        return None if self.task.mask is None else inputs[self.task.mask]
+
+
+class Equality(Agreement):
+    """Answers that agree where they are equal: the code says what was answered."""
+
+    def agree(
+        self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
+    ) -> NDArray[np.bool_]:
+        """Compare codes."""
+        del mask
+        same: NDArray[np.bool_] = self.codes(ours) == self.codes(ends)
+        return same
+
+    def codes_against(
+        self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
+    ) -> Codes:
+        """Give the answers' own codes."""
+        del ends, mask
+        return self.codes(ours)
+
+
+class ClassAgreement(Equality):
+    """One class of several; the code is its number."""
+
+    def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Take the class of the largest value."""
+        classes: NDArray[np.intp] = values.argmax(axis=1)
+        return classes
+
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Ask for a class that is finite; none may be +∞ or NaN."""
+        return _all_of(np.isfinite(values.max(axis=1)))
+
+    def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Compare the scores of both classes."""
+        return _lead(ours, ends)
+
+    def codes(self, ends: NDArray[Any]) -> Codes:
+        """Take the class itself."""
+        return ends.astype(np.int32, copy=False)
+
+
+class LabelAgreement(Equality):
+    """A set of labels; the code is the set's number, or a checksum of many labels."""
+
+    def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[b, labels]: whether the sample has the label."""
+        given: NDArray[np.bool_] = values >= self._bounds(values)
+        return given
+
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Refuse NaN: an infinite logit is a sure yes or no."""
+        return _all_of(~np.isnan(values))
+
+    def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Double the distance of the scores from the bound, where they are on either side of it."""
+        other = self.reduce(ours) != self.reduce(ends)
+        return np.where(other, 2 * np.abs(ends - self._bounds(ends)), 0.0), ends
+
+    def _bounds(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the values from which on labels are given, in the type of the answers."""
+        bound = HALF if self.answer.form == "probabilities" else 0.0
+        return np.asarray(self.answer.thresholds or bound, values.dtype)
+
+    def codes(self, ends: NDArray[Any]) -> Codes:
+        """Give each set its number."""
+        if ends.shape[1] <= WHOLE_SETS:
+            powers = np.left_shift(1, np.arange(ends.shape[1]), dtype=np.int64)
+            numbers: Codes = (ends * powers).sum(axis=1).astype(np.int32)
+            return numbers
+        packed = np.packbits(ends, axis=1)
+        sums = [zlib.crc32(row.tobytes()) & 0x7FFFFFFF for row in packed]
+        return np.array(sums, np.int64).astype(np.int32)
+
+
+class PlaceAgreement(Agreement):
+    """A class for each token or pixel, so many of which have to be equal."""
+
+    def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[b, places]: the classes, in as few bytes as they take."""
+        classes = values if self.answer.form == "classes" else values.argmax(axis=self._axis)
+        narrow = np.uint8 if self.answer.classes <= np.iinfo(np.uint8).max else np.int32
+        return classes.reshape(len(values), -1).astype(narrow)
+
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Ask for a class that is finite at every place."""
+        scores = values if self.answer.form == "classes" else values.max(axis=self._axis)
+        return _all_of(np.isfinite(scores))
+
+    def margins(
+        self, ours: NDArray[Any], ends: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """Compare the scores of both classes at each place."""
+        if self.answer.form == "classes":
+            return None
+        return _lead(*(np.moveaxis(scores, self._axis, -1) for scores in (ours, ends)))
+
+    @property
+    def _axis(self) -> int:
+        return -1 if self.task.kind == "token-classification" else 1
+
+    def agree(
+        self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
+    ) -> NDArray[np.bool_]:
+        """Count equal places; those that the mask leaves out do not count."""
+        same = ours == ends
+        if mask is None:
+            equal, places = np.count_nonzero(same, axis=1), same.shape[1]
+        else:
+            counts = mask != 0
+            equal = np.count_nonzero(same & counts, axis=1)
+            places = np.count_nonzero(counts, axis=1)
+        enough: NDArray[np.bool_] = equal >= self.task.share * np.asarray(places) - ROUNDING
+        return enough
+
+
+class PoseAgreement(Agreement):
+    """A key point for each heat map: the place of its largest value."""
+
+    def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[b, key points, 3]: row, column, and the map's longer side."""
+        count, points, height, width = values.shape
+        places = values.reshape(count, points, height * width).argmax(axis=2)
+        rows, columns = np.divmod(places, width)
+        side = np.full_like(rows, max(height, width))
+        return np.stack([rows, columns, side], axis=2).astype(np.int32)
+
+    def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Ask for a place that is finite in every map."""
+        return _all_of(np.isfinite(values.max(axis=(2, 3))))
+
+    def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Compare the values of both places in each map."""
+        return _lead(*(maps.reshape(*maps.shape[:2], -1) for maps in (ours, ends)))
+
+    def agree(
+        self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
+    ) -> NDArray[np.bool_]:
+        """Count key points that are near each other (PCK)."""
+        del mask
+        apart = np.hypot(*np.moveaxis(ours[..., :2] - ends[..., :2], 2, 0))
+        near = apart <= self.task.within * ends[..., 2] + ROUNDING
+        enough: NDArray[np.bool_] = (
+            np.count_nonzero(near, axis=1) >= self.task.share * near.shape[1] - ROUNDING
+        )
+        return enough
+
+
+class ValueAgreement(Agreement):
+    """Values, all of which have to be near."""
+
+    def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Keep the values, [b, values]."""
+        return values.astype(np.float32, copy=False).reshape(len(values), -1)
+
+    def agree(
+        self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
+    ) -> NDArray[np.bool_]:
+        """Compare by the largest difference; NaN is near nothing."""
+        del mask
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(ours - ends).max(axis=1)
+        near: NDArray[np.bool_] = apart <= self.task.within
+        return near
+
+
+def _all_of(found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[b]: whether all of [b, …] are true."""
+    every: NDArray[np.bool_] = np.asarray(found.reshape(len(found), -1).all(axis=1))
+    return every
+
+
+def _lead(ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Compare the end's scores [b, …, choices] of its choice and ours; [b, …] each."""
+    winning = ends.max(axis=-1)
+    chosen = np.take_along_axis(ends, ours.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    with np.errstate(invalid="ignore"):
+        return winning - chosen, winning
+
+
+_BY_KIND: Final[Mapping[TaskKind, type[Agreement]]] = {
+    "classification": ClassAgreement,
+    "multi-label": LabelAgreement,
+    "token-classification": PlaceAgreement,
+    "segmentation": PlaceAgreement,
+    "pose": PoseAgreement,
+    "regression": ValueAgreement,
+    "other": ValueAgreement,
+}
+
+
+def agreement_of(answer: Answer) -> Agreement:
+    """Give what compares answers of a model."""
+    return _BY_KIND[answer.task.kind](answer)

@@ -1,0 +1,205 @@
+"""How far values are from those expected, each relative to the size of its own kind.
+
+Every check that compares a model with something made of it, or rows in one batch with rows in
+another, asks here. What rounding may change depends on an element's own size. One entry of −10⁹,
+with which a class is masked, must not excuse what happens to the other classes; infinities and NaN
+are right where the other side has the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer
+from offramp.engine.answers.agreement import agreement_of
+
+_APART: Final = 5
+"""Powers of two without any value between two groups of magnitudes: the larger one is apart."""
+_BEYOND: Final = 64.0
+"""Times the size of half of the columns; what is larger is no measure of the others."""
+
+_ELEMENTS: Final = {"classification": "class", "multi-label": "label"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """The magnitudes that differences of a tensor's elements are measured by.
+
+    An element's scale is that of its column (class, feature or channel): its largest magnitude,
+    but for values far above the others, as a mask makes of some samples. Those have a scale each.
+    Columns of small values have at least the scale of ordinary ones, as rounding comes from sums
+    that they share. Values up to 1 are not told apart: all of their scales are the largest one.
+    """
+
+    ordinary: float
+    """The scale of ordinary columns; at least that of each one."""
+    by_column: NDArray[np.float64]
+    """[columns]; of one element where all are alike."""
+    apart_above: NDArray[np.float64]
+    """[columns]: magnitudes above are their own scale."""
+
+    @classmethod
+    def fixed(cls, scale: float) -> Scales:
+        """Measure all elements by one number."""
+        one = np.array([scale])
+        return cls(ordinary=scale, by_column=one, apart_above=np.array([np.inf]))
+
+    @classmethod
+    def of(cls, values: NDArray[Any]) -> Scales:
+        """Measure by values [n, …], the more samples of a kind the better."""
+        columns = _columns(values)
+        sizes = np.where(np.isfinite(columns), np.abs(columns), 0.0).reshape(len(columns), -1)
+        largest = float(sizes.max(initial=0.0))
+        if not largest:
+            return cls.fixed(1.0)
+        least = min(1.0, largest)
+        tops = _tops(sizes, least)
+        known = np.sort(tops[tops > 0])
+        ordinary = float(_first_group(known)[-1])
+        return cls(
+            ordinary=ordinary,
+            by_column=np.maximum(tops, ordinary),
+            apart_above=np.where(tops > 0, tops, ordinary),
+        )
+
+    def at(self, wanted: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the scale of every element of ``wanted``, in its shape."""
+        columns = _columns(wanted)
+        shape = (-1, *(1,) * (columns.ndim - 1))
+        own = np.where(np.isfinite(columns), np.abs(columns), 0.0)
+        own[own <= self.apart_above.reshape(shape)] = 0.0
+        found = np.maximum(own, self.by_column.reshape(shape))
+        return np.moveaxis(found, 0, _axis(wanted)).reshape(wanted.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The largest difference between two tensors."""
+
+    share: float
+    """Of the element's scale. Infinite where the shapes differ, or just one side is NaN or
+    infinite."""
+    worst: str = ""
+    """A description of the element, empty where nothing differs."""
+
+    def describe(self) -> str:
+        """Return share and element, as in ``the answers differ by …``."""
+        return f"{self.share:.1e}: {self.worst}" if self.worst else f"{self.share:.1e}"
+
+
+def compare(
+    found: NDArray[Any],
+    wanted: NDArray[Any],
+    *,
+    scales: Scales | None = None,
+    answer: Answer | None = None,
+) -> Difference:
+    """Return the largest difference between ``found`` and ``wanted``, relative to its scale.
+
+    ``scales`` are those of ``wanted``, unless more samples are known. With ``answer``, both are
+    answers [b, …] of that model, and must decide alike: another decision counts as a difference of
+    half of what ``wanted`` prefers its own by, relative to the values that win.
+    """
+    if found.shape != wanted.shape:
+        return Difference(share=math.inf, worst=f"shape {_sized(found)}, expected {_sized(wanted)}")
+    actual, right = found.astype(np.float64), wanted.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        apart = np.asarray(np.abs(actual - right))
+    apart[(actual == right) | (np.isnan(actual) & np.isnan(right))] = 0.0
+    apart[np.isnan(apart)] = np.inf
+    if not apart.any():
+        return Difference(share=0.0)
+    sizes = (scales or Scales.of(right)).at(right)
+    shares = apart / sizes
+    place = np.unravel_index(int(np.argmax(shares)), shares.shape)
+    difference = Difference(
+        share=float(shares[place]),
+        worst=(
+            f"{actual[place]:.6g} instead of {right[place]:.6g} "
+            f"({_named(place, answer)}; its scale is {sizes[place]:.3g})"
+        ),
+    )
+    decided = None if answer is None else _decisions(actual, right, answer)
+    return difference if decided is None or decided.share <= difference.share else decided
+
+
+def relative_difference(
+    found: NDArray[Any], wanted: NDArray[Any], scales: Scales | None = None
+) -> float:
+    """Return :attr:`Difference.share` of :func:`compare`."""
+    return compare(found, wanted, scales=scales).share
+
+
+def _decisions(
+    found: NDArray[np.float64], wanted: NDArray[np.float64], answer: Answer
+) -> Difference | None:
+    """Compare what answers decide by; ``None`` if they are no scores."""
+    if (margins := agreement_of(answer).margins(found, wanted)) is None:
+        return None
+    lead, winning = (np.nan_to_num(array, nan=0.0, neginf=0.0) for array in margins)
+    shares = lead / 2 / np.maximum(np.abs(winning), Scales.of(winning.reshape(-1, 1)).ordinary)
+    row = np.unravel_index(int(np.argmax(shares)), shares.shape)[0]
+    return Difference(
+        share=float(shares.max(initial=0.0)),
+        worst=f"another decision for sample {row}, by {float(shares.max(initial=0.0)):.1e} of the "
+        "values that decide",
+    )
+
+
+def _tops(sizes: NDArray[np.float64], least: float) -> NDArray[np.float64]:
+    """[columns]: the largest of ``sizes`` [columns, n] that is not apart, ``least`` or more.
+
+    0 where a column has only zeros, which tell nothing of its scale.
+    """
+    _, powers = np.frexp(np.maximum(sizes, least))
+    lowest = int(powers.min())
+    width = int(powers.max()) - lowest + 1
+    places = powers - lowest + np.arange(len(sizes))[:, None] * width
+    taken = np.bincount(places[sizes > 0], minlength=len(sizes) * width).reshape(-1, width) > 0
+    # The last power of each group: none is taken among the next ones.
+    ahead = np.pad(taken, ((0, 0), (0, _APART)))
+    empty = [~ahead[:, i : i + width] for i in range(1, _APART)]
+    ends = taken & np.logical_and.reduce(empty)
+    bound = np.ldexp(1.0, np.argmax(ends, axis=1) + lowest)
+    below = np.where(sizes < bound[:, None], sizes, 0.0).max(axis=1, initial=0.0)
+    tops: NDArray[np.float64] = np.where(taken.any(axis=1), np.maximum(below, least), 0.0)
+    return tops
+
+
+def _first_group(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sizes, which rise, before the first that is far above the others."""
+    _, powers = np.frexp(sizes)
+    (gaps,) = np.nonzero(np.diff(powers) >= _APART)
+    group = sizes[: gaps[0] + 1] if gaps.size else sizes
+    alike: NDArray[np.bool_] = group <= _BEYOND * group[(len(group) - 1) // 2]
+    return group[alike]
+
+
+def _axis(values: NDArray[Any]) -> int:
+    """Return the axis of classes, features or channels."""
+    return values.ndim - 1 if values.ndim < 4 else 1
+
+
+def _columns(values: NDArray[Any]) -> NDArray[np.float64]:
+    """View values as [columns, …]; those of one dimension are one column."""
+    wide = values.astype(np.float64, copy=False)
+    if wide.ndim < 2:
+        return wide.reshape(1, -1)
+    return np.moveaxis(wide, _axis(wide), 0)
+
+
+def _named(place: tuple[Any, ...], answer: Answer | None) -> str:
+    """Name an element, such as ``sample 3, class 1``."""
+    row, *others = map(int, place) if place else (0,)
+    kind = "value" if answer is None else _ELEMENTS.get(answer.task.kind, "value")
+    where = others[0] if len(others) == 1 else others
+    return f"sample {row}, {kind} {where}" if others else f"sample {row}"
+
+
+def _sized(array: NDArray[Any]) -> str:
+    return str(list(array.shape))

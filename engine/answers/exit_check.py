@@ -1,0 +1,98 @@
+"""The exit check (PAME 5.3, Apparate 3.1).
+
+Dimension reduction: the principal value of a classification is its largest probability; those of
+a pose are the highest values of each heat map, those of a segmentation the largest probability of
+each pixel. Threshold check: the sample exits when its principal value reaches the confidence
+threshold, or as many of them as the count threshold says. The backends' kernels are held against
+these functions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import CLASSIFICATION, AnswerForm, AnswerTask
+from offramp.certify import leaves
+from offramp.engine.answers.principal_values import principal_values, sure_of
+
+_ZERO = np.float32(0)
+"""``fmax`` with it takes the place of NaN."""
+_ONE = np.float32(1)
+
+
+def confidence_of(
+    answer: NDArray[Any], form: AnswerForm, task: AnswerTask = CLASSIFICATION
+) -> NDArray[np.float32]:
+    """Give the largest probability of answers [b, classes], which are floating-point numbers.
+
+    [b], 0 to 1; of other tasks what as many principal values reach as have to agree
+    (:mod:`.principal_values`). Log-probabilities are taken as logits, whose softmax is their
+    exponential. An answer with NaN, or logits of +infinity, have confidence 0, so they never exit
+    early; probabilities above 1 count as 1, so that none reaches ``NEVER``. Scores on a scale of
+    the model's own (``values``) have confidence 1: exits compute theirs before that scale.
+    """
+    # Runs between any two stages on arrays of a few dozen numbers, where what counts is the
+    # number of numpy calls: bare ufuncs, no methods, no second pass over the data.
+    if task.kind != "classification":
+        return sure_of(principal_values(answer, form, task), task.share)
+    if answer.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            answer = answer.astype(np.float32)
+    largest = np.maximum.reduce(answer, axis=1)
+    if form == "values":
+        known: NDArray[np.float32] = np.logical_not(np.isnan(largest)).astype(np.float32)
+        return known
+    if form != "probabilities":
+        # Largest softmax = exp(0) / sum exp(x − max): no need for the whole softmax.
+        with np.errstate(invalid="ignore", over="ignore"):  # at infinity and near it
+            shifted = np.subtract(answer, largest[:, None])
+        np.exp(shifted, out=shifted)
+        largest = np.reciprocal(np.add.reduce(shifted, axis=1))
+    else:
+        largest = np.minimum(largest, _ONE)
+    confidence: NDArray[np.float32] = np.fmax(largest, _ZERO)
+    return confidence
+
+
+def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
+    """Which samples exit; compared in float32, as the kernels do."""
+    return leaves(confidence, np.float32(threshold))
+
+
+def highest_at(maps: NDArray[Any], threshold: float, *, highest: int) -> NDArray[np.int32]:
+    """Count principal values of heat maps that reach the threshold (pose estimation, PAME 5.3).
+
+    Of ``maps`` [b, maps, ...], floating probabilities of pixels, NaN counting as 0 and above 1 as
+    1, each has its ``highest`` values (PAME: 5), a smaller map all. Gives [b], summed over the
+    maps.
+    """
+    confidence = confidence_of(maps.reshape(-1, 1), "probabilities").reshape(_flat(maps))
+    principal = np.sort(confidence, axis=2)[:, :, -highest:]
+    count: NDArray[np.int32] = exits(principal, threshold).sum(axis=(1, 2), dtype=np.int32)
+    return count
+
+
+def pixels_at(answer: NDArray[Any], form: AnswerForm, threshold: float) -> NDArray[np.int32]:
+    """Count pixels whose confidence reaches the threshold (segmentation, PAME 5.3).
+
+    ``answer`` is [b, classes, ...], floating logits or probabilities of pixels; gives [b].
+    """
+    pixels = np.moveaxis(answer.reshape(_flat(answer)), 1, 2)
+    confidence = confidence_of(pixels.reshape(-1, answer.shape[1]), form)
+    reached = exits(confidence, threshold).reshape(pixels.shape[:2])
+    count: NDArray[np.int32] = reached.sum(axis=1, dtype=np.int32)
+    return count
+
+
+def exits_by_count(count: NDArray[np.int32], count_threshold: int) -> NDArray[np.bool_]:
+    """Which samples exit: those with enough principal values at the confidence threshold."""
+    return count >= np.int32(count_threshold)
+
+
+def _flat(answer: NDArray[Any]) -> tuple[int, int, int]:
+    """The shape with all pixels in one axis; not by −1, which an empty batch leaves open."""
+    return answer.shape[0], answer.shape[1], math.prod(answer.shape[2:])

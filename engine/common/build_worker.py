@@ -1,0 +1,44 @@
+"""The process that builds engines beside a server: ``python -m .common.build_worker …``.
+
+It is ``eecompile`` with the arguments given, at a lower priority, and ends with its standard input:
+should the server be killed, nobody is left to end a build that keeps memory of its GPU. The engine
+in work is lost then, nothing else (:mod:`offramp.bundle.engines`).
+
+The compiler is run as the program that it is. The engine knows its name and its command line, not
+its modules: a machine that serves need not have it installed.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+from typing import Final
+
+from offramp.engine.common.job_worker import step_back
+
+_COMPILER: Final = "offramp.compiler.commands.cli"
+
+
+def main() -> None:
+    """Run the compiler; its exit status is this process's."""
+    step_back()
+    run_compiler()
+
+
+def run_compiler() -> None:
+    """Run the compiler with the arguments of this process, until its standard input ends."""
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    sys.argv[0] = "eecompile"
+    runpy.run_module(_COMPILER, run_name="__main__", alter_sys=False)
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The environment of a measurement: processor and its instructions, load, versions, command."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from offramp.bundle.schema.cpu import CPU_FLAGS, CpuFeatures
+
+CPUINFO: Final = Path("/proc/cpuinfo")
+
+
+def common_facts(packages: Mapping[str, str]) -> dict[str, Any]:
+    """Give what every report says of the machine and the run, as JSON values.
+
+    ``packages`` are versions by package; which are worth naming, the report knows.
+    """
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": dict(packages),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "measured_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def package_version(package: str) -> str | None:
+    """Give the version of an installed package; ``None`` where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_model(cpuinfo: Path = CPUINFO) -> str:
+    """Name the processor, as far as the system tells."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = [line for line in lines if line.startswith("model name")]
+    # where there is no name, as on ARM, implementer and part tell CPUs apart
+    named = named[:1] or sorted({line for line in lines if line.startswith("CPU ")})
+    words = " ".join(line.partition(":")[2].strip() for line in named)
+    return words or platform.processor() or platform.machine()
+
+
+def cpu_features(cpuinfo: Path = CPUINFO) -> CpuFeatures:
+    """Read what the CPU has from Linux's ``/proc/cpuinfo``; unknown elsewhere."""
+    machine = platform.machine()
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return CpuFeatures(machine=machine, names=None)
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in {"flags", "Features"}:
+            flags = set(value.split())
+            names = tuple(name for flag, name in CPU_FLAGS.items() if flag in flags)
+            return CpuFeatures(machine=machine, names=names)
+    return CpuFeatures(machine=machine, names=None)
+
+
+_core_limit: int | None = None
+
+
+def available_cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(cores, _core_limit or cores)
+
+
+def limit_cores(cores: int) -> None:
+    """Have :func:`available_cores` count no more than so many in this process."""
+    global _core_limit  # noqa: PLW0603 - of the process, as its affinity is
+    _core_limit = max(1, cores)

@@ -1,0 +1,24 @@
+"""Extensions: packages beside the core that add to its commands, found by a table of names.
+
+The core imports none of them, and runs without. What one adds to a host (``engine``, ``server``,
+``compiler``) is the object ``EXTENSION`` of its module ``for_HOST``, imported when the host is
+used; by which protocol, each host says.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+EXTENSIONS: Final = ("offramp.cluster", "offramp.supernet")
+"""Packages that are looked for."""
+
+
+@cache
+def extensions_for(host: str) -> tuple[Any, ...]:
+    """Import what the extensions that are installed add to a host."""
+    here = [name for name in EXTENSIONS if find_spec(name) is not None]
+    modules = [f"{name}.for_{host}" for name in here]
+    return tuple(import_module(m).EXTENSION for m in modules if find_spec(m) is not None)

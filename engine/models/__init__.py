@@ -1,0 +1,1 @@
+"""Served models: options, deployments, profiles on this machine, controllers."""

@@ -1,0 +1,125 @@
+"""The profile of a model on the device that serves it, measured where it was not compiled there.
+
+A bundle is profiled where it is compiled, on a CPU. A GPU is not only faster: its time hardly
+grows with the batch until it is full. Scheduling and control need that shape, not only a speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle, Profile
+from offramp.engine.common.errors import BackendError
+from offramp.engine.stages.base import Backend, Slot
+from offramp.engine.stages.pipeline import Pipeline, zeros
+from offramp.engine.stages.plan import Mode, make_chained_plan, make_plan
+
+_log = logging.getLogger(__name__)
+
+ROUNDS: Final = 9
+WARM_UP_ROUNDS: Final = 2
+QUANTILE: Final = 0.25
+"""Over rounds, as in the compiler's profiles: what else a machine does only ever adds time."""
+
+
+def measure_profile(
+    bundle: Bundle,
+    backend: Backend,
+    compiled: Profile,
+    *,
+    max_batch_size: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Profile:
+    """Time the source model and its segments on a backend, in seconds of ``clock``.
+
+    Measured on zeros, at the batch sizes of the bundle's own profile up to ``max_batch_size``: the
+    source model, and its segments one after another. What chaining them takes beyond the source
+    model is the borders' (and the exits' that engines of segments have fused in, which makes a
+    prediction conservative). Heads are in no graph of their own on a device: their times are
+    predicted, as the share of the source model's that they have in the compiler's profile. So are
+    the segments' if they cannot be run by themselves. BackendError if the source model cannot be
+    run.
+    """
+    sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
+    unmodified = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    # of a cascade the chain is the source model alone: nothing in it is worth timing
+    chain = None if bundle.manifest.source_begins else _chained(bundle, backend)
+    measured: list[tuple[int, float, list[float]]] = []
+    slot = backend.open_slot()
+    try:
+        for size in sizes:
+            tensors = zeros(bundle.manifest, size)
+            whole = sum(_stages_ms(unmodified, slot, tensors, clock))
+            try:
+                parts = _stages_ms(chain, slot, tensors, clock) if chain else []
+            except BackendError as error:
+                _say_why(bundle, error)
+                chain, parts = None, []
+            measured.append((size, whole, parts))
+    finally:
+        slot.close()
+    columns = [_column(compiled, n, whole, parts if chain else []) for n, whole, parts in measured]
+    source_ms, segments_ms, exits_ms, stages_ms = zip(*columns, strict=True)
+    return Profile(
+        device=backend.name,
+        threads=compiled.threads,
+        batch_sizes=tuple(sizes),
+        source_ms=source_ms,
+        segments_ms=tuple(zip(*segments_ms, strict=True)),
+        exits_ms=tuple(zip(*exits_ms, strict=True)),
+        stages_ms=tuple(zip(*stages_ms, strict=True)),
+    )
+
+
+_Column: TypeAlias = tuple[float, list[float], list[float], list[float]]
+"""Milliseconds of source model, segments, exits and borders at a batch size."""
+
+
+def _column(compiled: Profile, size: int, whole: float, parts: list[float]) -> _Column:
+    column = compiled.column(size)
+    ratio = whole / compiled.source_ms[column]
+    exits = [row[column] * ratio for row in compiled.exits_ms]
+    if not parts:
+        segments = [row[column] * ratio for row in compiled.segments_ms]
+        borders = [row[column] * ratio for row in compiled.stages_ms]
+        return whole, segments, exits, borders
+    chained = sum(parts)
+    border = max(chained - whole, 0.0) / max(len(parts) - 1, 1)
+    borders = [border] * len(exits)
+    return whole, [part * whole / chained for part in parts], exits, borders
+
+
+def _chained(bundle: Bundle, backend: Backend) -> Pipeline | None:
+    try:
+        return Pipeline(backend, make_chained_plan(bundle))
+    except BackendError as error:
+        _say_why(bundle, error)
+        return None
+
+
+def _say_why(bundle: Bundle, error: BackendError) -> None:
+    _log.info("%s: segments are not timed by themselves: %s", bundle.path.name, error)
+
+
+def _stages_ms(
+    pipeline: Pipeline, slot: Slot, tensors: Mapping[str, NDArray[Any]], clock: Callable[[], float]
+) -> list[float]:
+    """Time every stage of a batch that nobody leaves."""
+    rounds = []
+    for _ in range(WARM_UP_ROUNDS + ROUNDS):
+        batch, times = slot.upload(tensors), []
+        for index in range(len(pipeline.plan.stages)):
+            started_s = clock()
+            result = pipeline.step(slot, index, batch).result
+            times.append((clock() - started_s) * 1e3)
+            if result.carry is not None:
+                batch = result.carry
+        rounds.append(times)
+    typical: list[float] = np.quantile(rounds[WARM_UP_ROUNDS:], QUANTILE, axis=0).tolist()
+    return typical

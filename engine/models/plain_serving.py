@@ -1,0 +1,64 @@
+"""How a bundle whose exits may not answer is served: in mode off, or one sample at a time.
+
+Such are the bundles of ONNX files as they are, those of models for which no exit pays, and those of
+dry runs, whose exits were made on random inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from offramp.bundle import Manifest
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.stages.plan import Mode
+
+_log = logging.getLogger(__name__)
+
+
+def served_mode(manifest: Manifest, mode: Mode, *, uncertified: bool = False) -> Mode:
+    """Return the mode that a model is served in: off, where it has no exits that may answer.
+
+    Exits of a dry run may if they are allowed to although nothing is certified (``uncertified``).
+    """
+    if not (manifest.exits or manifest.variants):
+        return Mode.OFF
+    return Mode.OFF if manifest.calibration.random_inputs and not uncertified else mode
+
+
+def options_for(name: str, manifest: Manifest, options: EngineOptions) -> EngineOptions:
+    """Return the engine's options with the mode and the batch size that fit a model; log notes."""
+    level = logging.WARNING if manifest.calibration.random_inputs else logging.INFO
+    uncertified = options.uncertified_exits
+    for note in notes_on(name, manifest, options):
+        _log.log(level, "%s: %s", name, note)
+    mode = served_mode(manifest, options.mode, uncertified=uncertified)
+    if mode is options.mode and not manifest.no_batching:
+        return options
+    of_model = options.of(name)
+    if manifest.no_batching:
+        of_model = replace(of_model, max_batch_size=1)
+    return replace(options, mode=mode, models={**options.models, name: of_model})
+
+
+def notes_on(name: str, manifest: Manifest, options: EngineOptions) -> tuple[str, ...]:
+    """Return sentences on how such a bundle is served, without full stops."""
+    if manifest.calibration.random_inputs:
+        answered = (
+            "the unmodified model is served, in mode off; --uncertified-exits lets exits answer"
+        )
+        if options.uncertified_exits:
+            answered = "exits answer, as --uncertified-exits asks for"
+        return (f"compiled on random inputs: nothing is certified; {answered}",)
+    if manifest.exits or manifest.variants:
+        return ()
+    way_on = "its bundle has no exits, as none was worth building"
+    if manifest.is_plain:
+        file = manifest.source.original_name
+        way_on = f"exits come with --learn, or from eecompile {file} --data DATA"
+        if options.learning is not None and options.of(name).learn:
+            way_on = "exits are learned from what is asked"
+    notes = [f"the unmodified model is served, in mode off: {way_on}"]
+    if manifest.no_batching:
+        notes.append(f"every sample runs in a batch of its own: {manifest.no_batching}")
+    return tuple(notes)

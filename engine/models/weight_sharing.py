@@ -1,0 +1,119 @@
+"""Which models of a bundle run on one copy of their weights in memory, and which on their own.
+
+The choice is between memory and time, so it is whoever serves the bundle that makes it
+(``--share-weights``). Left alone it costs no time that was not measured to be small: the full model
+keeps packed weights, as it gives the answers that variants fall short of, and a variant shares
+where that was measured to take at most :data:`MOST_MORE_TIME` longer when the bundle was compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from offramp.bundle import Manifest, Profile
+from offramp.bundle.graph_weights import WEIGHTS
+from offramp.engine.backends.factory import CPU
+from offramp.engine.graphs.external_weights import WeightForm
+from offramp.engine.stages.base import Backend
+from offramp.engine.stages.plan import StageSpec
+
+_log = logging.getLogger(__name__)
+
+MOST_MORE_TIME: Final = 0.1
+"""What sharing may cost of a variant's time where nobody asked for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSharing:
+    """How the models of a bundle have their weights in memory while they serve."""
+
+    forms: tuple[WeightForm, ...]
+    """By variant; 0 is the full model."""
+    audits: WeightForm
+    """Of the full model behind a variant, which runs a few samples for comparison."""
+    time_ratios: Mapping[int, float]
+    """Measured: of those that share, time over that with packed weights, by variant."""
+
+    def of(self, spec: StageSpec) -> StageSpec:
+        """Give a stage that has its weights as this says."""
+        bundle = spec.bundle
+        if bundle is None:
+            return spec
+        form = self.forms[bundle.number]
+        if bundle.number and spec.first_segment >= bundle.manifest.source_begins:
+            form = self.audits
+        return replace(spec, weight_form=form)
+
+    def slowed(self, profile: Profile, variant: int) -> Profile:
+        """Give a variant's profile, measured with packed weights, as it is with these."""
+        ratio = self.time_ratios.get(variant, 1.0)
+        if ratio == 1:
+            return profile
+        return replace(
+            profile,
+            source_ms=_scaled(profile.source_ms, ratio),
+            segments_ms=tuple(_scaled(row, ratio) for row in profile.segments_ms),
+            exits_ms=tuple(_scaled(row, ratio) for row in profile.exits_ms),
+        )
+
+    def describe(self, manifest: Manifest) -> str:
+        """Say in a line who shares, and what that costs and saves as far as it was found out."""
+        names = ["the full model", *(variant.name for variant in manifest.variants)]
+        costs = {cost.variant: cost for cost in manifest.weight_sharing}
+        shared = [n for n, form in enumerate(self.forms) if form is WeightForm.SHARED]
+        if not shared:
+            return "each model has weights of its own in memory"
+        told = []
+        for number in shared:
+            cost = costs.get(number)
+            known = f" ({cost.describe()})" if cost else " (not measured)"
+            told.append(names[number] + known)
+        return f"one copy of weights in memory for {'; '.join(told)}"
+
+
+def share_weights(
+    manifest: Manifest, asked: str, backend: Backend, *, served: int
+) -> WeightSharing:
+    """Decide for the full model and the first ``served`` variants, and log what is in force.
+
+    ``asked`` is one of :data:`.models.options.SHARE_WEIGHTS`; it takes a backend that maps
+    weights, and a bundle that has them in a file.
+    """
+    costs = {cost.variant: cost for cost in manifest.weight_sharing}
+    packed, shared = WeightForm.PACKED, WeightForm.SHARED
+    lacking = _lacking(manifest, backend)
+    if asked == "always" and lacking:
+        _log.warning("%s: --share-weights always has no effect: %s", manifest.name, lacking)
+    if asked == "never" or lacking:
+        forms, audits = [packed] * (1 + served), packed
+    elif asked == "always":
+        forms, audits = [shared] * (1 + served), shared
+    else:
+        cheap = {n for n, cost in costs.items() if cost.time_ratio <= 1 + MOST_MORE_TIME}
+        forms = [packed, *(shared if n in cheap else packed for n in range(1, 1 + served))]
+        audits = shared
+    ratios = {
+        number: costs[number].time_ratio
+        for number, form in enumerate(forms)
+        if form is shared and number in costs
+    }
+    sharing = WeightSharing(forms=tuple(forms), audits=audits, time_ratios=ratios)
+    if served or asked == "always":
+        _log.info("%s: %s", manifest.name, sharing.describe(manifest))
+    return sharing
+
+
+def _lacking(manifest: Manifest, backend: Backend) -> str:
+    """Say why no weights can be shared; empty if they can."""
+    if backend.name != CPU:
+        return f"backend {backend.name} maps no weights; serve with --backend onnxruntime"
+    if WEIGHTS not in {entry.path for entry in manifest.files}:
+        return f"the bundle has no {WEIGHTS}: all of its weights are small, or it is an older one"
+    return ""
+
+
+def _scaled(row: tuple[float, ...], factor: float) -> tuple[float, ...]:
+    return tuple(factor * ms for ms in row)

@@ -1,0 +1,62 @@
+"""What is said of a model whose engines are of another precision than the float32 source model.
+
+Its exits are certified, and watched while serving, against the model's end in that precision; what
+the end may answer unlike the float32 model was bounded once, when the engines were built
+(:class:`~offramp.bundle.engines.PrecisionEvidence`). So it is where a dynamically quantised model
+answers some samples otherwise in other batches (:class:`~.schema.batch_effect.BatchEffect`):
+exits are compared with the end of the same batch. Users are told of both together: the sums hold
+with what both levels of confidence leave.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TypeAlias
+
+from offramp.bundle import Bundle, ExitPolicy
+from offramp.bundle.engines import PrecisionEvidence
+from offramp.bundle.schema.batch_effect import BatchEffect
+from offramp.certify.shared_risk import both_hold
+from offramp.engine.control.controller import ControlStatus
+
+EndEvidence: TypeAlias = PrecisionEvidence | BatchEffect
+"""What was counted of the model's end alone."""
+
+
+def end_evidence(bundle: Bundle) -> EndEvidence | None:
+    """Give what is taken from a bundle's promise for the model's end, if anything is."""
+    return bundle.evidence or bundle.manifest.batch_effect
+
+
+def whole_status(status: ControlStatus, evidence: EndEvidence | None) -> ControlStatus:
+    """Give a status about the float32 model; the estimate is of two shares that may overlap."""
+    if evidence is None:
+        return status
+    level = both_hold(status.confidence_level)
+    spent, seen = evidence.spent(level), status.disagreement
+    return replace(
+        status,
+        max_disagreement=status.max_disagreement + spent,
+        confidence_level=level,
+        disagreement=None if seen is None else seen + evidence.end_differs / evidence.samples,
+        disagreement_upper_bound=min(status.disagreement_upper_bound + spent, 1.0),
+    )
+
+
+def whole_policy(policy: ExitPolicy, evidence: EndEvidence | None) -> ExitPolicy:
+    """Give a policy whose promise is about the float32 model."""
+    promise = policy.promise
+    if evidence is None or promise is None:
+        return policy
+    level = both_hold(promise.confidence_level)
+    differs = math.ceil(evidence.end_differs * promise.certify_samples / evidence.samples)
+    return replace(
+        policy,
+        promise=replace(
+            promise,
+            max_disagreement=promise.max_disagreement + evidence.spent(level),
+            confidence_level=level,
+            certify_errors=min(promise.certify_errors + differs, promise.certify_samples),
+        ),
+    )

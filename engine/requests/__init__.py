@@ -1,0 +1,1 @@
+"""Requests and what is counted of them: input checks, answers, audits, statistics."""

@@ -1,0 +1,144 @@
+"""Answers of exits that wait for the model's end, which they are compared with.
+
+Where a class is compared with a class, each has its code at once. Where answers agree when they are
+near, nothing is known before the end has its say: until then what they are compared by is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer
+from offramp.certify import MODEL_END, UNKNOWN
+from offramp.engine.answers.agreement import agreement_of
+
+SampleIds = NDArray[np.int64]
+
+
+class TakesCodes(Protocol):
+    """Takes the codes of answers: a :class:`.Recorder`, or what audits a variant."""
+
+    def passed(
+        self,
+        sample_ids: SampleIds,
+        exit_index: int,
+        confidence: NDArray[np.float32],
+        prediction: NDArray[np.int32],
+    ) -> None:
+        """Take what an exit said of samples, ``UNKNOWN`` where it cannot be told yet."""
+
+    def compared(
+        self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
+    ) -> None:
+        """Take what an exit said of samples, once it can be told."""
+
+    def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
+        """Take what the model's end said of samples."""
+
+
+class AnswerLog(Protocol):
+    """Tells a recorder what samples were answered with."""
+
+    def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Take what is needed of the inputs [n, …] of samples [n] that start."""
+
+    def say(
+        self,
+        sample_ids: SampleIds,
+        exit_index: int,
+        answer: NDArray[Any],
+        confidence: NDArray[np.float32],
+    ) -> None:
+        """Take answers [n, …] of an exit, or ``MODEL_END``, with their confidence [n]."""
+
+    def forget(self, sample_ids: SampleIds) -> None:
+        """Forget samples of which no more will be known."""
+
+
+def answer_log(answer: Answer, recorder: TakesCodes) -> AnswerLog:
+    """Make what compares a model's answers while serving."""
+    return _ComparedAtEnd(answer, recorder) if answer.task.is_relative else _Codes(answer, recorder)
+
+
+class _Codes:
+    """Answers whose code says whether they agree."""
+
+    def __init__(self, answer: Answer, recorder: TakesCodes) -> None:
+        self._agreement, self._recorder = agreement_of(answer), recorder
+
+    def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Need nothing."""
+
+    def say(
+        self,
+        sample_ids: SampleIds,
+        exit_index: int,
+        answer: NDArray[Any],
+        confidence: NDArray[np.float32],
+    ) -> None:
+        codes = self._agreement.codes(self._agreement.reduce(answer))
+        if exit_index == MODEL_END:
+            self._recorder.final(sample_ids, codes)
+        else:
+            self._recorder.passed(sample_ids, exit_index, confidence, codes)
+
+    def forget(self, sample_ids: SampleIds) -> None:
+        """Hold nothing."""
+
+
+class _Waiting(NamedTuple):
+    """A sample that is under way: its mask, and by exit what it was answered with."""
+
+    mask: NDArray[Any] | None
+    said: dict[int, NDArray[Any]]
+
+
+class _ComparedAtEnd:
+    """Answers that are kept until they can be compared.
+
+    Each sample is with one stream's thread at a time, and has an entry of its own.
+    """
+
+    def __init__(self, answer: Answer, recorder: TakesCodes) -> None:
+        self._agreement, self._recorder = agreement_of(answer), recorder
+        self._waiting: dict[int, _Waiting] = {}
+
+    def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
+        masks = self._agreement.mask_in(inputs)
+        for row, sample in enumerate(sample_ids.tolist()):
+            self._waiting[sample] = _Waiting(None if masks is None else masks[row], {})
+
+    def say(
+        self,
+        sample_ids: SampleIds,
+        exit_index: int,
+        answer: NDArray[Any],
+        confidence: NDArray[np.float32],
+    ) -> None:
+        reduced = self._agreement.reduce(answer)
+        if exit_index == MODEL_END:
+            self._compare(sample_ids, reduced)
+            return
+        unknown = np.full(len(sample_ids), UNKNOWN, np.int32)
+        self._recorder.passed(sample_ids, exit_index, confidence, unknown)
+        for row, sample in enumerate(sample_ids.tolist()):
+            if (waiting := self._waiting.get(sample)) is not None:
+                waiting.said[exit_index] = reduced[row].copy()
+
+    def forget(self, sample_ids: SampleIds) -> None:
+        for sample in sample_ids.tolist():
+            self._waiting.pop(sample, None)
+
+    def _compare(self, sample_ids: SampleIds, ends: NDArray[Any]) -> None:
+        self._recorder.final(sample_ids, self._agreement.codes(ends))
+        for row, sample in enumerate(sample_ids.tolist()):
+            if (waiting := self._waiting.pop(sample, None)) is None:
+                continue
+            mask = None if waiting.mask is None else waiting.mask[None]
+            for exit_index, said in waiting.said.items():
+                codes = self._agreement.codes_against(said[None], ends[row : row + 1], mask)
+                self._recorder.compared(sample_ids[row : row + 1], exit_index, codes)

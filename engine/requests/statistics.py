@@ -1,0 +1,335 @@
+"""The counters of a served model, and their immutable snapshots.
+
+The executor counts per batch and stage, never per sample in Python; a snapshot is what status
+page and metrics read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from offramp.certify.decision import MODEL_END, NEVER
+from offramp.engine.control.controller import ControlStatus
+from offramp.engine.requests.departures import Departures
+from offramp.engine.requests.learning_status import LearningStatus
+from offramp.engine.stages.plan import exit_label
+
+HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range(31))
+"""Upper bounds of the time histograms' buckets: 0.25 ms to 8.2 s, two an octave; the last
+bucket is open."""
+
+FAILURE_CAUSES = ("cancelled", "expired", "hopeless", "rejected", "backend_error", "stopped")
+"""Why a sample may get no answer."""
+
+BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Upper bounds of the batch size histograms' buckets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """A histogram: counts per bucket (not cumulative), and the sum."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    """One more than ``bounds``: the last is above them all."""
+    total: float
+    """Sum of what was observed."""
+
+    @property
+    def count(self) -> int:
+        """Number of observations."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the observations; 0 if there were none."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, q: float) -> float:
+        """Quantile by linear interpolation inside its bucket; 0 if there were none."""
+        wanted, seen = q * self.count, 0
+        for index, count in enumerate(self.counts):
+            if count and seen + count >= wanted:
+                low = self.bounds[index - 1] if index else 0.0
+                high = self.bounds[min(index, len(self.bounds) - 1)]
+                return low + (high - low) * (wanted - seen) / count
+            seen += count
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStatistics:
+    """The counts of one exit that is in use, or once was, or of the model's end."""
+
+    label: str
+    """``exit 3`` or ``final``."""
+    threshold: float
+    """Least confidence to leave with; ``NEVER`` where nothing leaves (any more)."""
+    answered: int
+    """Samples that left here with an answer."""
+    forced: int
+    """Those of them that had to leave here, below the threshold."""
+    batch_size: Histogram
+    """Rows executed, per run of the stage."""
+    run_s: Histogram
+    """Seconds per run of the stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantStatistics:
+    """The counts of a variant of the model, a subnet of it."""
+
+    name: str
+    answered: int
+    """Samples that it answered."""
+    forced: int
+    """Those of them that no certificate covers."""
+    audited: int
+    """Those of them that the full model answered too, for comparison."""
+    disagreed: int
+    """Those of the audited that it answered otherwise."""
+    agreement: float
+    """Share that the whole subnet answered like the full model at calibration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountersSnapshot:
+    """A snapshot of everything counted since the model was loaded.
+
+    ``samples`` is ``answered + queued + in_flight`` and the samples in ``failed`` that were
+    accepted (all causes but ``rejected``).
+    """
+
+    stages: tuple[StageStatistics, ...]
+    requests: int
+    samples: int
+    """Requests and samples that were accepted."""
+    answered: int
+    failed: dict[str, int]
+    """Samples without an answer, by those of :data:`FAILURE_CAUSES` that there were."""
+    retried: int
+    """Samples of failed batches that were tried again."""
+    queued: int
+    """Samples waiting now."""
+    in_flight: int
+    """Samples in running batches, at splits, or waiting to be tried again."""
+    resumed: int = 0
+    """Samples of batches that went on elsewhere as their worker was lost, once for each time."""
+    auditing: int = 0
+    """Samples that have their answer and run on, for feedback."""
+    lost_feedback: int = 0
+    """Samples whose feedback was lost: their batch failed, or nobody read it in time."""
+    out_of_range: int = 0
+    """Samples that no exit answered as their inputs are unlike those of calibration."""
+    discounted: int = 0
+    """Samples that control does not learn from: equal ones came before, or too many of a source."""
+    unseen_lengths: int = 0
+    """Accepted samples of a length that calibration never had."""
+    padded: int = 0
+    """Samples that were padded to share a batch, each time that they were."""
+    padded_positions: int = 0
+    """Positions that were added to them."""
+    variants: tuple[VariantStatistics, ...] = ()
+    """The variants that may serve besides the full model."""
+    departures: tuple[Departures, ...] = ()
+    """Answers of the full model by the exits in use; each set of exits once."""
+    queue_s: Histogram
+    """Seconds from submission to first dispatch, per request part."""
+    latency_s: Histogram
+    """Seconds from submission to the response, per request."""
+
+    def exit_shares(self) -> dict[str, float]:
+        """Share of the answered samples by the place that answered them."""
+        total = max(self.answered, 1)
+        return {stage.label: stage.answered / total for stage in self.stages}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatistics(CountersSnapshot):
+    """The counts of the version of a model that is served, and what they were counted under."""
+
+    version: int = 1
+    """1, and one more each time that the model was replaced."""
+    earlier: CountersSnapshot | None = None
+    """The counts of all versions before, also of those that still finish requests; ``None`` for the
+    first version."""
+    mode: str
+    backend: str
+    policy_version: int
+    scheduling: str
+    streams: int
+    """Of the device, shared by all models."""
+    streams_in_service: int
+    workers: int = 0
+    workers_in_service: int = 0
+    """Worker processes that run the stages, and those that are there; 0 where this one does."""
+    worker_restarts: int = 0
+    """Workers that were started in place of one that was lost."""
+    restarts: int
+    """Times that a stream of the device was started anew after failures."""
+    parallel_below: int | None
+    """PAME's τ_b as it is now; ``None`` where it does not limit."""
+    uptime_s: float
+    control: ControlStatus | None = None
+    """What the controller knows; ``None`` where nothing is observed (leave mode, off)."""
+    extensions: Mapping[str, object] = field(default_factory=dict)
+    """What extensions know of the model, by the names of their :class:`.Companion`."""
+    learning: LearningStatus | None = None
+    """How far learning exits is; ``None`` where none are learned."""
+
+
+Place: TypeAlias = tuple[int, int]
+"""A variant, and an exit of it, or ``MODEL_END``."""
+
+
+def _depth(place: Place) -> tuple[int, bool, int]:
+    """Sort key: the full model's end is the least, behind all its exits and all variants."""
+    variant, exit_index = place
+    return variant, exit_index != MODEL_END, -exit_index
+
+
+class HistogramCounter:
+    """Counts observations; one writer at a time."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count ``count`` observations of ``value``."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._total += value * count
+
+    def snapshot(self) -> Histogram:
+        """Give the counts so far."""
+        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
+
+
+class StageCounters:
+    """Counts what one exit, or the end, of a variant does, whatever plan it is a stage of."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.threshold = NEVER
+        """Of the policy in force; ``NEVER`` where no stage ends here any more."""
+        self.answered = 0
+        self.forced = 0
+        self.batch_size = HistogramCounter(BATCH_BOUNDS)
+        self.run_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
+
+    def snapshot(self) -> StageStatistics:
+        """Give the counts so far."""
+        return StageStatistics(
+            label=self.label,
+            threshold=self.threshold,
+            answered=self.answered,
+            forced=self.forced,
+            batch_size=self.batch_size.snapshot(),
+            run_s=self.run_s.snapshot(),
+        )
+
+
+class DepartureCounters:
+    """Counts where rows of the full model leave while some exits are in use."""
+
+    def __init__(self, exits: Sequence[int]) -> None:
+        self.exits = tuple(exits)
+        self._places = {exit_: place for place, exit_ in enumerate((*self.exits, MODEL_END))}
+        self._left = [0] * len(self._places)
+        self._forced = [0] * len(self._places)
+
+    def count(self, exit_index: int, rows: int, forced: int) -> None:
+        """Count ``rows`` that are answered at an exit or the end, ``forced`` of them."""
+        place = self._places[exit_index]
+        self._left[place] += rows - forced
+        self._forced[place] += forced
+
+    def snapshot(self) -> Departures:
+        """Give the counts so far."""
+        return Departures(exits=self.exits, left=tuple(self._left), forced=tuple(self._forced))
+
+
+class Counters:
+    """Everything that is counted for a model; written under the executor's lock.
+
+    ``variants`` are the names of those besides the full model.
+    """
+
+    def __init__(self, variants: Sequence[str] = ()) -> None:
+        self._variants = tuple(variants)
+        self.stages: dict[Place, StageCounters] = {}
+        """By variant, and the exit that the stage ends with: ``MODEL_END`` for the model's own
+        answer. What a variant has there is the full model, which audits run."""
+        self._departures: dict[tuple[int, ...], DepartureCounters] = {}
+        self.requests = 0
+        self.samples = 0
+        self.failed: Counter[str] = Counter()
+        self.retried = 0
+        self.resumed = 0
+        self.unseen_lengths = 0
+        self.padded = self.padded_positions = 0
+        self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
+        self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
+
+    def put_in_force(self, thresholds: Mapping[Place, float]) -> None:
+        """Count for plans' stages, given their thresholds by place; what was counted is kept."""
+        for place in thresholds.keys() - self.stages.keys():
+            self.stages[place] = StageCounters(self._label(*place))
+        for place, counters in self.stages.items():
+            counters.threshold = thresholds.get(place, NEVER)
+
+    def departures_of(self, exits: Sequence[int]) -> DepartureCounters:
+        """Give what counts for the full model while these exits are in use."""
+        exits = tuple(exits)
+        return self._departures.setdefault(exits, DepartureCounters(exits))
+
+    def _label(self, variant: int, exit_index: int) -> str:
+        label = exit_label(exit_index)
+        return f"{self._variants[variant - 1]}: {label}" if variant else label
+
+    def of_variant(self, variant: int) -> tuple[int, int]:
+        """Give how many samples a variant answered, and how many of them were forced."""
+        mine = [counters for (number, _), counters in self.stages.items() if number == variant]
+        return sum(c.answered for c in mine), sum(c.forced for c in mine)
+
+    def snapshot(
+        self,
+        *,
+        queued: int,
+        in_flight: int,
+        auditing: int = 0,
+        lost_feedback: int = 0,
+        out_of_range: int = 0,
+        discounted: int = 0,
+        variants: Sequence[VariantStatistics] = (),
+    ) -> CountersSnapshot:
+        """Give the counts so far, and what scheduler and recorder hold at the same instant."""
+        in_depth_order = sorted(self.stages, key=_depth, reverse=True)
+        stages = tuple(self.stages[place].snapshot() for place in in_depth_order)
+        return CountersSnapshot(
+            stages=stages,
+            requests=self.requests,
+            samples=self.samples,
+            answered=sum(stage.answered for stage in stages),
+            failed=dict(self.failed),
+            retried=self.retried,
+            resumed=self.resumed,
+            queued=queued,
+            in_flight=in_flight,
+            auditing=auditing,
+            lost_feedback=lost_feedback,
+            out_of_range=out_of_range,
+            discounted=discounted,
+            unseen_lengths=self.unseen_lengths,
+            padded=self.padded,
+            padded_positions=self.padded_positions,
+            variants=tuple(variants),
+            departures=tuple(counters.snapshot() for counters in self._departures.values()),
+            queue_s=self.queue_s.snapshot(),
+            latency_s=self.latency_s.snapshot(),
+        )

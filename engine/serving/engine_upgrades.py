@@ -1,0 +1,144 @@
+"""Engines built beside serving, for stages that control brought into use.
+
+Until there is one for a stage, it runs as a chain of the engines of its segments. Which are
+missing, a deployment knows (:attr:`.Pipeline.missing`); when they are built,
+:class:`.BuildDecisions`; that they are there, the index of the bundle's engines, whoever built
+them. ``eecompile build`` is a process of its own, as the compiler is no part of a server.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from offramp.engine.common.compiler_process import BuildProcess
+from offramp.engine.control.engine_builds import BuildBudget, BuildDecisions, BuildRequest
+from offramp.engine.stages.base import MissingEngine
+
+_log = logging.getLogger(__name__)
+
+LOOK_S: Final = 30.0
+"""Between two looks into the index of a bundle's engines, which anybody may have built."""
+
+
+class EngineBuild(Protocol):
+    """A build at work."""
+
+    def poll(self) -> int | None:
+        """Give the exit status, ``None`` before the end."""
+        ...
+
+    def last_words(self) -> str:
+        """Give the last line that it said."""
+        ...
+
+    def end(self) -> None:
+        """End it, whatever it does, and release all that it took; may be called again."""
+        ...
+
+
+class EngineUpgrades:
+    """Has missing engines built, and notices those that were; used by one thread.
+
+    Without a ``budget`` nothing is built, but what others build is noticed all the same.
+    """
+
+    def __init__(
+        self,
+        budget: BuildBudget | None = None,
+        *,
+        start: Callable[[Sequence[str]], EngineBuild] = BuildProcess,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start = start
+        self._clock = clock
+        self._decisions = None if budget is None else BuildDecisions(budget, clock())
+        self._build: tuple[BuildRequest, EngineBuild, float] | None = None
+        self._missing: dict[str, tuple[MissingEngine, ...]] = {}
+        """By model, as of the last look."""
+        self._next_look_s: dict[str, float] = {}
+        self._told: set[str] = set()
+        """Models of which it was said that nothing can be built for them."""
+
+    def step(self) -> None:
+        """Look after the build that runs, or start the one that is due; returns at once."""
+        if self._decisions is None:
+            return
+        now_s = self._clock()
+        if self._build is not None:
+            self._look_after(self._decisions, now_s)
+        elif (request := self._decisions.start(now_s)) is not None:
+            self._begin(self._decisions, request, now_s)
+
+    def look(self, model: str, missing: Sequence[MissingEngine]) -> bool:
+        """Take note of what the deployment in force lacks; tells whether any of it is there now."""
+        now_s, unchanged = self._clock(), self._missing.get(model, ()) == tuple(missing)
+        if unchanged and now_s < self._next_look_s.get(model, now_s):
+            return False
+        self._missing[model] = tuple(missing)
+        self._next_look_s[model] = now_s + LOOK_S
+        lacking = [engine for engine in missing if not engine.is_built()]
+        if self._decisions is not None:
+            wanted = [engine.unit for engine in lacking if self._can_be_built(model, engine)]
+            self._decisions.want(model, wanted, now_s)
+        return len(lacking) < len(missing)
+
+    def close(self) -> None:
+        """End the build that runs."""
+        if self._build is not None:
+            self._build[1].end()
+            self._build = None
+
+    def _begin(self, decisions: BuildDecisions, request: BuildRequest, now_s: float) -> None:
+        units = ", ".join(request.units)
+        engine = self._missing[request.model][0]
+        try:
+            build = self._start(command_for(engine, request.units))
+        except OSError as error:
+            _log.warning("%s: no process can build engines: %s", request.model, error)
+            decisions.ended(now_s, succeeded=False)
+            return
+        _log.info("%s: building engines beside serving: %s", request.model, units)
+        self._build = request, build, now_s
+
+    def _look_after(self, decisions: BuildDecisions, now_s: float) -> None:
+        assert self._build is not None
+        request, build, began_s = self._build
+        status, overdue = build.poll(), decisions.overdue(now_s)
+        if status is None and not overdue:
+            return
+        why = f"ended after {now_s - began_s:.0f} s" if overdue else build.last_words()
+        build.end()
+        self._build = None
+        decisions.ended(now_s, succeeded=status == 0)
+        self._next_look_s.pop(request.model, None)
+        units = ", ".join(request.units)
+        if status == 0:
+            _log.info("%s: built %s in %.0f s", request.model, units, now_s - began_s)
+        else:
+            _log.warning(
+                "%s: engines could not be built beside serving (%s): %s; their stages go on as "
+                "chains", request.model, units, why,
+            )  # fmt: skip
+
+    def _can_be_built(self, model: str, engine: MissingEngine) -> bool:
+        """int8 takes the ranges of activations, which take data: a server has none."""
+        if engine.precision != "int8":
+            return True
+        if model not in self._told:
+            self._told.add(model)
+            _log.warning(
+                "%s: int8 engines take data to build: eecompile build %s --precision int8 --data "
+                "NPZ --units %s", model, engine.bundle, engine.unit,
+            )  # fmt: skip
+        return False
+
+
+def command_for(engine: MissingEngine, units: Sequence[str]) -> list[str]:
+    """Give the arguments of ``eecompile`` that build engines where one is missing."""
+    return [
+        "build", str(engine.bundle.absolute()), "--device", engine.device,
+        "--precision", engine.precision, "--units", ",".join(units), "--beside-serving",
+    ]  # fmt: skip

@@ -1,0 +1,392 @@
+"""The runtime state of a served model: its deployments, open requests and buffered tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import chain, compress, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Variant
+from offramp.certify.decision import MODEL_END
+from offramp.engine.common.errors import BackendError, DrainingError, EngineError
+from offramp.engine.models.deployment import Deployment
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.requests.comparison import AnswerLog, TakesCodes, answer_log
+from offramp.engine.requests.request_table import CompletionQueue, Request, RequestTable
+from offramp.engine.requests.statistics import (
+    Counters,
+    CountersSnapshot,
+    DepartureCounters,
+    VariantStatistics,
+)
+from offramp.engine.requests.variant_audits import AUDITED_SHARE, AuditCounts, VariantAudits
+from offramp.engine.scheduling import DropCause, Dropped, PlacedPlan, Run, Transition
+from offramp.engine.scheduling.policies import PlanPolicy
+from offramp.engine.stages.base import Rows, TensorBatch
+from offramp.engine.stages.pipeline import Pipeline, StageStep
+from offramp.engine.stages.plan import StageSpec
+
+_log = logging.getLogger(__name__)
+
+_LATE = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
+
+Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
+"""What a batch is merged of: tensors that some stream buffers, and which of their rows."""
+Parts: TypeAlias = Sequence[tuple[Request, slice | Rows]]
+"""What a batch that starts is made of: requests, and which of their rows."""
+
+
+class ModelRuntime:
+    """A model on the streams of a device: its first deployment, and no requests, to start with.
+
+    Guarded by the executor's lock, but for :meth:`start` and :meth:`observe`, which only touch what
+    belongs to the samples of their run.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        name: str,
+        model: ServedModel,
+        completions: CompletionQueue,
+        clock: Callable[[], float],
+    ) -> None:
+        self.key, self.name, self.model = key, name, model
+        self.scheduler = scheduler = model.scheduler
+        counters = Counters([variant.name for variant in model.variants])
+        self.table = RequestTable(name, counters, completions, clock)
+        self._recorder = model.control.recorder if model.control else None
+        self._audits: tuple[VariantAudits, ...] = ()
+        """Of the variants, where answers are compared."""
+        self._logs: tuple[AnswerLog, ...] = ()
+        """By variant, the full model first: what compares answers, where they are compared."""
+        if self._recorder is not None:
+            self._audits = tuple(VariantAudits(len(v.exits)) for v in model.variants)
+            told: tuple[TakesCodes, ...] = (self._recorder, *self._audits)
+            self._logs = tuple(answer_log(model.answer, takes) for takes in told)
+        self._buffered: dict[int, Future[TensorBatch]] = {}
+        """Tensors that wait at splits; each is there as soon as its stream has copied it."""
+        self._deployments: dict[int, Deployment] = {}
+        """By number: those that batches run or wait under."""
+        self._departures: dict[int, DepartureCounters] = {}
+        """The counters of each of them; deployments of the same exits share theirs."""
+        self._placed: dict[int, PlacedPlan | None] = {model.deployment.number: scheduler.placed}
+        """Where the stages of each run, if streams differ."""
+        self.current = model.deployment
+        """What batches start under from now on."""
+        self._put_in_force(model.deployment)
+
+    def hot_swap(self, deployment: Deployment, chosen: PlanPolicy) -> None:
+        """Put a deployment in force for batches that start from now on."""
+        self.scheduler.hot_swap(deployment.number, *chosen)
+        self._placed[deployment.number] = chosen.placed
+        self._put_in_force(deployment)
+        for plan in self._deployments.keys() - self.scheduler.plans:
+            del self._deployments[plan], self._departures[plan], self._placed[plan]
+
+    def open_old_plans(self) -> None:
+        """Let any stream run what still waits under older plans."""
+        for number, placed in self._placed.items():
+            if placed is not None and number != self.current.number:
+                placed.open_to_all()
+
+    def under(self, run: Run) -> Deployment:
+        """The deployment that a run was started under."""
+        return self._deployments[run.plan]
+
+    def pipeline_of(self, run: Run) -> Pipeline:
+        """What executes a run."""
+        return self.under(run).of_variant(run.variant)
+
+    def snapshot(self) -> CountersSnapshot:
+        """Give all counts, of one instant."""
+        return self.table.counters.snapshot(
+            queued=self.scheduler.queued,
+            in_flight=self.scheduler.in_flight,
+            auditing=self.scheduler.auditing,
+            lost_feedback=self._recorder.lost if self._recorder else 0,
+            out_of_range=self._recorder.left_out if self._recorder else 0,
+            discounted=self._recorder.discounted if self._recorder else 0,
+            variants=[self._of_variant(variant) for variant in self.model.variants],
+        )
+
+    def _of_variant(self, variant: Variant) -> VariantStatistics:
+        answered, forced = self.table.counters.of_variant(variant.index)
+        compared = self._audits[variant.index - 1].counts if self._audits else AuditCounts(0, 0)
+        return VariantStatistics(
+            name=variant.name,
+            answered=answered,
+            forced=forced,
+            audited=compared.audited,
+            disagreed=compared.disagreed,
+            agreement=variant.agreement,
+        )
+
+    def take_pieces(self, run: Run) -> Pieces:
+        """Take the buffered tensors that a run is merged of; to be called once it is assigned."""
+        pieces = tuple((self._buffered[p.number], p.positions) for p in run.pieces)
+        self._discard()
+        return pieces
+
+    def requests_of(self, run: Run, now_s: float) -> list[tuple[Request, slice | Rows]]:
+        """Find the requests of a batch that starts, and which of their rows are in it.
+
+        DrainingError if one was closed meanwhile.
+        """
+        parts: list[tuple[Request, slice | Rows]] = []
+        for start, stop in _neighbours(run.requests):
+            request = self.table.get(int(run.requests[start]))
+            if request is None:
+                raise DrainingError(f"{self.name}: stopped before the answer")
+            parts.append((request, _as_index(run.rows[start:stop])))
+            self.table.counters.queue_s.observe(now_s - request.submitted_s)
+        self._count_padding(run, parts)
+        return parts
+
+    def gather(self, parts: Parts) -> dict[str, NDArray[Any]]:
+        """Bring the inputs of a batch together: :meth:`requests_of` in order."""
+        taken = [
+            {name: array[rows] for name, array in request.inputs.items()} for request, rows in parts
+        ]
+        return self.model.lengths.join(taken, parts[0][0].batch_key)
+
+    def _count_padding(self, run: Run, parts: Parts) -> None:
+        rules, counters = self.model.lengths, self.table.counters
+        if rules.pads:
+            rows = [stop - start for start, stop in _neighbours(run.requests)]
+            inputs = [request.inputs for request, _ in parts]
+            added = rules.added(inputs, rows, parts[0][0].batch_key)
+            counters.padded += added.samples
+            counters.padded_positions += added.positions
+
+    def start(self, run: Run) -> None:
+        """Record that the samples of a batch start; without the lock."""
+        if self._recorder is not None:
+            deployment = self.under(run)
+            forced = run.deepest < len(deployment.plan.stages) - 1
+            self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
+            if run.variant:
+                self._recorder.set_aside(run.sample_ids, AUDITED_SHARE)
+                self._audits[run.variant - 1].start(run.sample_ids)
+
+    def check_inputs(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Leave samples out of the evidence that are out of range, or equal to recent ones."""
+        if self._recorder is None:
+            return
+        self._logs[run.variant].begin(run.sample_ids, inputs)
+        is_evidence = np.full(len(run.sample_ids), not run.variant)
+        if self.model.guard is not None:
+            in_range = self.model.guard.in_range(inputs)
+            if not in_range.all():
+                self._recorder.leave_out(run.sample_ids[~in_range])
+                is_evidence &= in_range
+        if is_evidence.any():
+            origins = chain.from_iterable(request.origins(rows) for request, rows in parts)
+            self._recorder.admit(run.sample_ids[is_evidence], [*compress(origins, is_evidence)])
+
+    def keep_in(self, run: Run, step: StageStep) -> StageStep:
+        """Let no sample exit whose inputs are out of range; without the lock."""
+        if self._recorder is None or not step.leaving or step.result.carry is None:
+            return step
+        in_range = self._recorder.in_range(run.sample_ids)
+        if in_range.all():
+            return step
+        exited = step.exited & in_range
+        return StageStep(step.result, exited, int(np.count_nonzero(exited)))
+
+    def observe(self, run: Run, step: StageStep) -> NDArray[np.bool_] | None:
+        """Record what a stage said, without the lock; gives which rows run on once answered."""
+        recorder, answer = self._recorder, step.result.answer
+        if recorder is None:
+            return None
+        if answer is not None:
+            exit_index = self._stage_of(run).answered_by
+            log = self._logs[run.variant]
+            log.say(run.sample_ids, exit_index, answer, step.result.confidence)
+        return recorder.runs_on(run.sample_ids)
+
+    def conclude(
+        self, run: Run, step: StageStep, transition: Transition, run_s: float
+    ) -> Future[TensorBatch] | None:
+        """Do for every row of a run what the scheduler says becomes of it.
+
+        ``run_s`` is the seconds that the stage took. Gives where to put the survivors' tensors if
+        another run will take them on.
+        """
+        exit_index, result = self._stage_of(run).exit, step.result
+        if exit_index is not None:  # where a split alone ends, nothing is said or counted
+            counters = self.table.counters.stages[run.variant, exit_index]
+            counters.batch_size.observe(len(run.requests))
+            counters.run_s.observe(run_s)
+            if not run.variant:
+                self._count_departures(run, step, exit_index, transition.released)
+        # Survivors run on: on this stream, or from a buffer that others may be given at once.
+        kept = None
+        if transition.buffered is not None:
+            kept = self._buffered[transition.buffered] = Future()
+        # The recorder is told which rows were answered early, and which will not be heard of again.
+        runs_on: NDArray[np.bool_] | None = None
+        if self._recorder is not None:
+            rows = transition.released
+            if exit_index not in (None, MODEL_END) and len(rows):
+                if run.variant:
+                    self._audits[run.variant - 1].answered(run.sample_ids[rows], exit_index)
+                else:
+                    self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
+            runs_on = np.zeros(len(run.requests), np.bool_)
+            runs_on[transition.survivors] = True
+            leaves = ~runs_on
+            leaves[transition.dropped] = False  # settled as lost
+            self._recorder.finish(run.sample_ids[leaves])
+            if run.variant:
+                self._audits[run.variant - 1].finish(run.sample_ids[leaves])
+            self._logs[run.variant].forget(run.sample_ids[leaves])
+        # Released rows are answered. Those of them that survive run on for feedback.
+        for rows in _by_request(run, transition.released):
+            assert exit_index is not None
+            following = 0 if runs_on is None else int(np.count_nonzero(runs_on[rows]))
+            self._answer(run, step, rows, exit_index, following)
+        # Rows that were answered before, and end here: the model's end has its say, or is lost.
+        for rows in _by_request(run, transition.ended):
+            number, answer = int(run.requests[rows[0]]), result.answer
+            if exit_index != MODEL_END or answer is None:
+                self.table.lose(number, len(rows))
+            else:
+                self.table.confirm(number, run.rows[rows], answer[rows], result.confidence[rows])
+        # Dropped rows are in the scheduler's account, with whatever else it dropped meanwhile.
+        self.settle()
+        return kept
+
+    def _count_departures(self, run: Run, step: StageStep, exit_index: int, released: Rows) -> None:
+        """Count rows that have their answer now; only the deepest stage of a run forces any."""
+        if rows := len(released):
+            forced = 0
+            if run.stage == run.deepest:
+                forced = rows - int(np.count_nonzero(step.exited[released]))
+            self._departures[run.plan].count(exit_index, rows, forced)
+
+    def fail(self, failure: EngineError) -> None:
+        """Tell those whose batch failed, and have no second chance, why."""
+        dropped = self.scheduler.take_dropped()
+        self.table.drop(dropped, failure)
+        for item in dropped:
+            if item.cause is DropCause.FAILED:  # the rest of its request need not run
+                self.scheduler.cancel(item.request, DropCause.FAILED)
+        self.table.counters.retried = self.scheduler.retried
+        self.settle()
+
+    def abandon(self, run: Run, failure: EngineError) -> None:
+        """Fail the requests of a run whose end could not be concluded."""
+        for number in np.unique(run.requests).tolist():
+            request = self.table.get(number)
+            if request is not None:
+                left = [Dropped(number, request.remaining, DropCause.FAILED)]
+                self.table.drop(left, failure)
+            self.scheduler.cancel(number, DropCause.FAILED)
+        self.settle()
+
+    def interrupt(self, number: int | None, failure: EngineError) -> Future[TensorBatch] | None:
+        """Keep room for the tensors of a batch that is resumed, if ``number`` names one.
+
+        Else it has failed once too often, for which ``failure`` is the reason.
+        """
+        kept: Future[TensorBatch] | None = None
+        if number is not None:
+            kept = self._buffered[number] = Future()
+        self.table.counters.resumed = self.scheduler.resumed
+        self.fail(failure)
+        return kept
+
+    def fail_all(self, refusal: EngineError, cause: str) -> None:
+        """Fail and withdraw every open request; ``cause`` is what its samples are counted as."""
+        for number in self.table.fail_all(refusal, cause):
+            self.scheduler.cancel(number)
+        self.settle()
+
+    def settle(self) -> None:
+        """Account for what the scheduler dropped or lost, and deliver what is completed."""
+        while dropped := self.scheduler.take_dropped():
+            self.table.drop(dropped)
+            for item in dropped:  # what is left of a request that is late need not run
+                if item.cause in _LATE and self.table.get(item.request) is not None:
+                    self.scheduler.cancel(item.request, item.cause)
+        for samples in self.scheduler.take_lost():
+            if self._recorder is not None:
+                self._recorder.lose(samples.sample_ids)
+            for log in self._logs:
+                log.forget(samples.sample_ids)
+            requests, counts = np.unique(samples.requests[samples.answered], return_counts=True)
+            for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
+                self.table.lose(number, count)
+        self._discard()
+        self.table.deliver()
+
+    def _put_in_force(self, deployment: Deployment) -> None:
+        self._deployments[deployment.number] = deployment
+        counters = self.table.counters
+        self._departures[deployment.number] = counters.departures_of(deployment.plan.exits)
+        self.current = deployment
+        thresholds = {
+            (variant, stage.answered_by): stage.threshold
+            for variant, pipeline in enumerate(deployment.pipelines)
+            for stage in pipeline.plan.stages
+            if stage.exit is not None
+        }
+        counters.put_in_force(thresholds)
+
+    def _stage_of(self, run: Run) -> StageSpec:
+        return self.pipeline_of(run).plan.stages[run.stage]
+
+    def _answer(
+        self, run: Run, step: StageStep, rows: Rows, exit_index: int, following: int
+    ) -> None:
+        """Give the answers of some rows to their request."""
+        number, (answer, confidence, _) = int(run.requests[rows[0]]), step.result
+        assert answer is not None
+        try:
+            self.table.answer(
+                number,
+                run.rows[rows],
+                answer[rows],
+                confidence[rows],
+                exit_index=exit_index,
+                forced=~step.exited[rows],
+                policy_version=self.under(run).policy.version,
+                following=following,
+                variant=run.variant,
+            )
+        except Exception as error:  # an exit whose answers have another shape, say
+            _log.exception("%s: stage %d: its answer cannot be kept", self.name, run.stage)
+            failure = BackendError(f"{self.name}: stage {run.stage}: {error}")
+            self.table.drop([Dropped(number, len(rows), DropCause.FAILED)], failure)
+
+    def _discard(self) -> None:
+        for number in self.scheduler.take_discarded():
+            self._buffered.pop(number, None)
+
+
+def _by_request(run: Run, rows: Rows) -> Iterator[Rows]:
+    for start, stop in _neighbours(run.requests[rows]):
+        yield rows[start:stop]
+
+
+def _neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Give the bounds of stretches of equal values."""
+    borders = (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist()
+    return pairwise([0, *borders, len(requests)] if len(requests) else [])
+
+
+def _as_index(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """Turn rows of a request into a slice, so a view, where they follow on each other.
+
+    They do but where what survived some stages is tried again.
+    """
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows) and (rows[1:] > rows[:-1]).all():
+        return slice(first, last + 1)
+    return rows

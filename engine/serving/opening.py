@@ -1,0 +1,220 @@
+"""Opening: from bundles and options to models that are loaded and warm, and what runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from offramp.bundle import Bundle
+from offramp.engine.backends import Backend, Slot, make_backend
+from offramp.engine.backends.factory import CPU_RUNTIMES
+from offramp.engine.common.errors import BackendError, OptionsError
+from offramp.engine.models.devices import ModelSplits
+from offramp.engine.models.options import EngineOptions
+from offramp.engine.models.plain_serving import served_mode
+from offramp.engine.models.served_model import ServedModel, warm_slots
+from offramp.engine.onnx_files import OnnxFileError, WrappedFiles, is_onnx_file
+from offramp.engine.scheduling import ParallelLimit
+from offramp.engine.stages.plan import Mode
+from offramp.engine.tensorrt.probe import parse_device
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class LoadedModel(NamedTuple):
+    """A model that is loaded beside others."""
+
+    model: ServedModel
+    release: Callable[[], None]
+    """Removes its temporary files, once nothing runs it any more."""
+
+
+class OpenedModels(NamedTuple):
+    """Models that are loaded and warm, and what runs them."""
+
+    models: Mapping[str, ServedModel]
+    backend: Backend
+    parallel: ParallelLimit
+    slots: Sequence[Slot]
+    """Open and warm ones, for the streams' first starts."""
+    wrapped: WrappedFiles
+    """Bundles of the models that are ONNX files; the caller closes it after the backend."""
+
+
+async def open_models(
+    models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
+) -> OpenedModels:
+    """Load, check and warm up bundles and ONNX files, in threads; see :meth:`.Engine.open`."""
+    _check_names(models)
+    wrapped = WrappedFiles()
+    try:
+        bundles = await bundles_of(models, options, wrapped)
+        return await _open_bundles(bundles, options, backend, wrapped)
+    except BaseException:
+        wrapped.close()
+        raise
+
+
+async def bundles_of(
+    models: Mapping[str, Path], options: EngineOptions, wrapped: WrappedFiles
+) -> dict[str, Path]:
+    """Return the paths of models' bundles; those of ONNX files are made, one after another."""
+    found, refused = dict[str, Path](), list[str]()
+    for name, path in models.items():
+        try:
+            found[name] = await _bundle_of(name, path, options, wrapped)
+        except OnnxFileError as error:
+            refused.append(str(error) if len(models) == 1 else f"{name}: {error}")
+    if not refused:
+        return found
+    if found:
+        those, them = ("it", "it") if len(refused) == 1 else ("these", "them")
+        refused.append(f"without {those}, {', '.join(found)} can be served: leave {them} out")
+    raise OnnxFileError("\n".join(refused))
+
+
+async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: WrappedFiles) -> Path:
+    """Return the path of a model's bundle, which is made first where the model is an ONNX file."""
+    if not is_onnx_file(path):
+        return path
+    if options.devices is not None and options.devices.local < options.devices.count:
+        raise OptionsError(
+            f"{name}: {path} is an ONNX file, whose bundle is made in a temporary folder that "
+            "workers on other hosts do not have; make one that they have too: "
+            f"eecompile wrap {path} --output {path.stem}.ee"
+        )
+    began_s = time.monotonic()
+    if not await asyncio.to_thread(path.is_file):
+        raise OnnxFileError(f"{path}: there is no such file; give the path of an ONNX file")
+    _log.info("%s: reading %s, to serve it as it is", name, path)
+    bundle = await wrapped.bundle(path, answer=options.of(name).answer, task=options.of(name).task)
+    _log.info("%s: read after %.1f s", name, time.monotonic() - began_s)
+    return bundle
+
+
+async def _open_bundles(
+    models: Mapping[str, Path],
+    options: EngineOptions,
+    backend: Backend | None,
+    wrapped: WrappedFiles,
+) -> OpenedModels:
+    bundles = {n: await asyncio.to_thread(_open_held, path) for n, path in models.items()}
+    owned = backend is None
+    if backend is None:
+        backend = await in_thread(backend_for, models, options)
+    parallel = ParallelLimit(
+        max(options.of(name).max_batch_size for name in models),
+        fixed=options.parallel_below,
+        max_violations=options.max_violations,
+    )
+    loaded: dict[str, ServedModel] = {}
+    try:
+        for name, bundle in bundles.items():
+            began_s = time.monotonic()
+            shown = "the model" if wrapped.holds(bundle.path) else bundle.path
+            _log.info("%s: loading %s", name, shown)
+            splits = None
+            if len(bundles) == 1:  # of several, every worker holds all
+                splits = await in_thread(_split, name, bundle, backend, options)
+            load = partial(ServedModel.load, splits=splits)
+            loaded[name] = await in_thread(load, name, bundle, backend, options, parallel)
+            _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
+        slots = await in_thread(warm_slots, backend, loaded, options.streams)
+    except BaseException:
+        if owned:
+            _close_after_failure(backend)
+        raise
+    return OpenedModels(loaded, backend, parallel, slots, wrapped)
+
+
+async def load_model(
+    name: str,
+    path: Path,
+    mode: Mode | None,
+    *,
+    backend: Backend,
+    options: EngineOptions,
+    parallel: ParallelLimit,
+) -> LoadedModel:
+    """Load, check and warm up a bundle beside serving, in threads.
+
+    It is served with the options that ``name`` has, in another ``mode`` if one is given. Raises
+    what :meth:`.Engine.open` does.
+    """
+    _log.info("%s: loading %s, to replace what is served", name, path)
+    bundle = await in_thread(_open_held, path)
+    options = replace(options, mode=mode or options.mode)
+    served = await in_thread(ServedModel.load, name, bundle, backend, options, parallel)
+    return LoadedModel(served, lambda: None)
+
+
+def _check_names(models: Mapping[str, Path]) -> None:
+    """Refuse names that no message and no page can carry: OptionsError."""
+    for name, path in models.items():
+        if not name or not name.isprintable():
+            raise OptionsError(
+                f"{str(path)!r} would be served as {name!r}, which clients cannot ask for; "
+                "expected printable Unicode: rename its folder, or add --model NAME=PATH"
+            )
+
+
+def _open_held(path: Path) -> Bundle:
+    """Open a bundle, and hold its files: another may be at its path while it is served."""
+    return Bundle.open(path).held()
+
+
+def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
+    """Make the backend that options name for bundles; the caller closes it.
+
+    BackendError if it cannot run here, OptionsError if there are too few cores for its streams.
+    """
+    backend = make_backend(
+        options.backend,
+        threads=options.threads_per_stream(),
+        streams=options.streams,
+        device=parse_device(options.device),
+        precision=options.precision,
+        graphs=options.graphs,
+        max_rows=max(options.of(name).max_batch_size for name in models),
+        bundles=tuple(models.values()),
+    )
+    if backend.name in CPU_RUNTIMES:
+        options.check_cores()
+    if options.devices is None:
+        return backend
+    threads = options.threads_per_stream()
+    return options.devices.open(backend, tuple(models.values()), threads=threads)
+
+
+def _split(
+    name: str, bundle: Bundle, backend: Backend, options: EngineOptions
+) -> ModelSplits | None:
+    """Split a model among the devices that run the streams, where it has exits to run."""
+    mode = served_mode(bundle.manifest, options.mode, uncertified=options.uncertified_exits)
+    if mode is Mode.OFF or options.devices is None:
+        return None
+    return options.devices.split(name, bundle, backend, options)
+
+
+def _close_after_failure(backend: Backend) -> None:
+    try:
+        backend.close()
+    except BackendError:  # what went wrong before is what has to be told
+        _log.exception("the backend could not be closed")
+
+
+async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call in a thread; if cancelled, wait for its end, since what it uses is released next."""
+    future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise

@@ -1,0 +1,24 @@
+"""The graphs that answer a sample everywhere: what records and comparisons are made with."""
+
+from __future__ import annotations
+
+from offramp.bundle.schema.parts import last_beginning
+from offramp.engine.graphs.assembly import assemble
+from offramp.engine.graphs.stage_assembly import ReadPart
+from offramp.engine.stages.plan import ModelStructure
+
+
+def answering_graphs(structure: ModelStructure, read: ReadPart) -> tuple[bytes, ...]:
+    """Join all segments and exits, used or not: what answers a sample at every exit and the end.
+
+    It is one graph, in a cascade two: that of all exits, and the source model, which may be of
+    another opset.
+    """
+    outputs = [name for e in structure.exits for name in (e.output, e.confidence)]
+    exits = [e.file for e in structure.exits]
+    segments = [s.file for s in structure.segments]
+    answer = structure.answer.output
+    if begins := last_beginning(structure.segments):
+        front = assemble([read(file) for file in (*segments[:begins], *exits)], outputs)
+        return front, assemble([read(file) for file in segments[begins:]], [answer])
+    return (assemble([read(file) for file in (*segments, *exits)], [*outputs, answer]),)

@@ -1,0 +1,140 @@
+"""A plan's stages as a backend prepared them, and the step that runs one of them on a batch.
+
+Executor and benchmarks take the same step, so that the stages that are measured are those that are
+served (what the executor adds around them is in a served request's time only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Manifest
+from offramp.certify import NEVER, leaves
+from offramp.engine.common.errors import BackendError
+from offramp.engine.scheduling.base import all_rows, uniform
+from offramp.engine.stages.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
+from offramp.engine.stages.plan import Mode, Plan, StageSpec
+
+
+class StageStep(NamedTuple):
+    """The result of a stage on a batch of b rows, and which of them exit."""
+
+    result: StageResult
+    exited: NDArray[np.bool_]
+    """[b]: whether the row leaves with the stage's answer. Not to be changed."""
+    leaving: int
+    """How many rows leave."""
+
+
+class Departure(NamedTuple):
+    """Rows that left a batch together."""
+
+    stage: int
+    rows: Rows
+    """Row numbers in the batch as it was uploaded."""
+    answer: NDArray[Any]
+    """[len(rows), …], for instance classes."""
+    confidence: NDArray[np.float32]
+    """[len(rows)]."""
+
+
+class Pipeline:
+    """A plan's prepared stages; shared by all slots.
+
+    Preparing takes seconds, and raises BackendError if a stage cannot be loaded. ``prepare`` takes
+    the place of the backend's own, to use stages again that are prepared.
+    """
+
+    def __init__(
+        self, backend: Backend, plan: Plan, *, prepare: Callable[[StageSpec], Stage] | None = None
+    ) -> None:
+        self.backend = backend
+        self.plan = plan
+        prepare = prepare or backend.prepare
+        self._stages: tuple[Stage, ...] = tuple(prepare(spec) for spec in plan.stages)
+        self.missing = tuple(m for s in self._stages if (m := backend.missing(s)) is not None)
+        """The engines that stages would run as, were they built."""
+        # In release mode everything runs on: whatever is sure is among the survivors too.
+        self._leaving = tuple(
+            NEVER if plan.mode is Mode.RELEASE else spec.threshold for spec in plan.stages
+        )
+        # The same number twice: numpy compares with a float32, Python with a float.
+        self._at_least = tuple(np.float32(spec.threshold) for spec in plan.stages)
+        self._thresholds = tuple(float(threshold) for threshold in self._at_least)
+
+    def step(self, slot: Slot, index: int, batch: TensorBatch) -> StageStep:
+        """Run stage ``index`` on a batch, and decide which rows exit."""
+        result = slot.run(self._stages[index], batch, self._leaving[index])
+        answer, confidence, carry = result
+        rows = len(batch)
+        if carry is None:
+            return StageStep(result, uniform(rows, value=True), rows)
+        # That nobody leaves Python sees sooner than numpy, whose first call after a stage is
+        # slow. A NaN is never the largest, or is the first: then numpy decides below.
+        if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
+            return StageStep(result, uniform(rows, value=False), 0)
+        exited = leaves(confidence, self._at_least[index])
+        return StageStep(result, exited, exited.tolist().count(True))
+
+    def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
+        """Run one batch to its end, giving the rows that leave as they leave."""
+        batch = slot.upload(tensors)
+        rows = all_rows(len(batch))
+        for index in range(len(self._stages)):
+            (answer, confidence, carry), exited, leaving = self.step(slot, index, batch)
+            if carry is None or 0 < leaving == len(rows):
+                assert answer is not None
+                yield Departure(index, rows, answer, confidence)
+                return
+            batch = carry
+            if leaving:
+                assert answer is not None
+                (left,) = exited.nonzero()
+                yield Departure(index, rows[left], answer[left], confidence[left])
+                (staying,) = (~exited).nonzero()
+                rows, batch = rows[staying], slot.select(batch, staying)
+
+    def warm_up(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Run one batch through every stage with nobody leaving (allocates for its size).
+
+        BackendError if a stage fails, or its answer is not of the model's form.
+        """
+        batch = slot.upload(tensors)
+        for spec, stage in zip(self.plan.stages, self._stages, strict=True):
+            result = slot.run(stage, batch)
+            _check_form(spec, result, len(batch))
+            if result.carry is not None:
+                batch = result.carry
+
+
+def _check_form(spec: StageSpec, result: StageResult, rows: int) -> None:
+    """Refuse, by a BackendError, an answer that all that follows does not reckon with."""
+    answer, confidence, _ = result
+    if answer is None:
+        return
+    shape, dtype = (rows, *answer.shape[1:]), str(answer.dtype)
+    if spec.bundle is not None:
+        (output,) = spec.bundle.manifest.outputs
+        sizes = zip(output.shape[1:], answer.shape[1:], strict=False)
+        fixed = (size if isinstance(size, int) else found for size, found in sizes)
+        shape, dtype = (rows, *fixed), output.dtype
+    form = f"{dtype} {list(shape)} with confidences float32 {[rows]}"
+    found = (
+        f"{answer.dtype} {list(answer.shape)} with confidences "
+        f"{confidence.dtype} {list(confidence.shape)}"
+    )
+    if found != form:
+        raise BackendError(
+            f"stage {spec.index} answers {rows} rows by {found}, expected {form}; "
+            "compile the model again"
+        )
+
+
+def zeros(manifest: Manifest, batch_size: int) -> dict[str, NDArray[Any]]:
+    """A batch of the shapes that the calibration data had."""
+    shapes: Mapping[str, Sequence[int]] = manifest.calibration.sample_shapes
+    return {t.name: np.zeros((batch_size, *shapes[t.name]), t.dtype) for t in manifest.inputs}

@@ -1,0 +1,320 @@
+"""The configuration file of ``eeserve``: settings of the engine, of all models, of each model.
+
+::
+
+    [engine]                  # fields of EngineOptions
+    streams = 2
+    [defaults]                # fields of ModelOptions, for every model
+    policy = "run-through"
+    [learning]                # fields of LearnOptions; the table stands for --learn
+    [models.fashion]          # the same as in [defaults], for this one
+    path = "fashion.ee"       # relative to this file
+    policy = "slackfit"
+    slo_ms = 20
+    max_disagreement = 0.005
+
+Keys and their types are read off the two dataclasses, so that a new option is a new key. What a
+model's table says goes before the command line, which goes before the other two tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Final, TypeAlias, get_args, get_type_hints
+
+from offramp.bundle.engines import PRECISIONS
+from offramp.engine.backends.factory import BACKENDS
+from offramp.engine.common.extensions import extensions_for
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.models.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
+from offramp.engine.scheduling.policies import PolicyName
+from offramp.engine.stages.plan import Mode
+from offramp.server.arguments.extension import SettingError
+from offramp.server.arguments.options import DEFAULT_MODE
+
+_Options: TypeAlias = type[EngineOptions | ModelOptions | LearnOptions]
+
+
+class ConfigurationError(ValueError):
+    """A configuration file is wrong; the message names file, key and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredModel:
+    """A table ``[models.NAME]``."""
+
+    path: Path
+    """The bundle folder."""
+    settings: Mapping[str, Any]
+    """Fields of :class:`ModelOptions` that the table names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """The settings that a configuration file makes; an empty one stands for no file."""
+
+    source: Path | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of :class:`EngineOptions`, and of extensions' settings."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of :class:`ModelOptions`, for all models."""
+    models: Mapping[str, ConfiguredModel] = field(default_factory=dict)
+    learning: Mapping[str, Any] | None = None
+    """Fields of :class:`LearnOptions`; ``None`` if there is no such table."""
+
+    def options(
+        self,
+        *,
+        engine: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        learning: Mapping[str, Any] | None = None,
+    ) -> EngineOptions:
+        """The engine's options, with what the command line says of engine and defaults.
+
+        What extensions' settings name is looked for once it is settled which of the two says so.
+
+        Args:
+            engine: Fields of :class:`EngineOptions`, and of extensions' settings.
+            defaults: Fields of :class:`ModelOptions`.
+            learning: Fields of :class:`LearnOptions`; ``None`` where the command line does not ask
+                for it.
+
+        Raises:
+            ConfigurationError: The file's settings do not go together, or name what is wrong.
+            SettingError: The command line names what is wrong.
+            ValueError: What the command line says does not go together.
+        """
+        common = {**self.defaults, **defaults}
+        overruled = self._overruled(engine)
+        ours = {name: value for name, value in self.engine.items() if name not in overruled}
+        joined: dict[str, Any] = {"mode": DEFAULT_MODE, **ours, **engine}
+        joined["defaults"] = ModelOptions(**common)
+        joined["models"] = {
+            name: ModelOptions(**{**common, **model.settings})
+            for name, model in self.models.items()
+            if model.settings
+        }
+        if learning is not None or self.learning is not None:
+            joined["learning"] = LearnOptions(**{**(self.learning or {}), **(learning or {})})
+        try:
+            for extension in extensions_for("server"):
+                names = {f.name for f in fields(extension.settings)}
+                for name in names:
+                    joined.pop(name, None)
+                file = {name: value for name, value in ours.items() if name in names}
+                line = {name: value for name, value in engine.items() if name in names}
+                folder = None if self.source is None else self.source.parent
+                made = extension.engine_options(file, line, folder)
+                extended = {**joined.get("extensions", {}), **made.get("extensions", {})}
+                joined |= {**made, "extensions": extended}
+            return EngineOptions(**joined)
+        except SettingError as error:
+            if error.key in engine:
+                raise
+            raise ConfigurationError(f"{self.source}: [engine] {error.key}: {error}") from error
+        except ValueError as error:
+            if self.engine.keys() <= engine.keys():
+                raise
+            besides = " with the command line" if engine else ""
+            raise ConfigurationError(f"{self.source}: [engine]{besides}: {error}") from error
+
+    def _overruled(self, engine: Mapping[str, Any]) -> frozenset[str]:
+        """What the file says of the engine, and the command line says in another way."""
+        return _ALTERNATIVES if _ALTERNATIVES & engine.keys() else frozenset()
+
+
+def read_configuration(path: Path) -> Configuration:
+    """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
+    document = _load(path)
+    _refuse_unknown(document, ("engine", "learning", "defaults", "models"), f"{path}", "table")
+    models = _table(document, "models", f"{path}: [models]")
+    return Configuration(
+        source=path,
+        engine=_settings(engine_settings(), _table(document, "engine", f"{path}: [engine]")),
+        defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
+        models={name: _model(path.parent, models, name) for name in models.content},
+        learning=_learning(path, document) if "learning" in document else None,
+    )
+
+
+def _learning(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    settings = _checked(LearnOptions, _table(document, "learning", f"{path}: [learning]"))
+    if "folder" in settings:
+        settings["folder"] = path.parent / settings["folder"]
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A table and where it is, for messages."""
+
+    where: str
+    content: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The values that a key may be set to."""
+
+    expected: str
+    types: tuple[type, ...]
+    """Of the TOML value, exactly: a boolean is no number."""
+    convert: Callable[[Any], Any]
+    """May raise ValueError, with what is wrong."""
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def choose(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{text!r:.80} is none of {', '.join(names)}{_nearest(text, names)}")
+        return text
+
+    return choose
+
+
+_KINDS: Final[Mapping[type, _Kind]] = {
+    bool: _Kind("true or false", (bool,), bool),
+    int: _Kind("a whole number", (int,), int),
+    float: _Kind("a number", (int, float), float),
+    str: _Kind("a string", (str,), str),
+    Path: _Kind("a string", (str,), Path),
+    Mode: _Kind("a string", (str,), lambda text: Mode(_one_of(*Mode)(text))),
+    PolicyName: _Kind("a string", (str,), PolicyName.parse),
+}
+_KINDS_BY_FIELD: Final = {
+    "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
+    "controller": _Kind("a string", (str,), _one_of(*CONTROLLERS)),
+    "precision": _Kind("a string", (str,), _one_of(*PRECISIONS)),
+    "share_weights": _Kind("a string", (str,), _one_of(*SHARE_WEIGHTS)),
+}
+_KEYS_BY_FIELD: Final = {"scheduling": "policy"}
+"""Keys that are not called like their field."""
+_NO_KEYS: Final = ("defaults", "models", "devices", "extensions", "learning")
+"""Fields that are tables of their own, or that only programs set."""
+_ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
+"""Two ways to say one thing: who says one on the command line overrules both in the file."""
+_SHOWN: Final = 80
+"""Characters of a value that a message shows."""
+_TOML_TYPES: Final = {
+    bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array",
+    dict: "a table",
+}  # fmt: skip
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content = _content(path)
+    try:
+        return tomllib.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: is not UTF-8, as TOML has to be: {error}") from error
+    except (ValueError, RecursionError) as error:  # a date that is none, lists too deep
+        raise ConfigurationError(f"{path}: is not TOML: {error}") from error
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _table(parent: Mapping[str, Any], name: str, where: str) -> _Table:
+    content = parent.get(name, {})
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{where} is {_describe(content)}, expected a table")
+    return _Table(where, content)
+
+
+def _model(folder: Path, models: _Table, name: str) -> ConfiguredModel:
+    where = f"{models.where.removesuffix(']')}.{name}]"
+    if not name:
+        raise ConfigurationError(f"{where} has no name; expected for instance [models.resnet]")
+    table = _table(models.content, name, where)
+    if "path" not in table.content:
+        raise ConfigurationError(
+            f"{where} has no path; expected the folder that eecompile wrote, relative to this "
+            f'file, for instance path = "{name}.ee"'
+        )
+    path = _convert(table.content["path"], _KINDS[str], f"{where} path")
+    rest = {key: value for key, value in table.content.items() if key != "path"}
+    settings = _checked(ModelOptions, _Table(where, rest), besides=("path",))
+    return ConfiguredModel(path=folder / path, settings=settings)
+
+
+def _checked(options: _Options, table: _Table, besides: Iterable[str] = ()) -> dict[str, Any]:
+    """Read a table, and refuse what the options would."""
+    settings = _settings((options,), table, besides)
+    try:
+        options(**settings)
+    except ValueError as error:
+        raise ConfigurationError(f"{table.where}: {error}") from error
+    return settings
+
+
+def engine_settings() -> tuple[type[Any], ...]:
+    """Return the dataclasses whose fields are keys of ``[engine]``."""
+    return EngineOptions, *(extension.settings for extension in extensions_for("server"))
+
+
+def _settings(
+    options: Sequence[type[Any]], table: _Table, besides: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Read a table into fields of ``options``; ``besides`` are keys that it may have as well."""
+    hints = {name: hint for kind in options for name, hint in get_type_hints(kind).items()}
+    every = [f for kind in options for f in fields(kind) if f.metadata.get("key", True)]
+    names = {key_of(f.name): f.name for f in every}
+    known = {key: name for key, name in names.items() if name not in _NO_KEYS}
+    _refuse_unknown(table.content, [*besides, *known], table.where, "key")
+    settings = {}
+    for key, value in table.content.items():
+        name = known[key]
+        kind = _KINDS_BY_FIELD.get(name) or _KINDS[_without_none(hints[name])]
+        settings[name] = _convert(value, kind, f"{table.where} {key}")
+    return settings
+
+
+def key_of(field: str) -> str:
+    """Return the key that a file has for a field of the options."""
+    return _KEYS_BY_FIELD.get(field, field)
+
+
+def _without_none(hint: Any) -> type:
+    (kind,) = [part for part in get_args(hint) or (hint,) if part is not NoneType]
+    assert isinstance(kind, type)
+    return kind
+
+
+def _convert(value: object, kind: _Kind, where: str) -> Any:
+    if type(value) not in kind.types:
+        raise ConfigurationError(f"{where} is {_describe(value)}, expected {kind.expected}")
+    try:
+        return kind.convert(value)
+    except (OverflowError, ValueError) as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _refuse_unknown(content: Iterable[str], known: Iterable[str], where: str, what: str) -> None:
+    known = tuple(known)
+    for key in content:
+        if key not in known:
+            raise ConfigurationError(
+                f"{where}: there is no {what} {key!r:.80}{_nearest(key, known)} "
+                f"(expected: {', '.join(known)})"
+            )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name[:_SHOWN], list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _describe(value: object) -> str:
+    kind = _TOML_TYPES.get(type(value), "a date or time")
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return f"{text if len(text) <= _SHOWN else f'{text[:_SHOWN]}…'} ({kind})"

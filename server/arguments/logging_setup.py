@@ -1,0 +1,68 @@
+"""Logging of the command line tools: on stderr, for people or, as JSON lines, for machines."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+import traceback
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Final
+
+from offramp.engine.common.line_limit import OneLineFilter, QueuedHandler
+
+FORMATS: Final = ("human", "json")
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``time`` (RFC 3339, UTC), ``level``, ``logger``, ``message``.
+
+    The facts of a line of the access log are fields of their own.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record; a traceback goes into ``exception``."""
+        time = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def set_up_logging(*, level: str, log_format: str) -> None:
+    """Configure the root logger; called once, by the command line.
+
+    ``level`` is that of our loggers; other packages' stay at ``warning`` or above.
+    """
+    handler = QueuedHandler(sys.stderr)
+    human = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else human)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
+    logging.getLogger("offramp").setLevel(number)
+    # What a client causes there, such as a call that breaks off, has a traceback each time.
+    for name in ("grpc._cython.cygrpc", "aiohttp.server"):
+        logging.getLogger(name).filters = [OneLineFilter()]
+    _keep_grpc_from_printing()
+
+
+def flush_log() -> None:
+    """Wait, for a second at most, until what was logged is written."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def _keep_grpc_from_printing() -> None:
+    """Keep gRPC from writing what it logs to stderr once more, a traceback for each broken call."""
+    quiet = {**vars(traceback), "print_exc": lambda: None}
+    cygrpc = importlib.import_module("grpc._cython.cygrpc")
+    cygrpc.traceback = SimpleNamespace(**quiet)  # type: ignore[attr-defined]

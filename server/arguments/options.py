@@ -1,0 +1,110 @@
+"""The options of a server, apart from the engine's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Final
+
+from offramp.engine.stages.plan import Mode
+from offramp.server.arguments.addresses import parse_host
+
+MIB: Final = 1024 * 1024
+
+DEFAULT_MODE: Final = Mode.AUDIT
+"""Of a server that is not told otherwise: what it promises, it also measures."""
+
+MAX_MESSAGE_MIB: Final = 2047
+"""gRPC counts a message's bytes in a signed 32-bit integer."""
+
+
+MAX_COUNT: Final = 2**31 - 1
+"""Of whatever is counted; gRPC takes no larger number of connections."""
+
+MAX_CONNECTIONS: Final = 1024
+"""Of gRPC at once, where it is not told otherwise and there are file descriptors for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepaliveOptions:
+    """HTTP/2 pings of the gRPC port, by the names that Triton has for them.
+
+    Triton keeps gRPC's own defaults, by which a client that pings oftener than every five minutes
+    on an idle stream, or every two hours without a call, is hung up on. These defaults are made
+    for clients and load balancers that ping every ten seconds.
+    """
+
+    grpc_keepalive_time_ms: int = 60_000
+    """How long a connection may be silent until the server pings it."""
+    grpc_keepalive_timeout_ms: int = 20_000
+    """How long the server then waits for an answer until it closes the connection."""
+    grpc_keepalive_permit_without_calls: bool = True
+    """Whether pings are sent and taken on connections without a call."""
+    grpc_http2_max_pings_without_data: int = 0
+    """Pings that the server sends while it has no data to send; 0 is no limit."""
+    grpc_http2_min_recv_ping_interval_without_data_ms: int = 1_000
+    """The least time between two pings of a client to which no data are sent."""
+    grpc_http2_max_ping_strikes: int = 2
+    """Pings that may come sooner until the client is hung up on; 0 is no limit."""
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            if not 0 <= getattr(self, name) <= MAX_COUNT:
+                raise ValueError(f"{name} {getattr(self, name)} is not in 0 to {MAX_COUNT}")
+        for name in ("grpc_keepalive_time_ms", "grpc_keepalive_timeout_ms"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is 0; expected a time, for instance 60000")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """The addresses that a server listens on, and its limits."""
+
+    host: str = "127.0.0.1"
+    """Name or address of the interface, of both ports; ``0.0.0.0``, ``::`` and ``*`` are all of
+    them, by IPv4 and IPv6. An IPv6 address may be in brackets."""
+    grpc_port: int = 8001
+    """0 takes any free one."""
+    http_port: int = 8000
+    """0 takes any free one."""
+    max_message_mib: int = 64
+    """Largest request over gRPC; gRPC refuses a larger one with RESOURCE_EXHAUSTED."""
+    max_connections: int = MAX_CONNECTIONS
+    """Connections of gRPC at once; further ones are closed as soon as they come."""
+    max_concurrent_requests: int = 8192
+    """Requests being answered, of all models and streams; more are refused. Twice the samples that
+    a model's queue takes by default: that one fills first."""
+    max_queue_mib: int = 1024
+    """Messages of the requests being answered; more are refused. 16 of the largest by default."""
+    keepalive: KeepaliveOptions = field(default_factory=KeepaliveOptions)
+    """Pings of the gRPC port."""
+    access_log: bool = False
+    """Whether every request has a line in the log."""
+    drain_delay_s: float = 5.0
+    """How long new requests are answered after readiness fell, but for SIGINT."""
+    shutdown_timeout_s: float = 30.0
+    """How long requests in flight may take to end once new ones are refused."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", parse_host(self.host))
+        for name, port in (("grpc_port", self.grpc_port), ("http_port", self.http_port)):
+            if not 0 <= port <= 65535:
+                raise ValueError(f"{name} {port} is not in 0 to 65535")
+        if self.grpc_port == self.http_port != 0:
+            raise ValueError(
+                f"--grpc-port and --http-port are both {self.grpc_port}; "
+                "gRPC and HTTP need a port each"
+            )
+        if not 1 <= self.max_message_mib <= MAX_MESSAGE_MIB:
+            raise ValueError(f"max_message_mib {self.max_message_mib} is not in 1 to 2047")
+        for name in ("max_connections", "max_concurrent_requests", "max_queue_mib"):
+            if not 1 <= getattr(self, name) <= MAX_COUNT:
+                raise ValueError(f"{name} {getattr(self, name)} is not in 1 to {MAX_COUNT}")
+        if self.max_queue_mib < self.max_message_mib:
+            raise ValueError(
+                f"--max-queue-mib {self.max_queue_mib} is below --max-message-mib "
+                f"{self.max_message_mib}: the largest request would never be taken; "
+                f"give --max-queue-mib {self.max_message_mib} or more"
+            )
+        for name in ("drain_delay_s", "shutdown_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} {getattr(self, name)} is below 0")

@@ -1,0 +1,1 @@
+"""What people and Prometheus see: the status page and metrics."""

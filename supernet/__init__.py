@@ -1,0 +1,1 @@
+"""Extension: one set of weights holds many models (SuperServe): variants of a bundle."""

@@ -1,0 +1,19 @@
+"""Options of compiling that subnets do not go with."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from offramp.commands.combinations import Illegal
+from offramp.compiler.common.illegal import depends_on_earlier
+
+_NOT_ELASTIC = "subnets do not go with it yet; leave one of them out"
+COMBINATIONS: Final = (
+    *(Illegal(option="--elastic", beside=other, why=_NOT_ELASTIC)
+      for other in ("--precision int8|auto", "--train joint", "--heads bridges|both",
+                    "--selection pame")),
+    Illegal(option="--elastic", beside="--data random",
+            why="subnets are chosen by their agreement, which made inputs do not show; give "
+            "samples"),
+    Illegal(option="--elastic", beside="--criterion", when=depends_on_earlier, why=_NOT_ELASTIC),
+)  # fmt: skip

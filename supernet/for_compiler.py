@@ -1,0 +1,64 @@
+"""What supernets add to ``eecompile``: the command ``supernet``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from offramp.compiler.commands.compile_arguments import SHORT, add_compiling
+from offramp.compiler.commands.compiling import run_compile
+from offramp.compiler.commands.extension import Command
+from offramp.compiler.commands.shared_arguments import make_parser
+from offramp.compiler.common.illegal import COMPILE
+from offramp.supernet.combinations import COMBINATIONS
+
+_DESCRIPTION: Final = """\
+Make a bundle of a supernet: a model that holds smaller ones in the same weights
+(SuperServe). Blocks are skipped, weights are sliced to their first channels,
+and statistics are collected again for each subnet. The best trade-offs of time
+and agreement become variants of the bundle, each with exits of its own;
+policies that choose by the time left (--policy slackfit) serve them."""
+_EXAMPLES: Final = {
+    "eecompile supernet model.onnx --elastic spec.toml --data samples.npz": "",
+}
+
+
+def supernet_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``eecompile supernet``: that of compiling, and what is elastic."""
+    parser = make_parser(
+        "supernet",
+        _DESCRIPTION,
+        short=("--elastic", *SHORT),
+        illegal=(*COMPILE, *COMBINATIONS),
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("--elastic", type=Path, required=True, metavar="TOML",
+                        help="elastic parts of the model.\nBlocks that may be skipped, weights "
+                        "that may be sliced, and how many operating points to keep")  # fmt: skip
+    add_compiling(parser, needs_data=True)
+    return parser
+
+
+def _compile(options: argparse.Namespace, console: Console) -> int:
+    from offramp.supernet.subnets import ElasticSource  # noqa: PLC0415
+
+    options.variants = ElasticSource(options.elastic)
+    return run_compile(options, console)
+
+
+class _Extension:
+    """See :class:`.CompilerExtension`."""
+
+    commands: Final = {
+        "supernet": Command(
+            supernet_parser,
+            _compile,
+            "compile a model that has smaller models in the same weights",
+        )
+    }
+
+
+EXTENSION: Final = _Extension()

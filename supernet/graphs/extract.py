@@ -1,0 +1,141 @@
+"""Subnets as models of their own, and which of their weights are the supernet's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import onnx
+from onnx import numpy_helper
+
+from offramp.calibration.data.dataset import Dataset
+from offramp.compiler.cuts.flow import count_flops
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.shapes import annotate, forget_shapes
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.weight_parts import has_first_channels
+from offramp.supernet.graphs.errors import NotElasticError
+from offramp.supernet.graphs.norm import SubnetNorm
+from offramp.supernet.graphs.slicing_plan import apply_plan
+from offramp.supernet.graphs.spec import ElasticSpec, SubnetChoice
+from offramp.supernet.graphs.supernet import Supernet
+
+WeightKind: TypeAlias = Literal["whole", "prefix", "channels", "own"]
+"""The supernet's weight as it is, the first bytes of one, the first channels of one on both sides
+(:mod:`~offramp.compiler.graphs.weight_parts`), or bytes of the subnet's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOrigin:
+    """Where a subnet has an initializer from."""
+
+    kind: WeightKind
+    source: str
+    """The supernet's initializer that it was made of; empty if of none."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subnet:
+    """A subnet as a model of its own, with the supernet's inputs and outputs."""
+
+    choice: SubnetChoice
+    description: str
+    proto: onnx.ModelProto
+    """Checked, with shapes inferred; tensors and operators have their names in the supernet."""
+    origins: Mapping[str, WeightOrigin]
+    """By initializer."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of weights that are the supernet's, or a part of one that it stores by itself."""
+        return sum(o.size_bytes for o in self.origins.values() if o.kind != "own")
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of weights that are the subnet's alone."""
+        return sum(o.size_bytes for o in self.origins.values() if o.kind == "own")
+
+    @cached_property
+    def flops(self) -> float:
+        """Floating-point operations of a sample, a multiply-add counting as two."""
+        return float(sum(count_flops(self.proto, Dataflow(self.proto.graph))))
+
+
+def extract(
+    model: SourceModel,
+    spec: ElasticSpec,
+    choice: SubnetChoice,
+    samples: Dataset | None = None,
+    *,
+    threads: int = 1,
+) -> onnx.ModelProto:
+    """Make one subnet of a model, as :func:`extract_subnet` does of a supernet."""
+    supernet = Supernet.of(model, spec)
+    norm = SubnetNorm.of(supernet, samples, threads=threads) if samples is not None else None
+    return extract_subnet(supernet, choice, norm).proto
+
+
+def extract_subnet(
+    supernet: Supernet, choice: SubnetChoice, norm: SubnetNorm | None = None
+) -> Subnet:
+    """Make a subnet a model of its own: LayerSelect, WeightSlice, SubnetNorm (SuperServe, 3).
+
+    Without ``norm`` layers keep the supernet's statistics, with which the paper saw accuracies as
+    low as 10 %.
+
+    Raises:
+        ElasticSpecError: The choice is none of the spec's.
+        NotElasticError: The graph cannot do with less; the message names the operator.
+        DataError: The subnet fails on a calibration sample.
+    """
+    proto = supernet.shallow(choice)
+    plan = supernet.plan(choice, proto)
+    sources = apply_plan(proto, plan, supernet.initializers)
+    wanted = [o.type.tensor_type.elem_type for o in proto.graph.output]
+    if choice != supernet.spec.full:
+        forget_shapes(proto.graph)
+        annotate(proto)
+    else:
+        proto.graph.value_info.extend(supernet.model.proto.graph.value_info)
+    if norm is not None and choice != supernet.spec.full:
+        norm.apply(proto, plan, supernet.skipped(choice))
+        annotate(proto)
+    _check(proto, wanted)
+    origins = {
+        tensor.name: _origin(tensor, sources.get(tensor.name, ""), supernet)
+        for tensor in proto.graph.initializer
+    }
+    return Subnet(
+        choice=choice,
+        description=supernet.spec.describe(choice),
+        proto=proto,
+        origins=origins,
+    )
+
+
+def _check(proto: onnx.ModelProto, elem_types: list[int]) -> None:
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        reason = str(error).splitlines()[0]
+        raise NotElasticError(
+            f"the subnet is no ONNX model ({reason}); this is a defect, report it with the model"
+        ) from error
+    assert [o.type.tensor_type.elem_type for o in proto.graph.output] == elem_types
+
+
+def _origin(tensor: onnx.TensorProto, source: str, supernet: Supernet) -> WeightOrigin:
+    """Compare bytes: what begins as the supernet's weight does can be a view of it."""
+    content = numpy_helper.to_array(tensor).tobytes()
+    kind: WeightKind = "own"
+    if source:
+        values = numpy_helper.to_array(supernet.initializers[source])
+        whole = values.tobytes()
+        if whole.startswith(content):
+            kind = "whole" if len(whole) == len(content) else "prefix"
+        elif has_first_channels(numpy_helper.to_array(tensor), values):
+            kind = "channels"
+    return WeightOrigin(kind=kind, source=source, size_bytes=len(content))

@@ -1,0 +1,143 @@
+"""The names of a spec on the graph that was read: which weights and which blocks they mean.
+
+Names of operators and their scopes survive reading, but for those of operators that are fused (a
+batch norm goes into its convolution, whose name stays). Torch's newer exporter (``dynamo=True``)
+names operators without scopes, and linear weights are renamed where they are transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from onnx import helper
+
+from offramp.compiler.graphs.graph import Dataflow, Operator, is_standard
+from offramp.compiler.graphs.shapes import TensorType
+from offramp.supernet.graphs.errors import ElasticSpecError
+from offramp.supernet.graphs.spec import ElasticSpec, WidthGroup
+
+_WEIGHTS = {"Conv": (1,), "ConvTranspose": (1,), "MatMul": (1, 0), "Gemm": (1,)}
+"""Operators whose output channels are those of a weight, and which of their inputs it may be."""
+_MOST_NEAR = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedWeight:
+    """A constant that an operator reads, and the dimension of its output channels."""
+
+    node: str
+    position: int
+    """Of the constant among the operator's inputs."""
+    axis: int
+    size: int
+    """Output channels of the whole weight."""
+    parts: int = 1
+
+    def kept(self, ratio: float) -> tuple[int, ...]:
+        """Give the channels that are kept: the first of each part.
+
+        ElasticSpecError if that is no whole number of channels.
+        """
+        if self.size % self.parts:
+            raise ElasticSpecError(
+                f"{self.node} has {self.size} output channels, which are not {self.parts} equal "
+                f"parts; say parts = N with N that divides {self.size}"
+            )
+        part, wanted = self.size // self.parts, self.size // self.parts * ratio
+        count = round(wanted)
+        if abs(wanted - count) > 1e-6 or count < 1:
+            of = f"{self.parts} equal parts of {self.node}'s" if self.parts > 1 else self.node
+            near = {max(1, min(part, n)) for n in (int(wanted), int(wanted) + 1)}
+            told = " or ".join(f"{n / part:g} ({n} of {part})" for n in sorted(near))
+            raise ElasticSpecError(
+                f"{ratio:g} of the {self.size} output channels of {of} is {wanted:g}, which is no "
+                f"whole number; ratios that divide are {told}"
+            )
+        return tuple(p * part + c for p in range(self.parts) for c in range(count))
+
+
+def attributes_of(op: Operator) -> dict[str, Any]:
+    """Give an operator's attributes by name."""
+    return {a.name: helper.get_attribute_value(a) for a in op.proto.attribute}
+
+
+def output_axis(op: Operator, position: int, rank: int) -> int:
+    """Give the dimension of a weight that holds the output channels of its operator."""
+    if op.kind == "Conv":
+        return 0
+    if op.kind == "ConvTranspose":
+        return 1
+    if op.kind == "Gemm":
+        return 0 if attributes_of(op).get("transB", 0) else 1
+    return rank - 1 if position else rank - 2
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFinder:
+    """Finds what a spec names among the operators and initializers of a graph."""
+
+    spec: ElasticSpec
+    flow: Dataflow
+    types: Mapping[str, TensorType]
+
+    def find(self, group: WidthGroup) -> tuple[NamedWeight, ...]:
+        """Find the weights of a width group; ElasticSpecError where a name means none."""
+        by_name = {op.name: op for op in self.flow.operators}
+        found: list[NamedWeight] = []
+        for name in group.weights:
+            if name in by_name:
+                found.append(self._weight(by_name[name], None, group))
+            elif name in self.flow.constants and name in self.flow.consumers:
+                found += [self._weight(op, name, group) for op in self.flow.consumers[name]]
+            else:
+                raise ElasticSpecError(
+                    f"{self.spec.source}: width.weights names {name!r}, which is no operator and "
+                    f"no initializer of the model as it is read; {nearest(name, self._known())}"
+                )
+        return tuple(found)
+
+    def _known(self) -> list[str]:
+        """Give what could have been named."""
+        operators = [op.name for op in self.flow.operators if op.kind in _WEIGHTS]
+        constants = (name for name in self.flow.constants if len(self.types[name].shape or ()) > 1)
+        return [*operators, *sorted(constants)]
+
+    def _weight(self, op: Operator, only: str | None, group: WidthGroup) -> NamedWeight:
+        """Describe an operator's weight; that initializer, if one is given."""
+        places = _WEIGHTS.get(op.kind, ()) if is_standard(op.proto) else ()
+        for position in places:
+            name = op.proto.input[position]
+            shape = self.types[name].shape if name in self.flow.constants else None
+            if not shape or len(shape) < 2 or only not in (None, name):
+                continue
+            axis = output_axis(op, position, len(shape))
+            if group.axis not in (None, axis):
+                raise ElasticSpecError(
+                    f"{self.spec.source}: width.axis = {group.axis}, but the output channels of "
+                    f"{op.kind} {op.name} are dimension {axis} of its weight {list(shape)}; leave "
+                    "axis out"
+                )
+            return NamedWeight(
+                node=op.name,
+                position=position,
+                axis=axis,
+                size=int(shape[axis]),
+                parts=group.parts,
+            )
+        raise ElasticSpecError(
+            f"{self.spec.source}: width.weights names {only or op.name!r}, but {op.kind} {op.name} "
+            f"has no output channels of a constant weight; name a {', '.join(_WEIGHTS)} with one"
+        )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Say which names are like one that is not there, and where names are seen."""
+    close = get_close_matches(name, dict.fromkeys(known), n=_MOST_NEAR, cutoff=0.5)
+    told = f"the nearest are {', '.join(map(repr, close))}" if close else "none is like it"
+    return (
+        f"{told}; `eecompile inspect` shows tensors, and a viewer such as Netron names of "
+        "operators (fused ones keep the convolution's)"
+    )

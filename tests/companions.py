@@ -1,0 +1,19 @@
+"""What extensions have going on beside the streams of an engine."""
+
+from __future__ import annotations
+
+from offramp.cluster.serving.plan_loop import PlanLoop
+from offramp.cluster.serving.profile_loop import ProfileLoop
+from offramp.engine.core import Engine
+
+
+def profiles_of(engine: Engine) -> ProfileLoop:
+    loop = engine._companions["batch_profile"]
+    assert isinstance(loop, ProfileLoop)
+    return loop
+
+
+def plans_of(engine: Engine) -> PlanLoop:
+    loop = engine._companions["plan"]
+    assert isinstance(loop, PlanLoop)
+    return loop

@@ -1,0 +1,1 @@
+"""What the commands of ``eebench`` share: arguments, traces, outcomes, pages."""

@@ -1,0 +1,338 @@
+"""The outcomes of a load's requests, and the figures that are made of them.
+
+A load generator and a simulator both write ``Outcomes``; what a figure means is decided here, once.
+A latency runs from the moment when a request was to be sent: counting from when it was sent would
+leave out what a stalled client or server made the next ones wait (Tene, "How not to measure
+latency": coordinated omission). Success is SuperServe's (section 6.1): the share of all requests
+that were answered within the latency objective (SLO), and how well they were answered, which is
+agreement here. Goodput is E3's (section 5): answers within the objective per second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.certify.decision import MODEL_END
+from offramp.engine.stages.plan import exit_label
+
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
+
+
+class Status(IntEnum):
+    """The way in which a request ended."""
+
+    OK = 0
+    EXPIRED = 1
+    """Its deadline passed, or was seen to be infeasible."""
+    REJECTED = 2
+    """The queue was full, or the server unavailable."""
+    FAILED = 3
+    """An error."""
+    UNANSWERED = 4
+    """The run ended before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcomes:
+    """The outcome of every request (of one sample), in order of intended sending."""
+
+    intended_s: NDArray[np.float64]
+    """[n]: when it was to be sent, from the start of the run."""
+    latency_s: NDArray[np.float64]
+    """[n]: from then to its answer; NaN where there was none."""
+    status: NDArray[np.uint8]
+    """[n]: a ``Status``."""
+    exit: NDArray[np.int16]
+    """[n]: index of the exit that answered, or ``MODEL_END``; means something where OK."""
+    forced: NDArray[np.bool_]
+    """[n]: answered at an exit that it had to take, below its threshold."""
+    agrees: NDArray[np.int8]
+    """[n]: 1 answered like the source model, 0 unlike, -1 unknown."""
+    batch_size: NDArray[np.int16] | None = None
+    """[n]: rows of the first batch that it ran in; 0 or less where unknown."""
+    duration_s: float
+    """Of the offered load."""
+
+    def __post_init__(self) -> None:
+        sizes = {name: array.shape for name, array in _arrays(self).items()}
+        if set(sizes.values()) != {(len(self.intended_s),)}:
+            raise ValueError(f"outcomes need one element a request in every array; got {sizes}")
+        if not self.duration_s > 0:
+            raise ValueError(f"duration_s is {self.duration_s}; it must be more than 0")
+        if lost := np.count_nonzero(~np.isfinite(self.latency_s[self.answered])):
+            raise ValueError(f"{lost} requests are OK without a latency; OK means answered")
+
+    @property
+    def answered(self) -> NDArray[np.bool_]:
+        """[n]: which were answered."""
+        return np.asarray(self.status == Status.OK)
+
+    def within(self, slo_ms: float | None) -> NDArray[np.bool_]:
+        """[n]: which were answered, and within the objective if there is one."""
+        if slo_ms is None:
+            return self.answered
+        # NaN compares as false; what is not OK may have a latency, and counts as missed
+        return self.answered & (self.latency_s * 1e3 <= slo_ms)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Outcomes]) -> Outcomes:
+        """Merge what several senders saw of one run, in order of intended sending.
+
+        The duration is the longest. Batch sizes are kept if one part has them.
+        """
+        if not parts:
+            raise ValueError("no outcomes to merge: give one or more")
+        if any(part.batch_size is not None for part in parts):
+            parts = [
+                replace(part, batch_size=np.zeros(len(part.intended_s), np.int16))
+                if part.batch_size is None
+                else part
+                for part in parts
+            ]
+        order = np.argsort(np.concatenate([part.intended_s for part in parts]), kind="stable")
+        merged = {
+            name: np.concatenate([getattr(part, name) for part in parts])[order]
+            for name in _arrays(parts[0])
+        }
+        return cls(**merged, duration_s=max(part.duration_s for part in parts))
+
+    def drop_warm_up(self, seconds: float) -> Outcomes:
+        """Leave out what was to be sent in the first seconds; time then starts after them."""
+        if not 0 <= seconds < self.duration_s:
+            raise ValueError(
+                f"a warm-up of {seconds:g} s is not within the load's {self.duration_s:g} s"
+            )
+        kept = self.intended_s >= seconds
+        arrays = {name: array[kept] for name, array in _arrays(self).items()}
+        arrays["intended_s"] = arrays["intended_s"] - seconds
+        return replace(self, **arrays, duration_s=self.duration_s - seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run in figures. Rates are per second; shares are of 1."""
+
+    requests: int
+    offered_rps: float
+    """Requests over the duration of the load."""
+    throughput_rps: float
+    """Answers over the duration of the load, or until the last answer if that came later."""
+    goodput_rps: float
+    """Answers within the objective over the same span; without one, the throughput."""
+    slo_ms: float | None
+    attainment: float | None
+    """Share of all requests that were answered within the objective."""
+    latency_ms: dict[str, float]
+    """Mean, percentiles (each one that a request had) and max of the answered; empty if none."""
+    failures: dict[str, int]
+    """Requests by how they failed; all ways are named."""
+    agreement: float | None
+    """Share of the answered of which it is known that were answered like the source model."""
+    exit_shares: dict[str, float]
+    """Of the answered, by place in depth order."""
+    forced_share: float
+    """Of the answered."""
+    mean_batch_size: float | None
+    """Mean over requests, where known."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return asdict(self)
+
+
+def summarise(outcomes: Outcomes, *, slo_ms: float | None) -> Summary:
+    """Make a run's figures, judged by a latency objective if there is one."""
+    ok = outcomes.answered
+    requests, answers = len(ok), int(ok.sum())
+    good = int(outcomes.within(slo_ms).sum())
+    ends = (outcomes.intended_s + outcomes.latency_s)[ok]
+    span_s = max(outcomes.duration_s, float(ends.max(initial=0.0)))
+    labels, place = _places(outcomes)
+    shares = np.bincount(place, minlength=len(labels)) / max(answers, 1)
+    known = outcomes.agrees[ok & (outcomes.agrees >= 0)]
+    sizes = np.empty(0) if outcomes.batch_size is None else outcomes.batch_size
+    sizes = sizes[sizes > 0]
+    return Summary(
+        requests=requests,
+        offered_rps=requests / outcomes.duration_s,
+        throughput_rps=answers / span_s,
+        goodput_rps=good / span_s,
+        slo_ms=slo_ms,
+        attainment=None if slo_ms is None or not requests else good / requests,
+        latency_ms=_latencies(outcomes.latency_s[ok] * 1e3),
+        failures={
+            status.name.lower(): int((outcomes.status == status).sum())
+            for status in Status
+            if status is not Status.OK
+        },
+        agreement=float(known.mean()) if known.size else None,
+        exit_shares=dict(zip(labels, shares.tolist(), strict=True)) if answers else {},
+        forced_share=float(outcomes.forced[ok].mean()) if answers else 0.0,
+        mean_batch_size=float(sizes.mean()) if sizes.size else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """A run by windows of equal length; a request belongs to the one that it was to be sent in.
+
+    What was to be sent after the duration belongs to the last. Where a window has nothing to judge
+    by, its element is NaN (in JSON null).
+    """
+
+    window_s: float
+    start_s: NDArray[np.float64]
+    """[windows]"""
+    offered_rps: NDArray[np.float64]
+    """[windows]"""
+    answered_rps: NDArray[np.float64]
+    """[windows]: the window's requests that were answered, whenever, over its length."""
+    attainment: NDArray[np.float64]
+    """[windows]: share answered within the objective; NaN without one."""
+    p50_ms: NDArray[np.float64]
+    """[windows]: of the answered."""
+    p99_ms: NDArray[np.float64]
+    """[windows]"""
+    agreement: NDArray[np.float64]
+    """[windows]"""
+    mean_depth: NDArray[np.float64]
+    """[windows]: mean of the answered's place in ``labels``, counted from 1, the final last."""
+    batch_size: NDArray[np.float64]
+    """[windows]: mean over requests."""
+    exit_shares: NDArray[np.float64]
+    """[windows, labels]: of the answered."""
+    labels: tuple[str, ...]
+    """Exits that answered in this run by index, then ``final``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The timeline as plain values; NaN, which JSON has not, becomes None."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def timeline(outcomes: Outcomes, *, slo_ms: float | None, windows: int = 60) -> Timeline:
+    """Make a run's figures by as many windows as the duration of the load is cut into."""
+    if windows < 1:
+        raise ValueError(f"{windows} windows cannot be; give 1 or more")
+    window_s = outcomes.duration_s / windows
+    window = np.clip((outcomes.intended_s / window_s).astype(np.int64), 0, windows - 1)
+    ok = outcomes.answered
+
+    def count(which: NDArray[np.bool_]) -> NDArray[np.float64]:
+        return np.bincount(window[which], minlength=windows).astype(np.float64)
+
+    requests, answers = count(np.ones_like(ok)), count(ok)
+    known = ok & (outcomes.agrees >= 0)
+    labels, place = _places(outcomes)
+    cells = np.bincount(window[ok] * len(labels) + place, minlength=windows * len(labels))
+    shares = _ratio(cells.reshape(windows, len(labels)), answers[:, None])
+    none = np.full(windows, np.nan)
+    p50_ms, p99_ms = _by_window(window[ok], outcomes.latency_s[ok] * 1e3, answers, (0.5, 0.99))
+    return Timeline(
+        window_s=window_s,
+        start_s=np.arange(windows, dtype=np.float64) * window_s,
+        offered_rps=requests / window_s,
+        answered_rps=answers / window_s,
+        attainment=none if slo_ms is None else _ratio(count(outcomes.within(slo_ms)), requests),
+        p50_ms=p50_ms,
+        p99_ms=p99_ms,
+        agreement=_ratio(count(known & (outcomes.agrees == 1)), count(known)),
+        mean_depth=shares @ np.arange(1.0, len(labels) + 1),
+        batch_size=_mean_sizes(outcomes, window, windows),
+        exit_shares=shares,
+        labels=labels,
+    )
+
+
+def hdr_table(latency_s: NDArray[np.float64]) -> list[tuple[float, float, int]]:
+    """Tabulate a distribution as HdrHistogram does: each step halves the tail that remains.
+
+    Gives percentiles (0, 50, 75, 87.5 … while a sample remains beyond, then 100), latencies in ms,
+    and how many samples are no longer than each; NaN is left out. Empty if there is no sample.
+    """
+    ordered = np.sort(latency_s[np.isfinite(latency_s)]) * 1e3
+    if not ordered.size:
+        return []
+    halvings = math.floor(math.log2(ordered.size)) + 1
+    quantiles = [1 - 0.5**k for k in range(halvings)] + [1.0]
+    values = [_at(ordered, q) for q in quantiles]
+    counts = np.searchsorted(ordered, values, side="right").tolist()
+    return [(100 * q, v, c) for q, v, c in zip(quantiles, values, counts, strict=True)]
+
+
+def _arrays(outcomes: Outcomes) -> dict[str, NDArray[Any]]:
+    """The arrays by field, without those that are not known."""
+    found = {f.name: getattr(outcomes, f.name) for f in fields(outcomes)}
+    return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
+
+
+def _latencies(latency_ms: NDArray[np.float64]) -> dict[str, float]:
+    ordered = np.sort(latency_ms)
+    if not ordered.size:
+        return {}
+    percentiles = {name: _at(ordered, q) for name, q in _QUANTILES.items()}
+    return {"mean": float(ordered.mean()), **percentiles, "max": float(ordered[-1])}
+
+
+def _at(ordered: NDArray[np.float64], quantile: float) -> float:
+    """Give the least value that so large a share does not exceed: one that a request had."""
+    return float(ordered[int(_rank(ordered.size, quantile))])
+
+
+def _rank(count: float | NDArray[np.float64], quantile: float) -> NDArray[np.int64]:
+    """Index from 0 of a quantile among so many; the slack is for 0.99 × 100 > 99."""
+    rank = np.ceil(np.asarray(count) * quantile - 1e-9) - 1
+    return np.asarray(np.maximum(rank, 0), np.int64)
+
+
+def _by_window(
+    window: NDArray[np.int64],
+    value: NDArray[np.float64],
+    count: NDArray[np.float64],
+    quantiles: Sequence[float],
+) -> list[NDArray[np.float64]]:
+    """Quantiles of the values of each window, of which each has ``count``; NaN where none."""
+    ordered = value[np.lexsort((value, window))]
+    first = (np.cumsum(count) - count).astype(np.int64)
+    found = []
+    for quantile in quantiles:
+        at = np.full(len(count), np.nan)
+        some = count > 0
+        at[some] = ordered[(first + _rank(count, quantile))[some]]
+        found.append(at)
+    return found
+
+
+def _places(outcomes: Outcomes) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """Labels of the places that answered, and for each answered its place among them."""
+    taken = outcomes.exit[outcomes.answered]
+    exits = np.unique(taken[taken != MODEL_END])
+    labels = (*(exit_label(int(index)) for index in exits), exit_label(MODEL_END))
+    return labels, np.where(taken == MODEL_END, len(exits), np.searchsorted(exits, taken))
+
+
+def _mean_sizes(outcomes: Outcomes, window: NDArray[np.int64], windows: int) -> NDArray[np.float64]:
+    if (sizes := outcomes.batch_size) is None:
+        return np.full(windows, np.nan)
+    known = sizes > 0
+    total = np.bincount(window[known], weights=sizes[known], minlength=windows)
+    return _ratio(total, np.bincount(window[known], minlength=windows))
+
+
+def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> NDArray[np.float64]:
+    """Divide; NaN where there is nothing to divide by."""
+    result = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
+    np.divide(part, whole, out=result, where=whole > 0)
+    return result
+
+
+def _plain(value: object) -> object:
+    if not isinstance(value, np.ndarray):
+        return value
+    return np.where(np.isnan(value), np.array(None), value).tolist()
