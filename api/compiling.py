@@ -21,7 +21,7 @@ from offramp.api.keywords import (
     without_flags,
 )
 from offramp.bundle import Bundle
-from offramp.bundle.schema.joint_training import Teacher
+from offramp.bundle.schema.compilation import Teacher
 from offramp.bundle.writing import check_target
 from offramp.calibration.data.dataset import LABEL_KEYS
 from offramp.calibration.data.training_options import TrainingOptions

@@ -33,11 +33,10 @@ from benchmarks.replay import single_samples
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.bundle.schema.part_sizes import PartSizes
+from offramp.bundle.schema.parts import PartSizes
 from offramp.calibration.data.dataset import read_dataset
 from offramp.cluster.planning.cluster import Cluster, DeviceType
 from offramp.cluster.planning.cluster_times import times_of
-from offramp.cluster.planning.facts import WITHOUT_SIZES
 from offramp.cluster.planning.goal import PlanningGoal
 from offramp.cluster.planning.ray_entry import ONE_CPU
 from offramp.cluster.ray.launcher import RayLauncher, actor_needs, reserve
@@ -137,8 +136,6 @@ def workers_for(
     cluster = None
     if options.splits > 1:
         sizes = PartSizes.kept_by(bundle.manifest.segments)
-        if sizes is None:
-            raise SystemExit(f"{bundle.path}: {WITHOUT_SIZES}")
         device = DeviceType(
             name="cpu",
             count=options.workers,

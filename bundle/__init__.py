@@ -1,7 +1,8 @@
 """The artifact that ``eecompile`` writes and ``eeserve`` loads; imports only numpy."""
 
 from offramp.bundle.bundle import Bundle
-from offramp.bundle.schema.cpu import CpuFeatures
+from offramp.bundle.schema.answers import CLASSIFICATION, Answer, AnswerForm, AnswerTask, TaskKind
+from offramp.bundle.schema.compilation import CpuFeatures, SharingCost
 from offramp.bundle.schema.errors import (
     BundleBusyError,
     BundleError,
@@ -11,16 +12,19 @@ from offramp.bundle.schema.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
-from offramp.bundle.schema.input_ranges import InputRange, InputRanges, LengthRange
-from offramp.bundle.schema.manifest import Answer, AnswerForm, Manifest, TensorSpec, UnreadInput
-from offramp.bundle.schema.measured import Measured, MeasuredSize, Ratio
-from offramp.bundle.schema.padding import Padding
+from offramp.bundle.schema.inputs import (
+    InputRange,
+    InputRanges,
+    LengthRange,
+    Padding,
+    TensorSpec,
+    UnreadInput,
+    ValueBound,
+)
+from offramp.bundle.schema.manifest import Manifest
+from offramp.bundle.schema.measured import Measured, MeasuredSize, Profile, Ratio, Spread
 from offramp.bundle.schema.parts import Exit, Head, Segment, Variant
 from offramp.bundle.schema.policy import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.bundle.schema.profile import Profile, Spread
-from offramp.bundle.schema.tasks import CLASSIFICATION, AnswerTask, TaskKind
-from offramp.bundle.schema.value_bounds import ValueBound
-from offramp.bundle.schema.weight_sharing import SharingCost
 from offramp.bundle.writing import write_bundle
 
 __all__ = [

@@ -17,6 +17,7 @@ from offramp.bundle.files import (
     check_file,
     compare,
     entry_of,
+    moved_aside,
     names_under,
     parse_json,
     parse_versioned,
@@ -25,26 +26,23 @@ from offramp.bundle.files import (
     read_regular,
 )
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.held import HeldFiles
 from offramp.bundle.notebook import BundleReport, bundle_html
 from offramp.bundle.onnx_wire import without_inputs
-from offramp.bundle.placing import moved_aside
 from offramp.bundle.records import no_records, parse_records
 from offramp.bundle.schema.errors import (
     BundleIntegrityError,
     BundleNotFoundError,
     BundleSchemaError,
 )
-from offramp.bundle.schema.file_entry import FileEntry
-from offramp.bundle.schema.input_ranges import INPUT_RANGES, InputRanges
-from offramp.bundle.schema.manifest import SCHEMA_OF_WEIGHTS, SCHEMAS_READ, Manifest
-from offramp.bundle.schema.measured import MEASURED, Measured
+from offramp.bundle.schema.inputs import INPUT_RANGES, InputRanges
+from offramp.bundle.schema.manifest import SCHEMA_VERSION, FileEntry, Manifest
+from offramp.bundle.schema.measured import MEASURED, Measured, Profile
 from offramp.bundle.schema.parts import folder_of
 from offramp.bundle.schema.policy import ExitPolicy
-from offramp.bundle.schema.profile import Profile, upgraded
 from offramp.bundle.schema.serde import from_plain
 from offramp.bundle.stored_graphs import (
     FileIdentity,
+    HeldFiles,
     check_graph,
     fill,
     identity_of_file,
@@ -210,7 +208,7 @@ class Bundle:
         BundleSchemaError if it is no profile, or has rows for other segments and exits. Messages
         begin with ``name``.
         """
-        profile = from_plain(Profile, upgraded(plain), name)
+        profile = from_plain(Profile, plain, name)
         parts = (len(profile.segments_ms), len(profile.exits_ms))
         expected = (len(self.manifest.segments), len(self.manifest.exits))
         if parts != expected:
@@ -318,15 +316,8 @@ def _read_manifest(root: Path) -> Manifest:
             f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {MEND}"
         )
     remedy = "compile the model again, or install the Offramp that wrote it"
-    plain = parse_versioned(document, MANIFEST, SCHEMAS_READ, remedy)
-    manifest = from_plain(Manifest, plain, MANIFEST)
-    has_weights = WEIGHTS in {entry.path for entry in manifest.files}
-    if has_weights and manifest.schema_version != SCHEMA_OF_WEIGHTS:
-        raise BundleSchemaError(
-            f"{MANIFEST}: schema version {manifest.schema_version} with {WEIGHTS}, expected "
-            f"{SCHEMA_OF_WEIGHTS}; {MEND}"
-        )
-    return manifest
+    plain = parse_versioned(document, MANIFEST, SCHEMA_VERSION, remedy)
+    return from_plain(Manifest, plain, MANIFEST)
 
 
 def hash_line(document: bytes) -> bytes:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from offramp.bundle.files import entry_of
-from offramp.bundle.schema.file_entry import FileEntry
-from offramp.bundle.schema.manifest import Manifest
+from offramp.bundle.schema.manifest import FileEntry, Manifest
 from offramp.bundle.schema.policy import ExitPolicy
 from offramp.bundle.schema.serde import check_numbers
 from offramp.certify.binomial import upper_bound

@@ -50,7 +50,7 @@ from offramp.bundle.schema.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
-from offramp.bundle.schema.file_entry import FileEntry
+from offramp.bundle.schema.manifest import FileEntry
 from offramp.bundle.schema.serde import from_plain
 
 try:
@@ -351,7 +351,7 @@ def _remove(place: Path) -> None:
 
 def _read_index(root: Path, name: str) -> EngineIndex:
     document = read_regular(root, name, mend=_mend(root))
-    plain = parse_versioned(document, str(root / name), [ENGINES_SCHEMA_VERSION], _mend(root))
+    plain = parse_versioned(document, str(root / name), ENGINES_SCHEMA_VERSION, _mend(root))
     try:
         return from_plain(EngineIndex, plain, name)
     except BundleSchemaError as error:

@@ -9,6 +9,7 @@ never loaded.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 import struct
@@ -24,8 +25,6 @@ from typing import IO, Any, BinaryIO, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
-
-from offramp.bundle.mapped import map_array
 
 PLAIN_KINDS: Final = "biufcSUmM"
 """The kinds of dtypes that numpy writes without pickles, and reads as they were."""
@@ -294,3 +293,53 @@ def _read(archive: zipfile.ZipFile, member: _Member) -> NDArray[Any]:
     flat = np.frombuffer(content, member.dtype) if content else np.empty(0, member.dtype)
     array: NDArray[Any] = flat.reshape(member.shape, order="F" if member.fortran else "C")
     return array
+
+
+def map_array(
+    file: BinaryIO | IO[bytes],
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    *,
+    offset: int = 0,
+    fortran: bool = False,
+) -> NDArray[Any]:
+    """Map an array that begins at a byte of a file, to be read only.
+
+    ValueError if the file ends before it does. The file must not be cut short while it is mapped:
+    reading beyond its end ends the process.
+    """
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    order = "F" if fortran else "C"
+    return np.memmap(file, dtype, mode="r", offset=offset, shape=shape, order=order)  # type: ignore[call-overload,no-any-return]
+
+
+def is_mapped(array: NDArray[Any]) -> bool:
+    """Whether an array lies in a mapped file."""
+    return _mapping(array) is not None
+
+
+def let_go(array: NDArray[Any]) -> None:
+    """Let go of the pages that were read of, or written to, an array in a mapped file."""
+    mapping = _mapping(array)
+    if mapping is not None and hasattr(mapping, "madvise"):  # Windows has none
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def copy_rows(array: NDArray[Any], rows: slice | NDArray[np.intp]) -> NDArray[Any]:
+    """Give some rows: of an array in a mapped file a copy, and what was read of it is let go.
+
+    Where a file has its array at any byte, the copy lies as runtimes expect it.
+    """
+    found = array[rows]
+    if not is_mapped(array):
+        return found
+    # An index copies already, a slice does not.
+    copied = np.array(found, order="C") if is_mapped(found) else np.ascontiguousarray(found)
+    let_go(array)
+    return copied
+
+
+def _mapping(array: NDArray[Any]) -> mmap.mmap | None:
+    found = getattr(array, "_mmap", None)  # views of a numpy.memmap have it, copies do not
+    return found if isinstance(found, mmap.mmap) else None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.npz import ArrayForm, read_npz
+from offramp.bundle.schema.answers import WHOLE_SETS, Answer
 from offramp.bundle.schema.manifest import Manifest
+from offramp.bundle.schema.policy import NEVER, ExitPolicy
+from offramp.certify import IntArray, Stratum, allowed_errors, binomial_cdf, first_exit
 
 TUNE, CERTIFY = 1, 2
 """The values of ``split`` in the records: samples that thresholds are tuned on, and samples that
@@ -62,3 +66,158 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
     for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):
         if not (records["split"] == which).any():
             raise ValueError(f"'split' has no sample to {purpose} on ({which}), expected some")
+
+
+TOO_MUCH: Final = 10
+"""Multiple of the bound from which on a class's share of lost answers is warned of."""
+_SURE: Final = 0.01
+"""Probability of any warning where no class loses more than the bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassLoss:
+    """Answers that the model gives one class, and how many of them come out otherwise."""
+
+    number: int
+    """The class, or the label of a set of labels."""
+    samples: int
+    lost: int
+    """Those that an exit answers unlike the model."""
+
+    @property
+    def share(self) -> float:
+        """Share of the samples that are lost."""
+        return self.lost / self.samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Members:
+    """Pairs of a class and a sample that the model gives it; of label sets several a sample."""
+
+    classes: IntArray
+    samples: IntArray
+
+
+def has_classes(answer: Answer) -> bool:
+    """Whether recorded answers say which classes or labels they are of."""
+    kind = answer.task.kind
+    return kind == "classification" or (kind == "multi-label" and answer.classes <= WHOLE_SETS)
+
+
+def _members(answer: Answer, codes: NDArray[np.integer[Any]]) -> _Members:
+    if answer.task.kind == "classification":
+        return _Members(classes=codes.astype(np.int64), samples=np.arange(len(codes)))
+    given = (codes[:, None] >> np.arange(answer.classes)) & 1
+    samples, classes = np.nonzero(given)
+    return _Members(classes=classes, samples=samples)
+
+
+def count_losses(
+    answer: Answer, codes: NDArray[np.integer[Any]], differs: NDArray[np.bool_]
+) -> tuple[ClassLoss, ...]:
+    """Count by class, of those that the model gives at all; the largest share of losses first.
+
+    ``codes`` [samples] are the model's answers (:mod:`.answers.agreement`), ``differs``
+    [samples] says which are answered otherwise. Nothing for tasks without classes.
+    """
+    if not has_classes(answer):
+        return ()
+    members = _members(answer, codes)
+    samples = np.bincount(members.classes, minlength=answer.classes)
+    lost = np.bincount(members.classes[differs[members.samples]], minlength=answer.classes)
+    found = [
+        ClassLoss(number=int(number), samples=int(samples[number]), lost=int(lost[number]))
+        for number in np.flatnonzero(samples)
+    ]
+    return tuple(sorted(found, key=lambda loss: (-loss.share, loss.number)))
+
+
+def count_label_losses(
+    answer: Answer, labels: NDArray[np.integer[Any]] | None, differs: NDArray[np.bool_]
+) -> tuple[ClassLoss, ...]:
+    """Count by label of the data instead, of classification; labels that are no class are left out.
+
+    ``labels`` [samples]; nothing without them.
+    """
+    if labels is None or answer.task.kind != "classification":
+        return ()
+    known = (labels >= 0) & (labels < answer.classes)
+    return count_losses(answer, labels[known], differs[known])
+
+
+def losses_on_records(
+    answer: Answer, policy: ExitPolicy, records: Mapping[str, NDArray[Any]]
+) -> tuple[ClassLoss, ...]:
+    """Count what a policy loses by class on the certify split of a bundle's records."""
+    certify = records["split"] == CERTIFY
+    confidence, final = records["confidence"][:, certify], records["final_prediction"][certify]
+    thresholds = np.full(len(confidence), NEVER)
+    for active in policy.active:
+        thresholds[active.exit] = active.threshold
+    answers = np.concatenate([records["prediction"][:, certify], final[None]])
+    given = answers[first_exit(confidence, thresholds), np.arange(len(final))]
+    return count_losses(answer, final, given != final)
+
+
+def harmed(losses: Sequence[ClassLoss], max_disagreement: float) -> tuple[ClassLoss, ...]:
+    """Return the classes that surely lose much more than the bound on all answers.
+
+    Their share is above :data:`TOO_MUCH` times the bound, and so many losses would be unlikely if
+    the class lost no more than the bound itself, all classes looked at together.
+    """
+    return tuple(
+        loss
+        for loss in losses
+        if loss.share > TOO_MUCH * max_disagreement
+        and 1 - binomial_cdf(loss.lost - 1, loss.samples, max_disagreement) < _SURE / len(losses)
+    )
+
+
+def describe_harm(loss: ClassLoss, max_disagreement: float) -> str:
+    """Return a sentence that warns of a class, without its full stop."""
+    return (
+        f"of the {loss.samples:,} samples that the model gives class {loss.number}, {loss.lost:,} "
+        f"({loss.share:.1%}) are answered otherwise, which the bound of {max_disagreement:.3g} on "
+        "all answers together allows; bound each class with --max-class-disagreement"
+    )
+
+
+def class_strata(
+    answer: Answer,
+    codes: NDArray[np.integer[Any]],
+    *,
+    max_disagreement: float | None,
+    confidence_level: float,
+) -> tuple[Stratum, ...]:
+    """Return the classes that have enough samples for a bound of their own to be certified.
+
+    ``max_disagreement`` ``None`` bounds no class. See :func:`uncertified` for the others.
+    """
+    if max_disagreement is None:
+        return ()
+    members = _members(answer, codes)
+    order = np.argsort(members.classes, kind="stable")
+    numbers, starts = np.unique(members.classes[order], return_index=True)
+    rows = np.split(members.samples[order], starts[1:])
+    return tuple(
+        Stratum(name=f"class {number}", rows=of_class, max_disagreement=max_disagreement)
+        for number, of_class in zip(numbers.tolist(), rows, strict=True)
+        if allowed_errors(len(of_class), max_disagreement, confidence_level) >= 0
+    )
+
+
+def uncertified(
+    answer: Answer,
+    losses: Sequence[ClassLoss],
+    *,
+    max_disagreement: float,
+    confidence_level: float,
+) -> tuple[int, ...]:
+    """Return the classes whose samples are too few for a bound of their own to be certified."""
+    samples = {loss.number: loss.samples for loss in losses}
+    return tuple(
+        number
+        for number in range(answer.classes)
+        if not samples.get(number)
+        or allowed_errors(samples[number], max_disagreement, confidence_level) < 0
+    )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
+from offramp.bundle.files import inside, read_checked
 from offramp.bundle.graph_weights import WEIGHTS, filled_parts, named_weights
-from offramp.bundle.held import HeldFiles
 from offramp.bundle.onnx_wire import Place, WireError
 from offramp.bundle.schema.errors import BundleIntegrityError, BundleSchemaError
-from offramp.bundle.schema.file_entry import FileEntry
+from offramp.bundle.schema.manifest import FileEntry
 
 _PIECE_BYTES: Final = 2**20
 
@@ -137,3 +138,54 @@ def _pieces(descriptor: int, place: Place, weights: Path, mend: str) -> Iterator
             raise BundleIntegrityError(f"{weights} ends at byte {at}, expected {end}; {mend}")
         at += len(piece)
         yield piece
+
+
+_SMALL_BYTES: Final = 2**20
+"""Files up to it are kept in memory, but for weights: a server has only so many descriptors."""
+
+_MOST_PIECE: Final = 2**24
+
+
+class HeldFiles:
+    """The files of a bundle at ``root``, which are checked as they are read.
+
+    BundleIntegrityError if one is not what its entry says by now.
+    """
+
+    def __init__(self, root: Path, entries: Sequence[FileEntry], *, mend: str) -> None:
+        self.root = root
+        """Folder that the path led to, without links."""
+        self._mend = mend
+        self._small: dict[str, bytes] = {}
+        self._open: dict[str, int] = {}
+        weakref.finalize(self, _close, self._open)
+        for entry in entries:
+            if entry.size_bytes <= _SMALL_BYTES and entry.path != WEIGHTS:
+                self._small[entry.path] = read_checked(root, entry, listing="manifest", mend=mend)
+            else:
+                place = inside(root, entry.path, mend=mend)
+                try:
+                    self._open[entry.path] = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise BundleIntegrityError(f"{place}: {error.strerror}; {mend}") from error
+
+    def read(self, entry: FileEntry) -> bytes:
+        """Read a file whole; the caller checks what it holds."""
+        if entry.path in self._small:
+            return self._small[entry.path]
+        pieces, at = list[bytes](), 0  # by place: others read the same open file meanwhile
+        while piece := os.pread(self._open[entry.path], _MOST_PIECE, at):
+            at += len(piece)
+            pieces.append(piece)
+            if at > entry.size_bytes:
+                break
+        return b"".join(pieces)
+
+    def opened(self, name: str) -> BinaryIO:
+        """Open a file again, to be read by place: a large one, or that of weights."""
+        return os.fdopen(os.dup(self._open[name]), "rb", buffering=0)
+
+
+def _close(descriptors: dict[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)

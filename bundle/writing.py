@@ -11,11 +11,16 @@ from pathlib import Path
 
 from offramp.bundle.bundle import MANIFEST, MANIFEST_HASH, MEND, POLICY, Bundle, hash_line
 from offramp.bundle.engines import carry_engines
-from offramp.bundle.files import FileContent, dump, inside, write_described
-from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.placing import check_writable, put_in_place
+from offramp.bundle.files import (
+    FileContent,
+    check_writable,
+    dump,
+    inside,
+    put_in_place,
+    write_described,
+)
 from offramp.bundle.schema.errors import BundleExistsError, BundleWriteError
-from offramp.bundle.schema.manifest import SCHEMA_OF_WEIGHTS, SCHEMA_VERSION, Manifest
+from offramp.bundle.schema.manifest import Manifest
 from offramp.bundle.schema.policy import ExitPolicy
 from offramp.bundle.stored_graphs import describe_filled
 
@@ -31,7 +36,7 @@ def write_bundle(
 ) -> Bundle:
     """Write a bundle to a temporary folder beside ``path``, then put it in place in one step.
 
-    The manifest's ``files`` and version are filled in here; ``files`` has the content of every
+    The manifest's ``files`` are filled in here; ``files`` has the content of every
     other file, by relative path, and is asked for each once: of a content that is made then, in
     pieces, no more than a piece need be in memory. Where there is a ``weights.bin``, graphs may
     name their weights in it. ``overwrite`` replaces a bundle that is already there, and never
@@ -55,8 +60,7 @@ def write_bundle(
                 content = said if name == POLICY else files[name]
                 entries.append(write_described(place, name, content))
             described = tuple(describe_filled(scratch, entries, manifest.graphs, mend=MEND))
-            schema = SCHEMA_OF_WEIGHTS if WEIGHTS in files else SCHEMA_VERSION
-            document = dump(replace(manifest, files=described, schema_version=schema))
+            document = dump(replace(manifest, files=described))
             (scratch / MANIFEST).write_bytes(document)
             (scratch / MANIFEST_HASH).write_bytes(hash_line(document))
             scratch.chmod(0o755)

@@ -131,7 +131,7 @@ class HeldSlot:
 
 def weights_of(bundle: Bundle) -> Callable[[int, int], int]:
     """Give what says the bytes of the weights of segments, from the first to the last."""
-    sizes = [segment.weight_bytes or 0 for segment in bundle.manifest.segments]
+    sizes = [segment.weight_bytes for segment in bundle.manifest.segments]
     return lambda first, last: sum(sizes[first : last + 1])
 
 
@@ -139,7 +139,7 @@ def cluster_for(
     bundle: Bundle, *, share: float, speeds: Mapping[str, float] | None = None, count: int = 2
 ) -> ServedCluster:
     """Types of device by speed, with room for so much of the weights each."""
-    total = sum(s.weight_bytes or 0 for s in bundle.manifest.segments)
+    total = sum(s.weight_bytes for s in bundle.manifest.segments)
     types = [
         DeviceType(
             name=name,

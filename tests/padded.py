@@ -23,7 +23,7 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.files import dump
-from offramp.bundle.schema.input_ranges import INPUT_RANGES
+from offramp.bundle.schema.inputs import INPUT_RANGES
 from offramp.bundle.schema.parts import HeadScore
 from offramp.compiler.blueprints.packing import Draft
 from offramp.compiler.cuts.slicing import Sliced

@@ -7,192 +7,65 @@ segment and exit shares, so that a stage is the plain union of its parts
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from offramp.bundle.schema.batch_effect import BatchEffect
-from offramp.bundle.schema.cpu import CpuFeatures
-from offramp.bundle.schema.criteria import PROBABILITY, Criterion
-from offramp.bundle.schema.custom_ops import OperatorLibrary
-from offramp.bundle.schema.distinct import DistinctSamples
-from offramp.bundle.schema.file_entry import FileEntry
-from offramp.bundle.schema.joint_training import JointTraining
-from offramp.bundle.schema.manifest_checks import (
-    MOST_SAMPLE_BYTES,
-    check_answer,
-    check_chain,
-    check_places,
-    check_plain,
-    check_precision,
-    check_samples,
-    check_sharing,
-    check_sizes,
-    check_unique,
-    check_variants,
+from offramp.bundle.schema.answers import (
+    Answer,
+    shape_of,
 )
-from offramp.bundle.schema.padding import Padding, check_paddings
+from offramp.bundle.schema.compilation import (
+    BatchEffect,
+    CpuFeatures,
+    DistinctSamples,
+    JointTraining,
+    OperatorLibrary,
+    SharingCost,
+)
+from offramp.bundle.schema.inputs import (
+    MOST_SAMPLE_BYTES,
+    Padding,
+    TensorSpec,
+    UnreadInput,
+    ValueBound,
+    check_paddings,
+    check_value_bounds,
+    declared_inputs,
+)
 from offramp.bundle.schema.parts import Exit, Segment, Variant, last_beginning
-from offramp.bundle.schema.serde import LEFT_OUT, check_numbers
-from offramp.bundle.schema.tasks import CLASSIFICATION, AnswerTask, TaskKind
-from offramp.bundle.schema.value_bounds import ValueBound, check_value_bounds
-from offramp.bundle.schema.weight_sharing import SharingCost
+from offramp.bundle.schema.serde import LEFT_OUT, check_hash, check_numbers
 
-SCHEMA_VERSION = 1
-"""Bumped whenever an older reader would misunderstand a newer bundle."""
-SCHEMA_OF_WEIGHTS = 2
-"""Of bundles whose graphs name weights in ``weights.bin``: an older reader would hand such graphs
-to runtimes as they are, which would look for that file in the folder they were started in."""
-SCHEMAS_READ = (SCHEMA_VERSION, SCHEMA_OF_WEIGHTS)
+SCHEMA_VERSION = 2
+"""The one format that is written and read: bundles of any other are refused."""
 
-AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", "classes", "values"]
-"""How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
-gives probabilities of both others: of log-probabilities, those that they are of. (Of labels, which
-are a yes or no each, it is a sigmoid.) ``classes`` are numbers of classes, for each token or pixel;
-``values`` are what regression answers, heat maps, and scores of classes or labels on a scale of the
-model's own, which no confidence can be read off."""
 
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]
 """What the segments that exits follow compute in. ``int8`` is a cascade: the quantised model, cut
 into segments, then the unmodified one as the last segment, which begins anew."""
 
-NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd")
-"""numpy's names of the element types that models may take and give."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """A named input or output of the model."""
+class FileEntry:
+    """A file of the bundle."""
 
-    name: str
-    dtype: str
-    """numpy's name of the element type, for instance ``float32``."""
-    shape: tuple[int | str, ...]
-    """Sizes; a string is a symbolic size. The first one is the batch."""
+    path: str
+    """Relative to the bundle, with forward slashes."""
+    size_bytes: int
+    sha256: str
+    filled_sha256: str = field(default="", metadata=LEFT_OUT)
+    """Of a graph with the weights in it that it names in ``weights.bin``, if it does: what it is,
+    wherever its weights are."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in NUMBER_DTYPES:
-            raise ValueError(f"dtype {self.dtype!r:.50} is not numpy's name of a number type")
-        sizes = [size for size in self.shape if isinstance(size, int)]
-        if any(size < 0 for size in sizes):
-            raise ValueError(f"shape {list(self.shape)!s:.100} has a negative size")
-        if prod(sizes) * np.dtype(self.dtype).itemsize > MOST_SAMPLE_BYTES:
-            raise ValueError(f"shape {list(self.shape)!s:.100} is of more than 1 GiB a sample")
-
-    def describe(self) -> str:
-        """``image: uint8 [batch, 1, 28, 28]``, for messages."""
-        return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnreadInput:
-    """An input that the model's file declares and no operator reads.
-
-    Requests and data may hold it or leave it out. Where it is there it is checked, then dropped.
-    """
-
-    spec: TensorSpec
-    place: int
-    """Index among all inputs that the file declares."""
-
-
-def declared_inputs(
-    read: Iterable[TensorSpec], unread: Iterable[UnreadInput]
-) -> tuple[TensorSpec, ...]:
-    """Return all inputs of a model's file in its order, those that nothing reads included."""
-    declared = list(read)
-    for each in unread:
-        declared.insert(each.place, each.spec)
-    return tuple(declared)
-
-
-_COUNTED: Final[dict[TaskKind, str]] = {
-    "classification": "classes",
-    "multi-label": "labels",
-    "token-classification": "classes",
-    "segmentation": "classes",
-    "pose": "key points",
-    "regression": "values",
-    "other": "values",
-}
-_SCORES: Final[tuple[AnswerForm, ...]] = ("logits", "probabilities", "log-probabilities")
-_FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
-    "classification": (*_SCORES, "values"),
-    "multi-label": ("logits", "probabilities", "values"),
-    "token-classification": (*_SCORES, "classes"),
-    "segmentation": (*_SCORES, "classes"),
-    "pose": ("values",),
-    "regression": ("values",),
-    "other": ("values",),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The output that exits imitate and that agreement is judged by."""
-
-    output: str
-    """Name of the model's output; of classification its shape is [batch, classes]."""
-    classes: int
-    """Classes, labels, key points or values, as the task has them."""
-    form: AnswerForm
-    task: AnswerTask = field(default=CLASSIFICATION, metadata=LEFT_OUT)
-    tokens: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
-    """Ids of the tokens that the classes are, in their order, where the model is a decoder that
-    was reduced to them."""
-    criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
-    """What says how sure exits are of it; of other tasks than classification, probability."""
-    flat: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether the model's file gives one number a sample, [batch]: that is what is served. The
-    bundle's graphs give it as [batch, 1]."""
-    tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
-    """Operators that every exit ends with, as the model does, after its scores (Apparate 3.1)."""
-    thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
-    """Of labels, the values from which on each is given; none where the form says it."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "classes", least=1)
-        if self.form not in _FORMS[self.task.kind]:
-            known = ", ".join(_FORMS[self.task.kind])
-            raise ValueError(f"form {self.form!r} is none of {self.task.kind}: {known}")
-        if self.flat and self.classes != 1:
-            raise ValueError(f"flat is of one number a sample, not of {self.classes}")
-        if self.tokens and len(self.tokens) != self.classes:
-            raise ValueError(
-                f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
-                f"{self.classes} classes"
-            )
-        if self.thresholds and (
-            self.task.kind != "multi-label" or len(self.thresholds) != self.classes
-        ):
-            raise ValueError(
-                f"answer.thresholds: {len(self.thresholds)} of {self.task.kind}, expected one for "
-                f"each of the {self.classes} labels of multi-label, or none"
-            )
-        if self.criterion != PROBABILITY and self.task.kind != "classification":
-            raise ValueError(
-                f"criterion {self.criterion.name} is for classification, not for {self.task.kind}"
-            )
-
-    def served(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return answers of graphs in the shape that the model's file has."""
-        return values[:, 0] if self.flat else values
-
-    def describe(self) -> str:
-        """``10 classes, logits``, for people."""
-        if self.task.kind == "other":
-            return "numbers that no exit imitates"
-        what = _COUNTED[self.task.kind]
-        if self.task.is_dense:
-            what += f" ({self.task.kind})"
-        form = f", {self.form}" if self.form != "values" else ""
-        judged = f", exits by {self.criterion.name}" if self.criterion != PROBABILITY else ""
-        ended = f", then {', '.join(self.tail)}" if self.tail else ""
-        return f"{self.classes} {what}{form}{ended}{judged}"
+        check_numbers(self, "size_bytes", least=0)
+        check_hash(self.sha256)
+        if self.filled_sha256:
+            check_hash(self.filled_sha256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +124,7 @@ class Source:
 class Manifest:
     """``manifest.json``."""
 
-    schema_version: int
+    schema_version: int = SCHEMA_VERSION
     name: str
     created_utc: str
     tools: dict[str, str]
@@ -272,7 +145,7 @@ class Manifest:
     precision: BundlePrecision = field(default="fp32", metadata=LEFT_OUT)
     cpu: CpuFeatures | None = field(default=None, metadata=LEFT_OUT)
     """The CPU that gave the answers that an int8 bundle was certified on; ``None`` in bundles of
-    fp32, and in older ones, where it was not kept."""
+    fp32."""
     weights_of_7_bits: bool = field(default=False, metadata=LEFT_OUT)
     """Whether int8 weights are within −64 and 64, so that sums of their products overflow on no
     CPU."""
@@ -317,19 +190,20 @@ class Manifest:
         if self.answer.output != self.segments[-1].output:
             raise ValueError(f"answer: {self.answer.output!r} is not the last segment's output")
         check_numbers(self, "verified_tolerance", least=0)
-        check_plain(self)
-        check_places(self)
-        check_unique("inputs", (tensor.name for tensor in self.declared))
-        check_unique("files", (entry.path for entry in self.files))
-        check_answer(self)
-        check_samples(self.inputs, self.calibration)
+        _check_plain(self)
+        _check_places(self)
+        _check_unique("inputs", (tensor.name for tensor in self.declared))
+        _check_unique("files", (entry.path for entry in self.files))
+        _check_answer(self)
+        _check_samples(self.inputs, self.calibration)
         check_paddings(self.paddings, self.inputs)
         check_value_bounds(self.value_bounds, self.inputs)
-        check_precision(self)
-        check_chain(self)
-        check_variants(self)
-        check_sharing(self)
-        check_sizes(self.segments)
+        _check_precision(self)
+        _check_chain(self)
+        _check_variants(self)
+        _check_sharing(self)
+        if last := self.segments[-1].row_bytes:
+            raise ValueError(f"segments: row_bytes {last} behind the last, expected 0")
 
     @property
     def declared(self) -> tuple[TensorSpec, ...]:
@@ -387,3 +261,211 @@ class Manifest:
             variants=(),
             weight_sharing=(),
         )
+
+
+_NAMED: Final = 4
+"""Tensors that a message names at most."""
+
+
+def _check_unique(what: str, names: Iterable[str]) -> None:
+    """No name occurs twice; ``what`` says what they are names of."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what}: {name!r:.100} is there twice")
+        seen.add(name)
+
+
+def _check_places(manifest: Manifest) -> None:
+    """Inputs that nothing reads have places of their own among all inputs, which rise."""
+    places = [each.place for each in manifest.unread]
+    end = len(manifest.inputs) + len(places)
+    if places != sorted(set(places)) or any(not 0 <= place < end for place in places):
+        raise ValueError(f"unread: places {places!s:.100} must rise, from 0 to {end - 1}")
+
+
+def _check_answer(manifest: Manifest) -> None:
+    """The answer is the one output, of the shape and type that its task has."""
+    answer, outputs = manifest.answer, manifest.outputs
+    if [output.name for output in outputs] != [answer.output]:
+        raise ValueError(
+            f"outputs: {[output.name for output in outputs]!s:.100} are not the answer "
+            f"{answer.output!r} alone"
+        )
+    (output,) = outputs
+    if answer.task.kind == "other":
+        if not (output.shape and isinstance(output.shape[0], str)):
+            raise ValueError(f"outputs: {output.describe()} does not begin with the batch")
+        return
+    expected = shape_of(answer)
+    fits = (
+        len(output.shape) == len(expected)
+        and isinstance(output.shape[0], str)
+        and all(e is None or s == e for s, e in zip(output.shape[1:], expected[1:], strict=True))
+    )
+    is_number = output.dtype[0] in ("iu" if answer.form == "classes" else "f")
+    if not (fits and is_number):
+        sizes = ", ".join(str(e or "…") for e in expected[1:])
+        kind = "integer" if answer.form == "classes" else "floating-point"
+        raise ValueError(f"outputs: {output.describe()} is not {kind} [batch, {sizes}]")
+    mask = answer.task.mask
+    if mask is None:
+        return
+    shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
+    if mask not in shapes or len(shapes[mask]) != 2 or shapes[mask][1] != output.shape[1]:
+        raise ValueError(
+            f"answer.task.mask: {mask!r:.100} is no input [batch, {output.shape[1]}], which says "
+            "which tokens of the answer count"
+        )
+
+
+def _check_plain(manifest: Manifest) -> None:
+    """Exits shrink batches and imitate answers: without them alone may that be impossible."""
+    if not manifest.exits:
+        return
+    if manifest.no_batching:
+        raise ValueError(
+            f"no_batching: {manifest.no_batching!r:.100}, and there are exits, expected none"
+        )
+    if manifest.answer.task.kind == "other":
+        raise ValueError("answer.task: kind 'other' is for models without exits")
+
+
+def _check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> None:
+    """There is a shape of a sample for each input, which the input takes."""
+    shapes = calibration.sample_shapes
+    names = sorted(tensor.name for tensor in inputs)
+    if not names or sorted(shapes) != names:
+        raise ValueError(
+            f"calibration.sample_shapes: has {sorted(shapes)!s:.100}, expected the inputs {names}"
+        )
+    for tensor in inputs:
+        shape, (batch, *sizes) = shapes[tensor.name], tensor.shape or (None,)
+        fits = len(shape) == len(sizes) and all(
+            found >= 1 if isinstance(size, str) else found == size
+            for found, size in zip(shape, sizes, strict=True)
+        )
+        if not isinstance(batch, str) or not fits:
+            raise ValueError(
+                f"calibration.sample_shapes: {list(shape)!s:.100} is no sample of the input "
+                f"{tensor.describe()}"
+            )
+        if prod(shape) * np.dtype(tensor.dtype).itemsize > MOST_SAMPLE_BYTES:
+            raise ValueError(f"calibration.sample_shapes: {list(shape)!s:.100} is above 1 GiB")
+
+
+def _check_precision(manifest: Manifest) -> None:
+    """The last segment and the last exit of a cascade, and of no other, are what they must be."""
+    last = len(manifest.segments) - 1
+    own = [e.index for e in manifest.exits if e.head.kind == "own"]
+    if manifest.training is not None and manifest.precision != "fp32":
+        raise ValueError(f"training: is for precision fp32, not for {manifest.precision}")
+    if not manifest.is_cascade:
+        if own:
+            raise ValueError(f"exits[{own[0]}]: head 'own' is for precision int8, not for fp32")
+        return
+    what = _copy_of(manifest)
+    if not last:
+        raise ValueError(f"segments: {what} needs one of the copy, and the source model")
+    if manifest.segments[last].file != manifest.source.file:
+        raise ValueError(
+            f"segments[{last}]: file {manifest.segments[last].file!r:.100}, expected the source "
+            f"model {manifest.source.file!r:.100}, which {what} ends with"
+        )
+    end = len(manifest.exits) - 1
+    if own != [end] or manifest.exits[end].after_segment != last - 1:
+        raise ValueError(
+            f"exits: {what} needs the copy's own answer, head 'own', as the last exit, after "
+            f"segment {last - 1}; found {own} of {len(manifest.exits)}"
+        )
+    if manifest.training is not None:
+        _check_trained(manifest.training, len(manifest.exits))
+
+
+def _copy_of(manifest: Manifest) -> str:
+    """Name what makes a manifest a cascade."""
+    if manifest.subnet:
+        return f"subnet {manifest.subnet!r:.100}"
+    return f"precision {manifest.precision}" if manifest.training is None else "joint training"
+
+
+def _check_trained(training: JointTraining, exits: int) -> None:
+    for epoch in training.epochs:
+        if len(epoch.losses) != exits:
+            raise ValueError(
+                f"training: {len(epoch.losses)} answers were judged, expected one for each of the "
+                f"{exits} exits"
+            )
+
+
+def _check_variants(manifest: Manifest) -> None:
+    """Each variant is whole by itself, and its files lie in its own folder."""
+    if [variant.index for variant in manifest.variants] != [*range(1, len(manifest.variants) + 1)]:
+        raise ValueError("variants: indices must count from 1 in order")
+    _check_unique("variants", (variant.name for variant in manifest.variants))
+    for variant in manifest.variants:
+        where = f"variants[{variant.index - 1}]"
+        files = [s.file for s in variant.segments[:-1]] + [e.file for e in variant.exits]
+        for file in files:
+            if not file.startswith(variant.folder):
+                raise ValueError(f"{where}: file {file!r:.100} is not under {variant.folder}")
+        _check_unique(f"{where}.files", files)
+        try:
+            manifest.of_variant(variant.index)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+
+def _check_sharing(manifest: Manifest) -> None:
+    """What sharing weights costs is said of the model and of each variant, or of none."""
+    said = [cost.variant for cost in manifest.weight_sharing]
+    if said and said != [*range(len(manifest.variants) + 1)]:
+        raise ValueError(
+            f"weight_sharing: of variants {said!s:.100}, expected one for each from 0 to "
+            f"{len(manifest.variants)}, in order"
+        )
+
+
+def _check_chain(manifest: Manifest) -> None:
+    """Each segment reads what those before it give, and graph inputs; exits do likewise.
+
+    What a segment gives is read by others, but by exits alone where the source model is next: in a
+    cascade it reads graph inputs.
+    """
+    graph_inputs = {tensor.name for tensor in manifest.inputs}
+    anew = len(manifest.segments) - 1 if manifest.is_cascade else 0
+    alive: list[tuple[str, ...]] = []
+    """By segment, the cut tensors that are there when it begins."""
+    given: tuple[str, ...] = ()
+    for segment in manifest.segments:
+        if segment.index == anew:
+            given = ()
+        alive.append(given)
+        _check_reads(f"segments[{segment.index}]", segment.inputs, given, graph_inputs)
+        given = (*given, *segment.outputs)
+    for exit_ in manifest.exits:
+        behind = exit_.after_segment
+        given = (*alive[behind], *manifest.segments[behind].outputs)
+        _check_reads(f"exits[{exit_.index}]", exit_.inputs, given, graph_inputs)
+    read = {name for segment in manifest.segments for name in segment.inputs}
+    for before, after in pairwise(manifest.segments):
+        unread = [name for name in before.outputs if name not in read]
+        if unread and after.index != anew:
+            _refuse_reads(f"segments[{after.index}]", after.inputs, unread)
+    written = [name for segment in manifest.segments for name in segment.outputs]
+    written += [name for exit_ in manifest.exits for name in (exit_.output, exit_.confidence)]
+    _check_unique("tensors", [*(tensor.name for tensor in manifest.declared), *written])
+
+
+def _check_reads(
+    what: str, read: Sequence[str], given: Sequence[str], graph_inputs: set[str]
+) -> None:
+    if set(read) - graph_inputs - set(given) or not read:
+        _refuse_reads(what, read, given)
+    _check_unique(f"{what}.inputs", read)
+
+
+def _refuse_reads(what: str, read: Sequence[str], given: Sequence[str]) -> None:
+    cuts = " or ".join(map(repr, given[-_NAMED:]))
+    expected = f"{cuts:.100}, and graph inputs beside it" if given else "graph inputs"
+    raise ValueError(f"{what}: reads {list(read)!s:.200}, expected {expected}")

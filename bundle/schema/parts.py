@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from offramp.bundle.schema.criteria import LEARNED_WEIGHTS
+from offramp.bundle.schema.answers import LEARNED_WEIGHTS
 from offramp.bundle.schema.serde import LEFT_OUT, check_numbers
 
 
@@ -25,11 +25,10 @@ class Segment:
     flops_share: float
     """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
     where their number is not known); of a quantised segment, that of what it stands for."""
-    row_bytes: int | None = field(default=None, metadata=LEFT_OUT)
+    row_bytes: int = 0
     """Bytes of a row that cross the border behind it, at the shapes of the calibration data: cut
-    tensors and graph inputs that what follows reads; 0 behind the last. ``None`` in older bundles,
-    as the next."""
-    weight_bytes: int | None = field(default=None, metadata=LEFT_OUT)
+    tensors and graph inputs that what follows reads; 0 behind the last."""
+    weight_bytes: int = 0
     """Bytes of its weights, and of those of the exit that follows it."""
 
     def __post_init__(self) -> None:
@@ -207,3 +206,21 @@ class Variant:
 def folder_of(variant: int) -> str:
     """Give the folder of a variant's files, with a slash at the end; of the full model, none."""
     return f"{VARIANTS}/{variant}/" if variant else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSizes:
+    """Bytes of what crosses borders between segments, and of weights."""
+
+    row_bytes: tuple[int, ...]
+    """[segments - 1]: of a row that crosses the border behind each segment."""
+    weight_bytes: tuple[int, ...]
+    """[segments]: of the weights of each, and of the exit that follows it."""
+
+    @staticmethod
+    def kept_by(segments: Sequence[Segment]) -> PartSizes:
+        """Return the sizes that the segments of a manifest have."""
+        return PartSizes(
+            row_bytes=tuple(s.row_bytes for s in segments[:-1]),
+            weight_bytes=tuple(s.weight_bytes for s in segments),
+        )

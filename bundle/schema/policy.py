@@ -51,7 +51,7 @@ class Promise:
     """Share of the source model's time saved on the certify split, from profiled times."""
     max_class_disagreement: float | None = field(default=None, metadata=LEFT_OUT)
     """Bound that holds for each class of the model's with enough certify samples, by itself; see
-    :mod:`offramp.bundle.class_losses`."""
+    :mod:`offramp.bundle.records`."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)

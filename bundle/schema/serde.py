@@ -35,8 +35,7 @@ def json_key(key: str) -> Any:
 
 
 LEFT_OUT: Final = types.MappingProxyType({"left out": True})
-"""Metadata of a field that JSON leaves out where it has its default: what older bundles do not say.
-An older reader refuses it where it is there, as every field that it does not know."""
+"""Metadata of a field that JSON leaves out where it has its default."""
 
 
 def _may_lack(field: dataclasses.Field[Any]) -> bool:

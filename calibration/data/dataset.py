@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Manifest, TensorSpec, UnreadInput
-from offramp.bundle.mapped import copy_rows
-from offramp.bundle.schema.manifest import declared_inputs
+from offramp.bundle.npz import copy_rows
+from offramp.bundle.schema.inputs import declared_inputs
 from offramp.calibration.data.data_sources import DataSource, numpy_source
 from offramp.calibration.data.errors import DataError as DataError  # noqa: PLC0414 - exported again
 from offramp.calibration.data.groups import Groups

@@ -9,7 +9,7 @@ from typing import IO, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.mapped import map_array
+from offramp.bundle.npz import map_array
 from offramp.calibration.data import data_sources
 from offramp.calibration.data.data_sources import ArraysAndHash
 from offramp.calibration.data.errors import DataError

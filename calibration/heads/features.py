@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
-from offramp.bundle.mapped import let_go
+from offramp.bundle.npz import let_go
 from offramp.calibration.data.augmentation import MadeSamples
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import BATCH_SIZE, Graphs, check_answers, run_over

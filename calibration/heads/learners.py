@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offramp.bundle.mapped import copy_rows
+from offramp.bundle.npz import copy_rows
 from offramp.bundle.schema.parts import Head, HeadKind
 from offramp.calibration.heads.families import FAR_BELOW, POOLINGS
 from offramp.calibration.heads.features import LAST, WHOLE, Recording

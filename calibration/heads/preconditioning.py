@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.mapped import copy_rows
+from offramp.bundle.npz import copy_rows
 
 FloatArray = NDArray[np.float32]
 

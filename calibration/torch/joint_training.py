@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.joint_training import JointEpoch, JointTraining, Teacher
+from offramp.bundle.schema.compilation import JointEpoch, JointTraining, Teacher
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.errors import UntrainableError
 from offramp.calibration.data.running import Graphs, run_over

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offramp.bundle import Bundle, Profile
-from offramp.bundle.schema.part_sizes import PartSizes
 from offramp.cluster.planning.batch_profile import MOST_PROFILE_BYTES, BatchProfile, parse_recorded
 from offramp.cluster.planning.cluster import Cluster, ModelFacts
 from offramp.cluster.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
@@ -19,10 +18,8 @@ from offramp.cluster.planning.forecasting import CONSERVATIVE, forecast_next
 from offramp.cluster.planning.goal import PlanningGoal, PlanningResult
 from offramp.cluster.planning.optimiser import make_cluster_plan
 from offramp.cluster.serving.planning_files import read_planning, read_profiles
-from offramp.compiler.graphs.part_sizes import measure_sizes
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.control_state import identity_of
-from offramp.engine.stages.pipeline import zeros
 
 MATTERS = 0.01
 """Share of rate or cost from which a constraint is said to bind."""
@@ -123,16 +120,7 @@ def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
             f"a conservative forecast ({forecast.method}, quantile {CONSERVATIVE:g}) of "
             f"{profile.describe()}, in {options.batch_profile}"
         )
-    sizes = part_sizes(bundle)
-    facts = facts_of(bundle, exits=[*shares], going_on=[*shares.values()], sizes=sizes)
-    return facts, shares_from
-
-
-def part_sizes(bundle: Bundle) -> PartSizes:
-    """Give the sizes of a bundle's parts: those of its manifest, or, if it has none, measured."""
-    manifest = bundle.manifest
-    kept = PartSizes.kept_by(manifest.segments)
-    return kept or measure_sizes(manifest, bundle.read, zeros(manifest, 1))
+    return facts_of(bundle, exits=[*shares], going_on=[*shares.values()]), shares_from
 
 
 def _batch_profile(path: Path, bundle: Bundle) -> BatchProfile:

@@ -6,20 +6,13 @@ It needs neither onnx nor the compiler, so ``eecompile plan`` and servers plan o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
 from offramp.bundle import NEVER, Bundle, ExitPolicy
-from offramp.bundle.schema.part_sizes import PartSizes
+from offramp.bundle.schema.parts import PartSizes
 from offramp.cluster.planning.cluster import ModelFacts
 from offramp.engine.scheduling import going_on
-
-WITHOUT_SIZES: Final = (
-    "its manifest has no sizes of rows and weights, as an earlier version compiled it: plans take "
-    "links and memory for free; compile the model again"
-)
-"""For whoever plans without them, to be said after the bundle's name."""
 
 
 def exits_in_use(policy: ExitPolicy) -> tuple[int, ...]:
@@ -40,13 +33,7 @@ def recorded_shares(bundle: Bundle) -> dict[int, float]:
     return dict(zip(exits_in_use(bundle.policy), shares, strict=True))
 
 
-def facts_of(
-    bundle: Bundle,
-    *,
-    exits: Sequence[int],
-    going_on: Sequence[float],
-    sizes: PartSizes | None = None,
-) -> ModelFacts:
+def facts_of(bundle: Bundle, *, exits: Sequence[int], going_on: Sequence[float]) -> ModelFacts:
     """Put together what plans know of a bundle.
 
     Args:
@@ -54,17 +41,15 @@ def facts_of(
         exits: [exits] those in use, by index in the bundle, in depth order.
         going_on: [exits] share of the rows that entered which goes on behind each: recorded or
             forecast, never rising.
-        sizes: Where they were measured; else those that the manifest has. Without any, the facts
-            have none, and plans take links and memory for free (:data:`WITHOUT_SIZES`).
     """
     manifest = bundle.manifest
-    known = sizes or PartSizes.kept_by(manifest.segments)
+    sizes = PartSizes.kept_by(manifest.segments)
     return ModelFacts(
         segments=len(manifest.segments),
         exit_after=tuple(manifest.exits[exit_].after_segment for exit_ in exits),
         going_on=tuple(going_on),
-        row_bytes=() if known is None else known.row_bytes,
-        weight_bytes=() if known is None else known.weight_bytes,
+        row_bytes=sizes.row_bytes,
+        weight_bytes=sizes.weight_bytes,
         exits=tuple(exits),
         begins=manifest.source_begins,
     )

@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 from offramp.bundle import CLASSIFICATION, AnswerForm, AnswerTask, Bundle
 from offramp.bundle.files import dump
-from offramp.bundle.schema.criteria import PROBABILITY, Criterion
+from offramp.bundle.schema.answers import PROBABILITY, Criterion
 from offramp.bundle.schema.errors import BundleError, BundleSchemaError
 from offramp.bundle.schema.serde import from_plain, to_plain
 from offramp.certify import MODEL_END

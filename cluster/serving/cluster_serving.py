@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offramp.bundle import Bundle
-from offramp.bundle.schema.part_sizes import PartSizes
 from offramp.cluster.planning.cluster import Cluster, ModelFacts
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
-from offramp.cluster.planning.facts import WITHOUT_SIZES, facts_of, recorded_shares
+from offramp.cluster.planning.facts import facts_of, recorded_shares
 from offramp.cluster.planning.goal import PlanningGoal
 from offramp.cluster.planning.optimiser import make_cluster_plan
 from offramp.cluster.planning.placing import roles_for
@@ -50,8 +49,6 @@ def plan_splits(
         OptionsError: No plan meets the goal.
     """
     model = served_facts(bundle, recorded_shares(bundle), mode)
-    if PartSizes.kept_by(bundle.manifest.segments) is None:
-        _log.warning("%s: %s", name, WITHOUT_SIZES)
     goal = replace(served.goal, wrapper=False)
     try:
         cluster = served.cluster.of_devices(device_types)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from offramp.bundle import Profile
 from offramp.bundle.files import parse_json, read_limited
-from offramp.bundle.schema.profile import upgraded
 from offramp.bundle.schema.serde import from_plain
 from offramp.cluster.planning.batch_profile import MOST_PROFILE_BYTES
 from offramp.cluster.planning.cluster_file import ClusterFile
@@ -34,4 +33,4 @@ def read_profiles(cluster: ClusterFile, folder: Path) -> dict[str, Profile]:
 
 def _read_profile(path: Path) -> Profile:
     plain = parse_json(read_planning(path, MOST_PROFILE_BYTES), str(path))
-    return from_plain(Profile, upgraded(plain), str(path))
+    return from_plain(Profile, plain, str(path))

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offramp.bundle import ValueBound
-from offramp.bundle.schema.batch_effect import BatchEffect
-from offramp.bundle.schema.joint_training import JointTraining
+from offramp.bundle.schema.compilation import BatchEffect, JointTraining
 from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.choose.selection import Candidates

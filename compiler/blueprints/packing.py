@@ -26,9 +26,9 @@ from offramp.bundle import (
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT, bundle_name
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.schema.input_ranges import INPUT_RANGES
-from offramp.bundle.schema.joint_training import JointTraining
-from offramp.bundle.schema.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.bundle.schema.compilation import JointTraining
+from offramp.bundle.schema.inputs import INPUT_RANGES
+from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.bundle.schema.measured import MEASURED
 from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.choose.records import ExitRecords, dump_records
@@ -77,7 +77,6 @@ def make_manifest(
     truth, final = certify.labels, certify.final_prediction
     row = parts.train.take(slice(1))
     return Manifest(
-        schema_version=SCHEMA_VERSION,
         name=bundle_name(options.output),
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tools=tool_versions(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from offramp.bundle.schema.distinct import COPIES_WITHIN
+from offramp.bundle.schema.compilation import COPIES_WITHIN
 from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands import help_texts, values
 from offramp.compiler.commands.extension import commands_of_extensions

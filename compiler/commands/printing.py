@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
-from offramp.bundle.class_losses import describe_harm, harmed, losses_on_records
+from offramp.bundle.records import describe_harm, harmed, losses_on_records
 from offramp.calibration.data.data_sources import DataSource, data_name
 from offramp.calibration.data.scratch import ScratchSpace, describe_bytes
 from offramp.calibration.rehearsal import Forecast

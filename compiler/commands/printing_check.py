@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from offramp.bundle.class_losses import describe_harm, harmed
+from offramp.bundle.records import describe_harm, harmed
 from offramp.certify import MODEL_END
 from offramp.compiler.steps.bundle_check import BundleCheck
 from offramp.engine.stages.plan import exit_label

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from offramp.bundle.schema.tasks import TASK_KINDS
+from offramp.bundle.schema.answers import TASK_KINDS
 from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands import values
 

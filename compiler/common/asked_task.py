@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from offramp.bundle import AnswerTask, TaskKind
-from offramp.bundle.schema.tasks import DENSE
+from offramp.bundle.schema.answers import DENSE
 from offramp.compiler.common.errors import ModelError
 
 AskedKind: TypeAlias = TaskKind | Literal["auto"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Final
 
-from offramp.bundle.schema.criteria import IN_GRAPH
+from offramp.bundle.schema.answers import IN_GRAPH
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.compiler.common.errors import OptionsConflictError
 from offramp.compiler.common.options import CompileOptions

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from offramp.bundle.placing import check_writable
-from offramp.bundle.schema.distinct import COPIES_WITHIN
-from offramp.bundle.schema.joint_training import Teacher
+from offramp.bundle.files import check_writable
+from offramp.bundle.schema.compilation import COPIES_WITHIN, Teacher
 from offramp.bundle.writing import check_target
 from offramp.calibration.data.data_sources import DataSource
 from offramp.calibration.data.training_options import TrainingOptions

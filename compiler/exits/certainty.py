@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.criteria import LEARNED_WEIGHTS
+from offramp.bundle.schema.answers import LEARNED_WEIGHTS
 from offramp.compiler.common.parts import PartBuilder
 from offramp.engine.answers.certainty import LEAST, SMALLEST
 from offramp.engine.graphs.assembly import assemble

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
-from offramp.bundle.class_losses import class_strata
+from offramp.bundle.records import class_strata
 from offramp.bundle.schema.parts import last_beginning
 from offramp.calibration.choose import limits
 from offramp.calibration.choose.records import ExitRecords, record_answers, worst_of

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle import Answer
-from offramp.bundle.class_losses import has_classes
+from offramp.bundle.records import has_classes
 from offramp.calibration.choose.records import ExitRecords
 
 _log = logging.getLogger(__name__)

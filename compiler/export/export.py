@@ -17,8 +17,7 @@ import onnx
 from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
-from offramp.bundle.files import write_whole
-from offramp.bundle.placing import check_writable
+from offramp.bundle.files import check_writable, write_whole
 from offramp.calibration.data.data_sources import DataSource
 from offramp.calibration.data.dataset import read_samples
 from offramp.compiler.common.errors import ExportError

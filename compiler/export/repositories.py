@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from offramp.bundle import Manifest
 from offramp.bundle.bundle import bundle_name
-from offramp.bundle.files import read_limited, write_whole
-from offramp.bundle.placing import check_writable, put_in_place
+from offramp.bundle.files import check_writable, put_in_place, read_limited, write_whole
 from offramp.compiler.common.errors import ExportError
 
 MODEL: Final = "1/model.onnx"

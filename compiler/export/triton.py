@@ -17,7 +17,7 @@ from google.protobuf import text_format
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.bundle.schema.profile import Profile
+from offramp.bundle.schema.measured import Profile
 from offramp.proto import messages
 from offramp.proto.tensors import datatype_of
 

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper
 
 from offramp.bundle import Answer, AnswerForm, TaskKind
-from offramp.bundle.schema.tasks import DENSE
+from offramp.bundle.schema.answers import DENSE
 from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.frontend.tasks import describe_answer, find_kind, warn_of_heat_maps

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import onnx
 from onnx import version_converter
 
-from offramp.bundle.schema.manifest import TensorSpec, UnreadInput
+from offramp.bundle.schema.inputs import TensorSpec, UnreadInput
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError

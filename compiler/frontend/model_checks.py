@@ -11,7 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from offramp.bundle.schema.manifest import NUMBER_DTYPES
+from offramp.bundle.schema.inputs import NUMBER_DTYPES
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, is_standard
 from offramp.compiler.graphs.shapes import dtype_name

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import onnx
 from onnx import helper
 
-from offramp.bundle.schema.custom_ops import OperatorLibrary
+from offramp.bundle.schema.compilation import OperatorLibrary
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.graphs.graph import bodies, is_standard
 from offramp.engine.backends.custom_ops import (

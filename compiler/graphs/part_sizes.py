@@ -14,7 +14,7 @@ import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle import Segment
-from offramp.bundle.schema.part_sizes import PartSizes
+from offramp.bundle.schema.parts import PartSizes
 from offramp.compiler.graphs.graph import weight_bytes
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.graphs.assembly import assemble

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import onnx
 
-from offramp.bundle.schema.manifest import Answer, TensorSpec, UnreadInput, declared_inputs
+from offramp.bundle.schema.answers import Answer
+from offramp.bundle.schema.inputs import TensorSpec, UnreadInput, declared_inputs
 from offramp.compiler.graphs.tail import Tail
 from offramp.compiler.graphs.unread_inputs import with_unread
 

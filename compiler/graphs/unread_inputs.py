@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from offramp.bundle.schema.manifest import NUMBER_DTYPES, TensorSpec, UnreadInput
+from offramp.bundle.schema.inputs import NUMBER_DTYPES, TensorSpec, UnreadInput
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.graphs.graph import Dataflow, copied, refill
 from offramp.compiler.graphs.shapes import BATCH, dtype_name

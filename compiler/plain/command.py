@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from offramp.bundle import Bundle
-from offramp.bundle.schema.tasks import TASK_KINDS
+from offramp.bundle.schema.answers import TASK_KINDS
 from offramp.commands.parser import LayeredParser
 
 DESCRIPTION = """\

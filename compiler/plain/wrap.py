@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Segment, write_bundle
 from offramp.bundle.bundle import bundle_name
-from offramp.bundle.files import FileContent, dump
+from offramp.bundle.files import FileContent, check_space, dump
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.onnx_wire import without_inputs
-from offramp.bundle.placing import check_space
-from offramp.bundle.schema.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.bundle.writing import check_target
 from offramp.compiler.blueprints.packing import PROFILE, tool_versions
 from offramp.compiler.common.asked_task import AskedKind, AskedTask
@@ -108,7 +107,6 @@ def _manifest(
         weight_bytes=weight_bytes(model.proto),
     )
     return Manifest(
-        schema_version=SCHEMA_VERSION,
         name=bundle_name(options.output),
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tools=tool_versions(),

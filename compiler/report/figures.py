@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy, Manifest, Profile
-from offramp.bundle.class_losses import ClassLoss, count_label_losses, count_losses
+from offramp.bundle.records import ClassLoss, count_label_losses, count_losses
 from offramp.calibration.choose.records import ExitRecords
 from offramp.certify.agreement import tuning_path
 from offramp.certify.decision import MODEL_END, count_answers, first_exit

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from offramp.bundle import Answer, Manifest, Measured, MeasuredSize, Profile, Ratio
-from offramp.bundle.class_losses import ClassLoss, describe_harm, harmed, uncertified
 from offramp.bundle.graph_weights import WEIGHTS
+from offramp.bundle.records import ClassLoss, describe_harm, harmed, uncertified
 from offramp.bundle.schema.manifest import Calibration
 from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.schema.batch_effect import BatchEffect
+from offramp.bundle.schema.compilation import BatchEffect
 from offramp.calibration.data.dataset import Dataset, DataSplit
 from offramp.calibration.data.running import BATCH_SIZE, run_over
 from offramp.certify.shared_risk import half_risk

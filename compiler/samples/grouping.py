@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from offramp.bundle import Manifest
-from offramp.bundle.schema.distinct import COPIES_WITHIN, DistinctSamples
+from offramp.bundle.schema.compilation import COPIES_WITHIN, DistinctSamples
 from offramp.bundle.schema.manifest import Calibration
 from offramp.calibration.data.data_sources import DataSource, data_name
 from offramp.calibration.data.dataset import Dataset

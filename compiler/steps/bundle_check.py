@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
-from offramp.bundle.class_losses import (
+from offramp.bundle.records import (
     ClassLoss,
     count_label_losses,
     count_losses,

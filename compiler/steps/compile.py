@@ -18,7 +18,7 @@ from offramp.bundle import (
     SharingCost,
     write_bundle,
 )
-from offramp.bundle.placing import check_space
+from offramp.bundle.files import check_space
 from offramp.bundle.writing import check_target
 from offramp.calibration.choose import limits
 from offramp.calibration.choose.records import ExitRecords

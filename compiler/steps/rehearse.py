@@ -16,7 +16,7 @@ import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
 from offramp.bundle.bundle import RECORDS, REPORT, bundle_name
-from offramp.bundle.schema.distinct import COPIES_WITHIN, DistinctSamples
+from offramp.bundle.schema.compilation import COPIES_WITHIN, DistinctSamples
 from offramp.calibration.choose.records import ExitRecords, dump_records
 from offramp.calibration.choose.selection import certifiable_errors
 from offramp.calibration.data.dataset import DataError, Dataset, part, read_samples

@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from offramp.bundle import Answer, AnswerTask, TaskKind
-from offramp.bundle.class_losses import has_classes
-from offramp.bundle.schema.criteria import Criterion
-from offramp.bundle.schema.tasks import WHOLE_SETS
+from offramp.bundle.records import has_classes
+from offramp.bundle.schema.answers import WHOLE_SETS, Criterion
 from offramp.calibration.data.data_sources import data_name
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import run_over

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.tasks import WHOLE_SETS, AnswerTask, TaskKind
+from offramp.bundle.schema.answers import WHOLE_SETS, AnswerTask, TaskKind
 from offramp.engine.answers.principal_values import ROUNDING
 
 Codes = NDArray[np.int32]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm
-from offramp.bundle.schema.criteria import IN_GRAPH, LEARNED_WEIGHTS
+from offramp.bundle.schema.answers import IN_GRAPH, LEARNED_WEIGHTS
 
 Values = NDArray[np.float32]
 

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.schema.criteria import BUILT_IN, IN_GRAPH, PATIENCE, Criterion
+from offramp.bundle.schema.answers import BUILT_IN, IN_GRAPH, PATIENCE, Criterion
 from offramp.engine.common.errors import EngineError
 
 _log = logging.getLogger(__name__)

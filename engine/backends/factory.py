@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import read_manifest
 from offramp.bundle.engines import EngineStore, Precision, list_targets
-from offramp.bundle.schema.custom_ops import OperatorLibrary
+from offramp.bundle.schema.compilation import OperatorLibrary
 from offramp.bundle.schema.errors import BundleError
 from offramp.engine.common.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash

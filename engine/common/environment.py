@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from offramp.bundle.schema.cpu import CPU_FLAGS, CpuFeatures
+from offramp.bundle.schema.compilation import CPU_FLAGS, CpuFeatures
 
 CPUINFO: Final = Path("/proc/cpuinfo")
 

@@ -30,8 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Promise
-from offramp.bundle.class_losses import class_strata
-from offramp.bundle.records import CERTIFY, TUNE
+from offramp.bundle.records import CERTIFY, TUNE, class_strata
 from offramp.certify import Stratum, Weighted, certify, evaluate, tuning_path, walk
 from offramp.certify.learn_then_test import level_of_each
 from offramp.engine.control.costs import CostModel

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
 from offramp.bundle.engines import PrecisionEvidence
-from offramp.bundle.schema.batch_effect import BatchEffect
+from offramp.bundle.schema.compilation import BatchEffect
 from offramp.certify.shared_risk import half_risk
 from offramp.engine.common.control_state import identity_of
 from offramp.engine.common.errors import OptionsError

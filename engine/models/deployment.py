@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Profile
-from offramp.bundle.class_losses import ClassLoss, losses_on_records
+from offramp.bundle.records import ClassLoss, losses_on_records
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.models.devices import ModelSplits
 from offramp.engine.models.options import ModelOptions

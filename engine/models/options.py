@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offramp.bundle.engines import PRECISIONS, Precision
-from offramp.bundle.schema.tasks import TASK_KINDS
+from offramp.bundle.schema.answers import TASK_KINDS
 from offramp.engine.common.environment import available_cores
 from offramp.engine.common.errors import BackendError, OptionsError
 from offramp.engine.control.engine_builds import BuildBudget

@@ -235,7 +235,7 @@ def _guard(name: str, bundle: Bundle) -> InputGuard | None:
     """Make the guard of a bundle, if it says what calibration saw."""
     ranges = bundle.input_ranges()
     if ranges is None:
-        _log.info("%s: an older bundle, without input ranges: all inputs are trusted", name)
+        _log.info("%s: the bundle has no input ranges: all inputs are trusted", name)
         return None
     return InputGuard(ranges)
 

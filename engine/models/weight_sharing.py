@@ -111,7 +111,7 @@ def _lacking(manifest: Manifest, backend: Backend) -> str:
     if backend.name != CPU:
         return f"backend {backend.name} maps no weights; serve with --backend onnxruntime"
     if WEIGHTS not in {entry.path for entry in manifest.files}:
-        return f"the bundle has no {WEIGHTS}: all of its weights are small, or it is an older one"
+        return f"the bundle has no {WEIGHTS}: all of its weights are small"
     return ""
 
 

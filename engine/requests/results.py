@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
-from offramp.bundle.class_losses import ClassLoss
+from offramp.bundle.records import ClassLoss
 from offramp.certify.decision import MODEL_END
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.requests.request_table import Request

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ValueBound
-from offramp.bundle.schema.value_bounds import plain
+from offramp.bundle.schema.inputs import plain
 
 
 class ValueLimits:

@@ -30,7 +30,7 @@ from offramp.bundle import (
     Segment,
     TensorSpec,
 )
-from offramp.bundle.schema.criteria import PROBABILITY, Criterion
+from offramp.bundle.schema.answers import PROBABILITY, Criterion
 from offramp.bundle.schema.parts import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least

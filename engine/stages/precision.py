@@ -34,8 +34,7 @@ def warn_of_saturation(name: str, manifest: Manifest, here: CpuFeatures, mode: M
     """Warn where int8 of this CPU saturates and the one that certified did not, or otherwise.
 
     CPUs of x86 without VNNI add products of bytes in 16 bits, and saturate where weights are of 8
-    bits; others do not. What the compiler's CPU had is not known of older bundles: then it is taken
-    for one with VNNI.
+    bits; others do not. A CPU that the bundle does not name is taken for one with VNNI.
     """
     there = manifest.cpu
     saturated = bool(there and there.saturates)

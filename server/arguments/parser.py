@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from offramp import __version__
-from offramp.bundle.schema.tasks import TASK_KINDS
+from offramp.bundle.schema.answers import TASK_KINDS
 from offramp.commands.parser import LayeredParser
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.models.options import EngineOptions, ModelOptions

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from offramp import __version__
 from offramp.bundle import NEVER
-from offramp.bundle.class_losses import describe_harm, harmed
+from offramp.bundle.records import describe_harm, harmed
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.requests.results import ModelInfo
 from offramp.engine.requests.statistics import Histogram, ModelStatistics, StageStatistics

@@ -86,6 +86,8 @@ def _manifest(manifest: dict[str, Any]) -> dict[str, Any]:
     manifest["name"] = "recorded"
     manifest["inputs"] = [{"name": "sample", "dtype": "int64", "shape": ["batch", 1]}]
     manifest["segments"][0]["inputs"] = ["sample"]
+    for segment in manifest["segments"][:-1]:
+        segment["row_bytes"] = np.dtype(np.int64).itemsize
     exits = [manifest["exits"][index] for index in EXITS]
     for index, exit_ in enumerate(exits):
         exit_ |= {"index": index, "file": f"exits/{index:02d}.onnx"}

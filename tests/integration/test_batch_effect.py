@@ -16,7 +16,7 @@ from tests import models
 from tests.bundles import compile_tiny
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise, write_bundle
-from offramp.bundle.schema.batch_effect import BatchEffect
+from offramp.bundle.schema.compilation import BatchEffect
 from offramp.certify.binomial import upper_bound
 from offramp.certify.shared_risk import half_risk
 from offramp.compiler.commands.printing import print_bundle

@@ -53,7 +53,7 @@ def cluster_for(
     bundle: Bundle, *, share: float, speeds: tuple[float, float] = (2.0, 1.0)
 ) -> ServedCluster:
     """Two types of device, with room for so much of the weights each."""
-    total = sum(s.weight_bytes or 0 for s in bundle.manifest.segments)
+    total = sum(s.weight_bytes for s in bundle.manifest.segments)
     types = [
         DeviceType(
             name=name,

@@ -15,7 +15,7 @@ from tests.small import compile_small
 
 from offramp.bundle import Bundle
 from offramp.bundle.records import TUNE
-from offramp.bundle.schema.criteria import BUILT_IN
+from offramp.bundle.schema.answers import BUILT_IN
 from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.certify import NEVER, first_exit

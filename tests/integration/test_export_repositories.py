@@ -357,7 +357,7 @@ def test_a_folder_that_may_not_be_written_is_named(
     def refused(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("offramp.bundle.placing.tempfile.mkdtemp", refused)
+    monkeypatch.setattr("offramp.bundle.files.tempfile.mkdtemp", refused)
     assert folder.export("--triton", "m") == 1
     said = capsys.readouterr().err
     assert "m/small cannot be written: [Errno 13] Permission denied; make " in said

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.records import TUNE
-from offramp.bundle.schema.criteria import PATIENCE, Criterion
+from offramp.bundle.schema.answers import PATIENCE, Criterion
 from offramp.calibration.choose.records import ExitRecords, record_answers
 from offramp.calibration.data.dataset import Dataset
 from offramp.certify import FloatArray, Records, evaluate

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from offramp.bundle import Bundle
-from offramp.cluster.command.plan import part_sizes
 from offramp.cluster.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError, parse_plan
 from offramp.cluster.planning.cluster_times import make_cluster
@@ -41,9 +40,7 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
     shares = recorded_shares(bundle)
     return ServedSplits(
         plan=planned,
-        model=facts_of(
-            bundle, exits=[*shares], going_on=[*shares.values()], sizes=part_sizes(bundle)
-        ),
+        model=facts_of(bundle, exits=[*shares], going_on=[*shares.values()]),
         cluster=devices,
         goal=file.goal.goal([planned.batch_size], wrapper=False),
         roles=roles_for(planned, devices.device_types),

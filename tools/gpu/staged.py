@@ -39,8 +39,8 @@ from offramp.bundle import (
 from offramp.bundle.bundle import RECORDS
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.schema.input_ranges import INPUT_RANGES
-from offramp.bundle.schema.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.bundle.schema.inputs import INPUT_RANGES
+from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.cuts.placement import choose_candidates
@@ -218,7 +218,6 @@ def _write(
         files[INPUT_RANGES] = dump(ranges)
     files[RECORDS] = _made_up_records(len(exits), pieces.model.answer.classes)
     manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
         name=path.stem,
         created_utc="2026-01-02T03:04:05+00:00",
         tools={},

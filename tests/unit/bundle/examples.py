@@ -25,13 +25,12 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.files import dump
-from offramp.bundle.schema.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.bundle.schema.parts import HeadScore
 
 HEAD = Head(kind="grid", grid=2, hidden=64)
 
 MANIFEST = Manifest(
-    schema_version=SCHEMA_VERSION,
     name="small",
     created_utc="2026-01-02T03:04:05+00:00",
     tools={"offramp": "0.1.0", "python": "3.11.9"},

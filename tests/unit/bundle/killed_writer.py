@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.unit.bundle.examples import POLICY, write
 
-from offramp.bundle import Bundle, BundleError, BundleNotFoundError, ExitPolicy, placing
+from offramp.bundle import Bundle, BundleError, BundleNotFoundError, ExitPolicy, files
 
 NEW = ExitPolicy(version=2, active=())
 _COUNTED = ("open", "os.", "shutil.", "tempfile.", "ctypes.")
@@ -58,7 +58,7 @@ def _found(folder: Path) -> str:
 def main(folder: Path, how: str) -> None:
     """Kill writers until one lives; ``how`` is ``first`` where no bundle is there before."""
     if how == "rename":
-        placing.exchange = lambda *_: False  # type: ignore[assignment]
+        files.exchange = lambda *_: False  # type: ignore[assignment]
     found: list[str] = []
     status = -1
     while status:

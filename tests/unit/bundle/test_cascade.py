@@ -14,7 +14,7 @@ from tests.unit.bundle.examples import MANIFEST, rewrite_manifest, write
 from offramp.bundle import Bundle, BundleSchemaError, CpuFeatures, Head
 from offramp.bundle.bundle import read_manifest
 from offramp.bundle.files import dump
-from offramp.bundle.schema.joint_training import JointEpoch, JointTraining
+from offramp.bundle.schema.compilation import JointEpoch, JointTraining
 
 
 def test_a_cascade_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -26,7 +26,6 @@ def test_a_cascade_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_bundle_of_fp32_says_nothing_of_precision(tmp_path: Path) -> None:
-    """As before there were others: older readers read it, and older bundles are read."""
     assert "precision" not in json.loads(dump(MANIFEST))
     assert json.loads(dump(cascade_manifest()))["precision"] == "int8"
     bundle = Bundle.open(write(tmp_path).path)
@@ -40,7 +39,7 @@ def test_a_cascade_names_the_cpu_that_certified_it(tmp_path: Path) -> None:
         bundle = write(folder, manifest=cascade_manifest(cpu=known), files=CASCADE_FILES)
         assert Bundle.open(bundle.path).manifest.cpu == known
         plain = json.loads((bundle.path / "manifest.json").read_text())
-        assert ("cpu" in plain) == (known is not None), "older bundles do not have it"
+        assert ("cpu" in plain) == (known is not None)
 
 
 @pytest.mark.parametrize(

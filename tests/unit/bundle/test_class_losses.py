@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import ActiveExit, Answer, AnswerTask, ExitPolicy
-from offramp.bundle.class_losses import (
+from offramp.bundle.records import (
+    CERTIFY,
+    TUNE,
     ClassLoss,
     class_strata,
     count_label_losses,
@@ -17,7 +19,6 @@ from offramp.bundle.class_losses import (
     losses_on_records,
     uncertified,
 )
-from offramp.bundle.records import CERTIFY, TUNE
 from offramp.certify import allowed_errors, certify
 
 THREE = Answer(output="y", classes=3, form="logits")

@@ -24,7 +24,7 @@ from offramp.bundle import (
     BundleSchemaError,
     BundleWriteError,
     ExitPolicy,
-    placing,
+    files,
     write_bundle,
 )
 from offramp.bundle.engine_index import addressed, model_digest
@@ -551,7 +551,7 @@ def test_a_failed_replacement_keeps_the_engines(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(1, "no")))
-        patched.setattr(placing, "exchange", lambda *_: False)
+        patched.setattr(files, "exchange", lambda *_: False)
         with pytest.raises(BundleWriteError):
             copy_with(bundle, bundle.path, bundle.path, overwrite=True)
     again = EngineStore.open(bundle.path, TARGET)

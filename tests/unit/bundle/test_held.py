@@ -12,7 +12,7 @@ from tests.unit.bundle.examples import FILES, replace_file
 from tests.unit.bundle.test_weights import CONTENT, FILE, model, stored
 
 from offramp.bundle import Bundle, BundleIntegrityError
-from offramp.bundle import held as held_module
+from offramp.bundle import stored_graphs as held_module
 from offramp.bundle.graph_weights import WEIGHTS
 
 

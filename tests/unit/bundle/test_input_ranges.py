@@ -1,4 +1,4 @@
-"""Input ranges in a bundle: read back, not in older ones, and refused where they do not fit."""
+"""Input ranges in a bundle: read back, and refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.bundle.examples import FILES, write
 
 from offramp.bundle import Bundle, BundleSchemaError, InputRange, InputRanges
 from offramp.bundle.files import dump
-from offramp.bundle.schema.input_ranges import INPUT_RANGES
+from offramp.bundle.schema.inputs import INPUT_RANGES
 
 RANGES = InputRanges(inputs=(InputRange(name="image", lowest=0.0, highest=255.0),))
 
@@ -24,7 +24,7 @@ def test_they_come_back(tmp_path: Path) -> None:
     assert with_ranges(tmp_path, dump(RANGES)).input_ranges() == RANGES
 
 
-def test_an_older_bundle_has_none(tmp_path: Path) -> None:
+def test_a_bundle_may_have_none(tmp_path: Path) -> None:
     assert write(tmp_path).input_ranges() is None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offramp.bundle.mapped import copy_rows, is_mapped, map_array
+from offramp.bundle.npz import copy_rows, is_mapped, map_array
 
 ROWS, WIDTH = 400, 1000
 SOME = (slice(3, 203), np.arange(1, ROWS, 2), slice(None, None, 2))

@@ -1,4 +1,4 @@
-"""Paddings and lengths in a bundle: read back, absent in older ones, refused where they misfit."""
+"""Paddings and lengths in a bundle: read back, and refused where they misfit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offramp.bundle import (
     TensorSpec,
 )
 from offramp.bundle.files import dump
-from offramp.bundle.schema.input_ranges import INPUT_RANGES
+from offramp.bundle.schema.inputs import INPUT_RANGES
 
 PADDING = Padding(
     size="sequence",

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 from tests.unit.bundle.examples import NAMES, POLICY, everything_under, write
 
-from offramp.bundle import Bundle, BundleNotFoundError, BundleWriteError, ExitPolicy, placing
+from offramp.bundle import Bundle, BundleNotFoundError, BundleWriteError, ExitPolicy, files
 from offramp.bundle.files import write_whole
 
 OTHER = ExitPolicy(version=2, active=())
@@ -26,7 +26,7 @@ def exchanges(folder: Path) -> bool:
     """Whether the file system of the tests exchanges names."""
     for name in "ab":
         (folder / name).mkdir()
-    done = placing.exchange(folder / "a", folder / "b")
+    done = files.exchange(folder / "a", folder / "b")
     for name in "ab":
         (folder / name).rmdir()
     return done
@@ -68,9 +68,9 @@ def test_folders_are_exchanged(tmp_path: Path) -> None:
     for name in ("ä", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    assert placing.exchange(tmp_path / "ä", tmp_path / "b")
+    assert files.exchange(tmp_path / "ä", tmp_path / "b")
     assert (tmp_path / "ä" / "b").exists()
-    assert not placing.exchange(tmp_path / "ä", tmp_path / "nowhere")
+    assert not files.exchange(tmp_path / "ä", tmp_path / "nowhere")
     assert (tmp_path / "ä" / "b").exists()
 
 
@@ -93,7 +93,7 @@ def test_an_old_bundle_that_cannot_be_put_back_is_named(
 ) -> None:
     write(tmp_path)
     before = everything_under(tmp_path / "small.ee")
-    monkeypatch.setattr(placing, "exchange", lambda *_: False)
+    monkeypatch.setattr(files, "exchange", lambda *_: False)
     real = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
@@ -127,7 +127,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         return note
 
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(placing, "exchange", noting(placing.exchange))
+    monkeypatch.setattr(files, "exchange", noting(files.exchange))
     monkeypatch.setattr(os, "rename", noting(os.rename))
     monkeypatch.setattr(os, "replace", noting(os.replace))
     return steps
@@ -208,8 +208,8 @@ def test_what_stood_at_a_name_is_found_by_that_name_alone(tmp_path: Path) -> Non
     (tmp_path / ".resnet.ee.abc_1x.old").mkdir()
     (tmp_path / ".resnet..old").mkdir()
     (tmp_path / ".resnet.file.old").touch()
-    assert placing.moved_aside(tmp_path / "resnet") is None
-    assert placing.moved_aside(tmp_path / "resnet.ee") == tmp_path / ".resnet.ee.abc_1x.old"
+    assert files.moved_aside(tmp_path / "resnet") is None
+    assert files.moved_aside(tmp_path / "resnet.ee") == tmp_path / ".resnet.ee.abc_1x.old"
 
 
 def test_a_bundle_in_its_place_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

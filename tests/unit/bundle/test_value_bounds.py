@@ -1,4 +1,4 @@
-"""Legal values in a bundle: read back, absent in older ones, refused where they misfit."""
+"""Legal values in a bundle: read back, and refused where they misfit."""
 
 from __future__ import annotations
 

@@ -68,7 +68,6 @@ def test_variants_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_bundle_without_variants_says_nothing_of_them(tmp_path: Path) -> None:
-    """As before there were any: older readers read it, and older bundles are read."""
     plain = json.loads(dump(MANIFEST))
     assert "variants" not in plain
     assert "subnet" not in plain

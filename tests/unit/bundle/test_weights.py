@@ -72,7 +72,6 @@ def test_a_graph_is_read_with_its_weights_and_without(tmp_path: Path) -> None:
     written = stored(tmp_path)
     bundle = Bundle.open(written.path)
     assert bundle == written
-    assert bundle.manifest.schema_version == 2
     assert bundle.read(FILE) == model().SerializeToString()
     assert bundle.graph(FILE) == naming().SerializeToString()
     assert bundle.read("source.onnx") == bundle.graph("source.onnx") == FILES["source.onnx"]
@@ -81,20 +80,12 @@ def test_a_graph_is_read_with_its_weights_and_without(tmp_path: Path) -> None:
     assert b"".join(bundle.stored(FILE)) == naming().SerializeToString()
 
 
-def test_a_bundle_whose_graphs_hold_their_weights_is_as_before(tmp_path: Path) -> None:
+def test_graphs_may_hold_their_weights(tmp_path: Path) -> None:
     graph = model().SerializeToString()
     bundle = write(tmp_path, files={**FILES, FILE: graph})
-    assert bundle.manifest.schema_version == 1
     assert bundle.weight_folder() is None
     assert bundle.read(FILE) == bundle.graph(FILE) == graph
     assert b"filled" not in (bundle.path / "manifest.json").read_bytes()
-
-
-def test_weights_in_a_bundle_of_the_older_version_are_refused(tmp_path: Path) -> None:
-    root = stored(tmp_path).path
-    rewrite_manifest(root, lambda plain: plain.update(schema_version=1))
-    with pytest.raises(BundleSchemaError, match=r"schema version 1 with weights.bin, expected 2"):
-        Bundle.open(root)
 
 
 def test_engines_belong_to_graphs_wherever_their_weights_are(tmp_path: Path) -> None:

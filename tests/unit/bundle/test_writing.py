@@ -18,7 +18,7 @@ from offramp.bundle import (
     BundleSchemaError,
     BundleWriteError,
     ExitPolicy,
-    placing,
+    files,
 )
 from offramp.bundle.writing import check_target
 
@@ -146,7 +146,7 @@ def test_the_old_bundle_survives_when_the_new_one_cannot_take_its_place(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", failing)
-        patched.setattr(placing, "exchange", lambda *_: False)
+        patched.setattr(files, "exchange", lambda *_: False)
         with pytest.raises((BundleWriteError, KeyboardInterrupt)):
             write(tmp_path, policy=OTHER, overwrite=True)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Answer, AnswerTask, TaskKind, TensorSpec
-from offramp.bundle.mapped import is_mapped
+from offramp.bundle.npz import is_mapped
 from offramp.calibration.data import data_sources, dataset
 from offramp.calibration.data.dataset import DataError, Dataset, TakenInputs, read_dataset
 from offramp.calibration.data.scratch import ScratchSpace

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offramp.bundle.mapped import is_mapped
+from offramp.bundle.npz import is_mapped
 from offramp.calibration.data import data_sources, sample_writer
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.sample_writer import SampleWriter, hash_arrays

@@ -9,7 +9,7 @@ import pytest
 from tests.models import Builder
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.tasks import AnswerTask
+from offramp.bundle.schema.answers import AnswerTask
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import check_answers, check_unusual
 from offramp.compiler.graphs.graph import serialised

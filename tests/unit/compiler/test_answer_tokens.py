@@ -28,7 +28,7 @@ from tests.padded import paddings_of
 from tests.sliced import slice_proto
 
 from offramp.bundle import Head
-from offramp.bundle.schema.manifest import Answer
+from offramp.bundle.schema.answers import Answer
 from offramp.bundle.schema.serde import from_plain, to_plain
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.commands.cli import main

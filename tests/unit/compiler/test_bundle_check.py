@@ -16,7 +16,7 @@ from tests.engines import engine_bundle
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
-from offramp.bundle.class_losses import ClassLoss
+from offramp.bundle.records import ClassLoss
 from offramp.calibration.data.dataset import DataError
 from offramp.certify import MODEL_END, upper_bound
 from offramp.compiler.commands.cli import main

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.criteria import IN_GRAPH, Criterion
-from offramp.bundle.schema.tasks import AnswerTask
+from offramp.bundle.schema.answers import IN_GRAPH, AnswerTask, Criterion
 from offramp.calibration.heads.learned_certainty import fit_certainty
 from offramp.compiler.common.parts import PartBuilder
 from offramp.compiler.exits.certainty import with_certainty

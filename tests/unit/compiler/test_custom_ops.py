@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from tests import models
 from tests.operators import DOMAIN, build_library, squash_mlp, squash_tokens, with_domain
 
-from offramp.bundle.schema.custom_ops import OperatorLibrary
+from offramp.bundle.schema.compilation import OperatorLibrary
 from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import CompileOptions

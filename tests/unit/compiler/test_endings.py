@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.manifest import AnswerForm
-from offramp.bundle.schema.tasks import AnswerTask, TaskKind
+from offramp.bundle.schema.answers import AnswerForm, AnswerTask, TaskKind
 from offramp.compiler.common.parts import DescribedTensor, PartBuilder
 from offramp.compiler.exits.endings import (
     CONFIDENCE,

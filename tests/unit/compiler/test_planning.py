@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle, write_bundle
-from offramp.bundle.schema.part_sizes import PartSizes
 from offramp.cluster.command.page import draw_plan, render_plan
-from offramp.cluster.command.plan import PlanOptions, part_sizes, plan_bundle
+from offramp.cluster.command.plan import PlanOptions, plan_bundle
 from offramp.cluster.planning.batch_profile import BatchProfile, ProfileWindow, dump_batch_profile
 from offramp.cluster.planning.cluster import ModelFacts
 from offramp.cluster.planning.cluster_plan import (
@@ -51,18 +50,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cluster.toml"
     path.write_text(CLUSTER)
     return path
-
-
-def test_sizes_that_an_older_manifest_lacks_are_measured(cluster: Path) -> None:
-    bundle = Bundle.open(BUNDLE)
-    assert PartSizes.kept_by(bundle.manifest.segments) is None
-    sizes = part_sizes(bundle)
-    assert sizes.row_bytes == (8,) * 12  # one int64 a row
-    assert len(sizes.weight_bytes) == 13
-    graphs = [*bundle.manifest.segments, *bundle.manifest.exits]
-    assert 0 < sum(sizes.weight_bytes) <= sum(len(bundle.read(part.file)) for part in graphs)
-    model = plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster)).model
-    assert (model.row_bytes, model.weight_bytes) == (sizes.row_bytes, sizes.weight_bytes)
 
 
 def test_sizes_that_the_manifest_has_are_taken(cluster: Path) -> None:

@@ -121,7 +121,6 @@ def make_manifest(exits: int, certify: ExitRecords, name: str) -> Manifest:
         for i in range(exits)
     )
     return Manifest(
-        schema_version=1,
         name=name,
         created_utc="2026-01-02T03:04:05+00:00",
         tools={"onnx": "1.99.9", "python": name},

@@ -11,7 +11,7 @@ import pytest
 from tests import models
 from tests.sliced import inputs_of, slice_proto
 
-from offramp.bundle.schema.tasks import AnswerTask
+from offramp.bundle.schema.answers import AnswerTask
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import CompileOptions

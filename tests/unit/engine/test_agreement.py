@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.manifest import AnswerForm
-from offramp.bundle.schema.tasks import AnswerTask, TaskKind
+from offramp.bundle.schema.answers import AnswerForm, AnswerTask, TaskKind
 from offramp.engine.answers.agreement import AGREED, DIFFERED, agreement_of
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.tasks import AnswerTask
+from offramp.bundle.schema.answers import AnswerTask
 from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.requests.comparison import answer_log
 from offramp.engine.requests.recorder import Recorder

@@ -10,7 +10,7 @@ import pytest
 from offramp.bundle import Bundle
 from offramp.bundle.engine_index import addressed, model_digest
 from offramp.bundle.engines import PrecisionEvidence
-from offramp.bundle.schema.batch_effect import BatchEffect
+from offramp.bundle.schema.compilation import BatchEffect
 from offramp.certify.shared_risk import both_hold
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.control.costs import CostModel

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.bundle.schema.criteria import Criterion
+from offramp.bundle.schema.answers import Criterion
 from offramp.engine.answers import criteria
 from offramp.engine.answers.criteria import (
     STATE,

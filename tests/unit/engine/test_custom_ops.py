@@ -12,7 +12,7 @@ from tests.operators import DOMAIN, build_library, squash_mlp
 from tests.unit.bundle.examples import MANIFEST, POLICY, write
 
 from offramp.bundle import Bundle, Manifest
-from offramp.bundle.schema.custom_ops import OperatorLibrary
+from offramp.bundle.schema.compilation import OperatorLibrary
 from offramp.engine.backends import make_backend
 from offramp.engine.backends.custom_ops import (
     libraries,

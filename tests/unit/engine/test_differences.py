@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.tasks import AnswerTask
+from offramp.bundle.schema.answers import AnswerTask
 from offramp.engine.answers.differences import Scales, compare, relative_difference
 
 MASKS = (-1e2, -1e4, -65504.0, -1e9, -3.4e38, -1e30, 1e6, -math.inf, math.inf, math.nan)

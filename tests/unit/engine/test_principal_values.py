@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.bundle.schema.manifest import AnswerForm
-from offramp.bundle.schema.tasks import AnswerTask, TaskKind
+from offramp.bundle.schema.answers import AnswerForm, AnswerTask, TaskKind
 from offramp.engine.answers.exit_check import (
     confidence_of,
     exits,

@@ -22,7 +22,7 @@ from tests.unit.bundle.test_variants import variant
 
 from offramp.bundle import Bundle, Manifest, SharingCost
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.schema.file_entry import FileEntry
+from offramp.bundle.schema.manifest import FileEntry
 from offramp.compiler.graphs import weights
 from offramp.compiler.graphs.weights import pack_weights
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session

@@ -10,7 +10,6 @@ import pytest
 from tests.unit.bundle.cascades import cascade_manifest
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Manifest
-from offramp.bundle.schema.part_sizes import PartSizes
 from offramp.cluster.planning.cluster import ModelFacts
 from offramp.cluster.planning.facts import exits_in_use, facts_of, recorded_shares
 
@@ -45,16 +44,6 @@ def test_a_cascade_begins_anew_at_its_last_segment() -> None:
     facts = facts_of(bundle, exits=(1,), going_on=(0.5,))
     assert (facts.begins, facts.segments, facts.exit_after) == (2, 3, (1,))
     assert (facts.row_bytes, facts.weight_bytes) == ((10, 10), (100, 200, 300))
-
-
-def test_an_older_bundle_has_no_sizes_unless_they_were_measured() -> None:
-    assert PartSizes.kept_by(BUNDLE.manifest.segments) is None
-    plain = facts_of(BUNDLE, exits=(), going_on=())
-    assert (plain.row_bytes, plain.weight_bytes) == ((), ())
-    assert plain.crossing_bytes(1) == 0.0
-    sizes = PartSizes(row_bytes=(3,) * 12, weight_bytes=(7,) * 13)
-    measured = facts_of(BUNDLE, exits=(), going_on=(), sizes=sizes)
-    assert (measured.row_bytes, measured.weight_bytes) == (sizes.row_bytes, sizes.weight_bytes)
 
 
 def test_exits_that_nobody_takes_are_not_in_use() -> None:

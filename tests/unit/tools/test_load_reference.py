@@ -9,7 +9,7 @@ import pytest
 from tests.engines import engine_bundle
 
 from offramp.bundle import TensorSpec
-from offramp.bundle.schema.distinct import DistinctSamples
+from offramp.bundle.schema.compilation import DistinctSamples
 from offramp.calibration.data.dataset import DataError
 from offramp.calibration.data.key import GroupKey
 from offramp.client import ModelMetadata, TensorMetadata

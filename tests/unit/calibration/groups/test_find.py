@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.unit.calibration.groups.making import copied, dataset_of, film, series, windows
 
-from offramp.bundle.schema.distinct import COPIES_WITHIN
+from offramp.bundle.schema.compilation import COPIES_WITHIN
 from offramp.calibration.data.dataset import Dataset, DataSplit, split
 from offramp.calibration.data.groups import Groups
 from offramp.calibration.groups.find import find_groups

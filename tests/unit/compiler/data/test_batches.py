@@ -14,7 +14,7 @@ import torch
 from tests.unit.compiler.data.making import IDS, X, load, load_hashed
 
 from offramp.bundle import TensorSpec
-from offramp.bundle.mapped import is_mapped
+from offramp.bundle.npz import is_mapped
 from offramp.calibration.data import data_sources
 from offramp.calibration.data.dataset import read_dataset
 from offramp.calibration.data.errors import DataError

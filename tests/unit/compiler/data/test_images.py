@@ -22,7 +22,7 @@ from tests.unit.compiler.data.making import (
 )
 
 from offramp.bundle import TensorSpec
-from offramp.bundle.mapped import is_mapped
+from offramp.bundle.npz import is_mapped
 from offramp.calibration.data import data_sources
 from offramp.calibration.data.errors import DataError
 from offramp.compiler.data import images

@@ -13,7 +13,7 @@ from google.protobuf import text_format
 from tests.exports import replayed_bundle
 
 from offramp.bundle import Manifest, Profile, TensorSpec, UnreadInput
-from offramp.bundle.schema.custom_ops import OperatorLibrary
+from offramp.bundle.schema.compilation import OperatorLibrary
 from offramp.compiler.common.errors import ExportError
 from offramp.compiler.export.repositories import check_model
 from offramp.compiler.export.triton import ServedFile, config_text, warmup_files

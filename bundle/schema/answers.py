@@ -1,0 +1,256 @@
+"""A model's answers: their kind and form, when two of them agree, and how sure one is.
+
+Exits, thresholds and promises know one thing about an answer: whether it agrees with the model's
+own, yes or no. What that means is the task's. How sure an answer is, PAME 5.3 reads off its
+*principal values*: a sample leaves when at least so many of them reach the threshold. A criterion
+makes one number from 0 to 1 of that, which is all that records, promises and kernels know. The
+criteria of :data:`IN_GRAPH` are computed by the exit's own graph, all others on the host, from the
+exit's answers (:mod:`offramp.engine.answers.criteria`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from numpy.typing import NDArray
+
+from offramp.bundle.schema.serde import LEFT_OUT, check_numbers
+
+TaskKind: TypeAlias = Literal[
+    "classification",
+    "multi-label",
+    "token-classification",
+    "segmentation",
+    "pose",
+    "regression",
+    "other",
+]
+"""By shape of the answer: [batch, classes]; [batch, labels]; [batch, tokens, classes]; [batch,
+classes, height, width], or the classes of the pixels alone; [batch, key points, height, width];
+[batch, values]; of any other shape and type, which no exit imitates."""
+TASK_KINDS: Final[tuple[TaskKind, ...]] = tuple(k for k in get_args(TaskKind) if k != "other")
+"""Kinds that exits can imitate, hence those that can be asked for."""
+DENSE: Final[frozenset[TaskKind]] = frozenset({"token-classification", "segmentation", "pose"})
+"""Tasks whose answer has places: tokens, pixels, or key points."""
+
+
+WHOLE_SETS: Final = 31
+"""Labels whose sets have a number each; sets of more are told apart by a checksum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTask:
+    """The kind of a model's answers, and what of them has to be equal for one sample to agree."""
+
+    kind: TaskKind = "classification"
+    share: float = field(default=1.0, metadata=LEFT_OUT)
+    """Least share of tokens, pixels or key points that are equal, where there are any."""
+    within: float = field(default=0.0, metadata=LEFT_OUT)
+    """How far values may differ (regression), or key points be apart, as a share of the longer
+    side of the map (pose)."""
+    mask: str | None = field(default=None, metadata=LEFT_OUT)
+    """Graph input [batch, tokens] that says which tokens count, for token classification."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "share", above=0, most=1)
+        check_numbers(self, "within", least=0)
+        measured = self.kind in ("pose", "regression")
+        if self.share != 1 and self.kind not in DENSE:
+            raise ValueError(f"share is {self.share} for {self.kind}, which has no places")
+        if self.within and not measured:
+            raise ValueError(f"within is {self.within} for {self.kind}, which compares classes")
+        if self.mask is not None and self.kind != "token-classification":
+            raise ValueError(f"mask is {self.mask!r:.100} for {self.kind}, which has no tokens")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether an answer has places."""
+        return self.kind in DENSE
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether answers agree when they are near, so that equality says too little."""
+        return self.is_dense or self.kind == "regression"
+
+    def code_bound(self, classes: int) -> int:
+        """Find the number that all codes of answers are below, of so many classes or labels."""
+        if self.is_relative:
+            return 2
+        if self.kind == "classification":
+            return classes
+        return 1 << min(classes, WHOLE_SETS)
+
+    def describe(self) -> str:
+        """Say when an answer agrees, as in ``it agrees if …``."""
+        part = "all" if self.share == 1 else f"at least {100 * self.share:g} % of the"
+        match self.kind:
+            case "classification":
+                return "the class is the same"
+            case "multi-label":
+                return "all labels are the same"
+            case "token-classification":
+                return f"{part} tokens have the same class"
+            case "segmentation":
+                return f"{part} pixels have the same class"
+            case "pose":
+                where = f"within {100 * self.within:g} % of the map's longer side"
+                return f"{part} key points are {where}"
+            case "regression" | "other":
+                return f"all values differ by at most {self.within:g}"
+
+
+CLASSIFICATION: Final = AnswerTask()
+
+
+IN_GRAPH: Final = ("probability", "entropy", "margin", "learned")
+"""Criteria of one answer alone: its largest probability; 1 − its entropy over that of all classes
+alike (BranchyNet, DeeBERT, turned round); how far its two largest probabilities are apart; a
+logistic regression over these three."""
+PATIENCE: Final = "patience"
+"""How many exits in a row gave the same class (PABEE); :func:`.answers.criteria.patience`."""
+BUILT_IN: Final = (*IN_GRAPH, PATIENCE)
+LEARNED_WEIGHTS: Final = 4
+"""Of ``learned``, for each exit: of the three statistics' log-odds, and a constant."""
+_NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criterion:
+    """What says how sure an exit is."""
+
+    name: str = "probability"
+    """One of ``BUILT_IN``, or the name that a user's function is registered under."""
+    depends_on_earlier: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether it looks at what the exits before said of a sample: then all exits of the bundle run
+    up to the last in use."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"criterion {self.name!r:.80}: expected small letters, digits, - and _, a letter "
+                "first"
+            )
+        if self.name in BUILT_IN and self.depends_on_earlier != (self.name == PATIENCE):
+            depends = "depends" if self.depends_on_earlier else "does not depend"
+            raise ValueError(f"criterion {self.name}: said that it {depends} on earlier exits")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is computed from an exit's answers, outside of its graph."""
+        return self.name not in IN_GRAPH
+
+
+PROBABILITY: Final = Criterion()
+
+
+AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", "classes", "values"]
+"""How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
+gives probabilities of both others: of log-probabilities, those that they are of. (Of labels, which
+are a yes or no each, it is a sigmoid.) ``classes`` are numbers of classes, for each token or pixel;
+``values`` are what regression answers, heat maps, and scores of classes or labels on a scale of the
+model's own, which no confidence can be read off."""
+
+
+_COUNTED: Final[dict[TaskKind, str]] = {
+    "classification": "classes",
+    "multi-label": "labels",
+    "token-classification": "classes",
+    "segmentation": "classes",
+    "pose": "key points",
+    "regression": "values",
+    "other": "values",
+}
+
+
+_SCORES: Final[tuple[AnswerForm, ...]] = ("logits", "probabilities", "log-probabilities")
+
+
+_FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
+    "classification": (*_SCORES, "values"),
+    "multi-label": ("logits", "probabilities", "values"),
+    "token-classification": (*_SCORES, "classes"),
+    "segmentation": (*_SCORES, "classes"),
+    "pose": ("values",),
+    "regression": ("values",),
+    "other": ("values",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The output that exits imitate and that agreement is judged by."""
+
+    output: str
+    """Name of the model's output; of classification its shape is [batch, classes]."""
+    classes: int
+    """Classes, labels, key points or values, as the task has them."""
+    form: AnswerForm
+    task: AnswerTask = field(default=CLASSIFICATION, metadata=LEFT_OUT)
+    tokens: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
+    """Ids of the tokens that the classes are, in their order, where the model is a decoder that
+    was reduced to them."""
+    criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
+    """What says how sure exits are of it; of other tasks than classification, probability."""
+    flat: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the model's file gives one number a sample, [batch]: that is what is served. The
+    bundle's graphs give it as [batch, 1]."""
+    tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
+    """Operators that every exit ends with, as the model does, after its scores (Apparate 3.1)."""
+    thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
+    """Of labels, the values from which on each is given; none where the form says it."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "classes", least=1)
+        if self.form not in _FORMS[self.task.kind]:
+            known = ", ".join(_FORMS[self.task.kind])
+            raise ValueError(f"form {self.form!r} is none of {self.task.kind}: {known}")
+        if self.flat and self.classes != 1:
+            raise ValueError(f"flat is of one number a sample, not of {self.classes}")
+        if self.tokens and len(self.tokens) != self.classes:
+            raise ValueError(
+                f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
+                f"{self.classes} classes"
+            )
+        if self.thresholds and (
+            self.task.kind != "multi-label" or len(self.thresholds) != self.classes
+        ):
+            raise ValueError(
+                f"answer.thresholds: {len(self.thresholds)} of {self.task.kind}, expected one for "
+                f"each of the {self.classes} labels of multi-label, or none"
+            )
+        if self.criterion != PROBABILITY and self.task.kind != "classification":
+            raise ValueError(
+                f"criterion {self.criterion.name} is for classification, not for {self.task.kind}"
+            )
+
+    def served(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return answers of graphs in the shape that the model's file has."""
+        return values[:, 0] if self.flat else values
+
+    def describe(self) -> str:
+        """``10 classes, logits``, for people."""
+        if self.task.kind == "other":
+            return "numbers that no exit imitates"
+        what = _COUNTED[self.task.kind]
+        if self.task.is_dense:
+            what += f" ({self.task.kind})"
+        form = f", {self.form}" if self.form != "values" else ""
+        judged = f", exits by {self.criterion.name}" if self.criterion != PROBABILITY else ""
+        ended = f", then {', '.join(self.tail)}" if self.tail else ""
+        return f"{self.classes} {what}{form}{ended}{judged}"
+
+
+def shape_of(answer: Answer) -> tuple[int | None, ...]:
+    """List the sizes of a model's answer, as far as its task fixes them; first the batch."""
+    classes = () if answer.form == "classes" else (answer.classes,)
+    match answer.task.kind:
+        case "token-classification":
+            return (None, None, *classes)
+        case "segmentation":
+            return (None, *classes, None, None)
+        case "pose":
+            return (None, answer.classes, None, None)
+        case _:
+            return (None, answer.classes)
