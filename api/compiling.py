@@ -25,15 +25,15 @@ from offramp.bundle.schema.compilation import Teacher
 from offramp.bundle.writing import check_target
 from offramp.calibration.data.dataset import LABEL_KEYS
 from offramp.calibration.data.training_options import TrainingOptions
-from offramp.compiler.common.asked_task import AskedKind
 from offramp.compiler.common.errors import OptionsConflictError
-from offramp.compiler.common.illegal import check_options
 from offramp.compiler.common.options import (
+    AskedKind,
     AskedPrecision,
     CompileOptions,
     HeadFamily,
     Selection,
     Training,
+    check_options,
 )
 from offramp.compiler.common.progress import Progress
 from offramp.compiler.data.spec import OPTIONS, Layout, PreprocessingSpec, Resample, Resize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from offramp.commands.combinations import Illegal
-from offramp.compiler.common.illegal import depends_on_earlier
+from offramp.compiler.common.options import depends_on_earlier
 
 _NOT_ELASTIC = "subnets do not go with it yet; leave one of them out"
 COMBINATIONS: Final = (

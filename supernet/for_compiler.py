@@ -12,7 +12,7 @@ from offramp.compiler.commands.compile_arguments import SHORT, add_compiling
 from offramp.compiler.commands.compiling import run_compile
 from offramp.compiler.commands.extension import Command
 from offramp.compiler.commands.shared_arguments import make_parser
-from offramp.compiler.common.illegal import COMPILE
+from offramp.compiler.common.options import COMPILE
 from offramp.supernet.combinations import COMBINATIONS
 
 _DESCRIPTION: Final = """\

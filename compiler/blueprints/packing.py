@@ -1,4 +1,4 @@
-"""What goes into the bundle: the manifest, and the content of every file."""
+"""Content of a bundle: the draft of its parts, the manifest, and every file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from offramp.bundle import (
     Answer,
@@ -33,12 +35,12 @@ from offramp.bundle.schema.measured import MEASURED
 from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.choose.records import ExitRecords, dump_records
 from offramp.calibration.choose.trade_offs import RecordedVariant
-from offramp.calibration.data.dataset import DataSplit
+from offramp.calibration.data.dataset import Dataset, DataSplit
+from offramp.calibration.data.running import run_over
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.rounding import fits_16_bits
 from offramp.compiler.cuts.slicing import SOURCE, Sliced
-from offramp.compiler.exits.answer_ranges import both_ranges
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
 from offramp.compiler.graphs.custom_ops import libraries_of
 from offramp.compiler.graphs.part_sizes import sized_segments
@@ -46,15 +48,75 @@ from offramp.compiler.graphs.weight_parts import in_parts
 from offramp.compiler.graphs.weights import pack_weights
 from offramp.compiler.report import render_report
 from offramp.compiler.report.pictures import EarlyMap
+from offramp.compiler.samples.checks import both_ranges
 from offramp.compiler.samples.grouping import distinct_samples
+from offramp.compiler.samples.staged_answers import AnsweringStages
+from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.common.environment import cpu_features, package_version
+from offramp.engine.stages.plan import Mode, Plan, plan_stages
 
-if TYPE_CHECKING:  # it imports torch, which writing a bundle without exits does not take
+if TYPE_CHECKING:
     from offramp.compiler.exits.exits import BuiltExit
+
 
 PROFILE = "profiles/cpu.json"
 """Of the machine that compiled."""
+
+
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
+
+
+LOOKED_AT: Final = 64
+"""Samples that those to show are taken from."""
+
+
+_SHOWN: Final = 4
+
+
+_MOST_CLASSES: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """The model's parts before there is a manifest: enough to plan and run stages."""
+
+    inputs: tuple[TensorSpec, ...]
+    answer: Answer
+    segments: tuple[Segment, ...]
+    exits: tuple[Exit, ...]
+    """Their agreement is that on the tuning split."""
+    files: dict[str, bytes]
+    """The graphs of segments and exits, by path in the bundle."""
+
+    @classmethod
+    def of(cls, sliced: Sliced, exits: Sequence[BuiltExit]) -> Draft:
+        """Describe segments and exits."""
+        answer = sliced.model.answer
+        segments = tuple(segment.described() for segment in sliced.segments)
+        described = tuple(_exit(index, exit_, answer.output) for index, exit_ in enumerate(exits))
+        graphs = (*sliced.graphs, *(built.graph for built in exits))
+        names = [*(s.file for s in segments), *(e.file for e in described)]
+        files = dict(zip(names, graphs, strict=True))
+        inputs = sliced.model.inputs
+        return cls(inputs=inputs, answer=answer, segments=segments, exits=described, files=files)
+
+    def read(self, file: str) -> bytes:
+        """Give the content of a part's file."""
+        return self.files[file]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltVariant:
+    """A subnet of the model as a bundle has it."""
+
+    variant: Variant
+    graphs: Mapping[str, bytes]
+    """Segments and exits, by path in the bundle."""
+    files: Mapping[str, bytes]
+    """All others."""
+    recorded: RecordedVariant
+    certify: ExitRecords
+    """What its exits say of the certify split."""
 
 
 def make_manifest(
@@ -171,49 +233,6 @@ def pack(
     return {**packed.graphs, **small, **weights}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltVariant:
-    """A subnet of the model as a bundle has it."""
-
-    variant: Variant
-    graphs: Mapping[str, bytes]
-    """Segments and exits, by path in the bundle."""
-    files: Mapping[str, bytes]
-    """All others."""
-    recorded: RecordedVariant
-    certify: ExitRecords
-    """What its exits say of the certify split."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """The model's parts before there is a manifest: enough to plan and run stages."""
-
-    inputs: tuple[TensorSpec, ...]
-    answer: Answer
-    segments: tuple[Segment, ...]
-    exits: tuple[Exit, ...]
-    """Their agreement is that on the tuning split."""
-    files: dict[str, bytes]
-    """The graphs of segments and exits, by path in the bundle."""
-
-    @classmethod
-    def of(cls, sliced: Sliced, exits: Sequence[BuiltExit]) -> Draft:
-        """Describe segments and exits."""
-        answer = sliced.model.answer
-        segments = tuple(segment.described() for segment in sliced.segments)
-        described = tuple(_exit(index, exit_, answer.output) for index, exit_ in enumerate(exits))
-        graphs = (*sliced.graphs, *(built.graph for built in exits))
-        names = [*(s.file for s in segments), *(e.file for e in described)]
-        files = dict(zip(names, graphs, strict=True))
-        inputs = sliced.model.inputs
-        return cls(inputs=inputs, answer=answer, segments=segments, exits=described, files=files)
-
-    def read(self, file: str) -> bytes:
-        """Give the content of a part's file."""
-        return self.files[file]
-
-
 def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
     prefix = exit_prefix(built.candidate)
     return Exit(
@@ -269,3 +288,32 @@ def rewrite(
         overwrite=overwrite,
         engines_of=bundle.path,
     )
+
+
+def early_maps(draft: Draft, policy: ExitPolicy, source: bytes, some: Dataset) -> list[EarlyMap]:
+    """Take of the samples that leave early some from nearly equal to least equal.
+
+    None where the answer is no map of at most 256 classes, or nobody leaves.
+    """
+    answer = draft.answer
+    if answer.task.kind != "segmentation" or answer.classes > _MOST_CLASSES or not policy.active:
+        return []
+    stages = plan_stages(draft, draft.read, policy.active)
+    plan = Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE)
+    few = some.subset(np.arange(min(LOOKED_AT, len(some)), dtype=np.intp))
+    given = AnsweringStages(plan).run(few.take(slice(None)))
+    ((_, (ends,)),) = run_over(source, [answer.output], few, threads=1, batch_size=LOOKED_AT)
+    agreement = agreement_of(answer)
+    sides = given.answer.shape[-2:]
+    early, model = (
+        agreement.reduce(values).reshape(-1, *sides).astype(np.uint8)
+        for values in (given.answer, ends)
+    )
+    left = np.flatnonzero(given.exit >= 0)
+    equal = (early[left] == model[left]).mean(axis=(1, 2))
+    order = left[np.argsort(-equal)]
+    places = np.unique(np.linspace(0, len(order) - 1, _SHOWN).round().astype(int))
+    return [
+        EarlyMap(exit=int(given.exit[row]), early=early[row], end=model[row])
+        for row in (order[places] if len(order) else ())
+    ]

@@ -22,9 +22,14 @@ from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.calibration.precision.mixing import Mix, best_mix
 from offramp.calibration.precision.quantization import RANGE_SAMPLES
-from offramp.compiler.blueprints.blueprint import Blueprint, CompileRun, draw, measure_copy
+from offramp.compiler.blueprints.blueprint import (
+    Blueprint,
+    CompileRun,
+    draw,
+    measure_copy,
+    own_exit,
+)
 from offramp.compiler.blueprints.cascade import PREFIX, slice_cascade
-from offramp.compiler.blueprints.own_answer import own_exit
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.slicing import Sliced

@@ -20,7 +20,7 @@ from offramp.compiler.commands.shared_arguments import (
     add_target,
     make_parser,
 )
-from offramp.compiler.common.illegal import BUILD, EXPORT
+from offramp.compiler.common.options import BUILD, EXPORT
 from offramp.compiler.data.arguments import add_data
 
 

@@ -116,7 +116,7 @@ def _target_of(options: argparse.Namespace) -> Path:
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.commands.inspection import (  # noqa: PLC0415
+    from offramp.compiler.commands.looking import (  # noqa: PLC0415
         describe_bundle,
         describe_model,
     )
@@ -129,8 +129,8 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         print_bundle(bundle, Console())
         _write_json(options.json, describe_bundle(bundle))
         return 0
-    from offramp.compiler.commands.printing_model import print_inspection  # noqa: PLC0415
-    from offramp.compiler.common.asked_task import AskedTask  # noqa: PLC0415
+    from offramp.compiler.commands.looking import print_inspection  # noqa: PLC0415
+    from offramp.compiler.common.options import AskedTask  # noqa: PLC0415
     from offramp.compiler.cuts.cuts import find_cuts  # noqa: PLC0415
     from offramp.compiler.frontend.model import read_model  # noqa: PLC0415
 
@@ -151,7 +151,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.commands.printing_check import print_check  # noqa: PLC0415
+    from offramp.compiler.commands.printing import print_check  # noqa: PLC0415
     from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:

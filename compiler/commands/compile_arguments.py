@@ -18,7 +18,7 @@ from offramp.compiler.commands.shared_arguments import (
     add_target,
     make_parser,
 )
-from offramp.compiler.common.illegal import COMPILE
+from offramp.compiler.common.options import COMPILE
 from offramp.compiler.data.arguments import add_data
 
 SHORT = ("--data", "--output", "--overwrite", "--max-disagreement", "--confidence", "--task",

@@ -15,7 +15,7 @@ from offramp.commands.combinations import Illegal
 from offramp.compiler.commands.compile_arguments import compile_parser
 from offramp.compiler.commands.interruption import status_of
 from offramp.compiler.common.errors import CompileError, EnginesUnavailableError, ModelError
-from offramp.compiler.common.illegal import NO_ENGINES
+from offramp.compiler.common.options import NO_ENGINES
 from offramp.compiler.common.progress import FileProgress, Progress, TerminalProgress
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.engine.answers.criteria import known_criterion
@@ -45,7 +45,7 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
     """Compile a model, or describe it where no data are given."""
     output = options.output or output_of(options.model)
     if options.data is None:
-        from offramp.compiler.commands.first_look import show_first_look  # noqa: PLC0415
+        from offramp.compiler.commands.looking import show_first_look  # noqa: PLC0415
 
         return show_first_look(options, console)
     from offramp.calibration.data.scratch import ScratchSpace  # noqa: PLC0415
@@ -142,7 +142,7 @@ def _obstacle(options: argparse.Namespace) -> Illegal | None:
 
 def build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:
     """Build engines, print what was built, and return the exit status."""
-    from offramp.compiler.commands.printing_engines import print_building  # noqa: PLC0415
+    from offramp.compiler.commands.printing import print_building  # noqa: PLC0415
     from offramp.compiler.engines.build import Reports, build_bundle  # noqa: PLC0415
     from offramp.compiler.engines.choosing import build_best  # noqa: PLC0415
 

@@ -1,8 +1,8 @@
-"""What ``eecompile`` prints when it is done: facts, tables, the promise, and what is not kept."""
+"""What the commands of ``eecompile`` print when they are done."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,24 +15,54 @@ from rich.table import Column, Table
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Promise
 from offramp.bundle.bundle import REPORT
+from offramp.bundle.engines import ENGINES
 from offramp.bundle.records import describe_harm, harmed, losses_on_records
 from offramp.calibration.data.data_sources import DataSource, data_name
 from offramp.calibration.data.scratch import ScratchSpace, describe_bytes
 from offramp.calibration.rehearsal import Forecast
+from offramp.certify import MODEL_END
 from offramp.certify.learn_then_test import level_of_each
-from offramp.compiler.common.memory import peak_bytes
+from offramp.compiler.common.resources import peak_bytes
+from offramp.compiler.engines.build import UNKNOWN
+from offramp.compiler.engines.building import Building, Planned, PlannedEngine, UnitResult
+from offramp.compiler.engines.options import SizeRange, describe_ranges
+from offramp.compiler.engines.units import Unit, segment_units, source_unit, stage_units
 from offramp.compiler.export.export import Exported
 from offramp.compiler.export.model_folder import LOST
 from offramp.compiler.export.repositories import README
 from offramp.compiler.report import numbers, words
+from offramp.compiler.steps.bundle_check import BundleCheck
 from offramp.engine.control.costs import CostModel
 from offramp.engine.models.profile_check import predicted_savings
 from offramp.engine.models.whole_promise import end_evidence, whole_policy
 from offramp.engine.stages.plan import exit_label
 
-if TYPE_CHECKING:  # they import torch, which printing what was built does not take
+if TYPE_CHECKING:
     from offramp.compiler.blueprints.profile import Profiled
     from offramp.compiler.steps.rehearse import Rehearsing
+
+
+_MOST_CLASSES = 5
+"""Classes that are listed, those that lose the largest share first."""
+
+
+_BROKEN = (
+    "THE PROMISE DOES NOT HOLD on data like these: so many would be unlikely. Compile the model "
+    "with samples of them, or serve with --mode audit, which notices by itself."
+)
+
+
+_VERDICTS = {
+    "kept": ("green", "That contradicts nothing that was promised."),
+    "contradicted": ("bold red", _BROKEN),
+    "nothing promised": ("dim", "Nothing was promised: no exit is in use."),
+}
+
+
+_MIB = 2**20
+
+
+_STYLES = {"built": "green", "fresh": "dim", "failed": "bold red"}
 
 
 def print_bundle(bundle: Bundle, console: Console) -> None:
@@ -328,3 +358,145 @@ def print_exported(done: Exported, data: Path | DataSource, console: Console) ->
             f"For {escape(place.describe_servers())}. What they lack, of what eeserve does: "
             f"{', '.join(LOST)}; {escape(str(place.folder / README))} explains it."
         )
+
+
+def print_check(check: BundleCheck, path: Path, console: Console) -> None:
+    """Print what ``eecompile verify`` found."""
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    like = "samples"
+    if check.distinct_samples < check.samples:
+        like = (
+            f"samples, {check.distinct_samples:,} of them distinct, which alone count as evidence"
+        )
+    if check.on_calibration_data:
+        like = "samples that it was made of, which prove little"
+    say(f"[bold]{escape(str(path))}[/bold]: {check.samples:,} {like}")
+    for place, share in check.shares.items():
+        where = "the model's end" if place == MODEL_END else exit_label(place)
+        say(f"  {where} answered {share:.1%}")
+    if MODEL_END in check.shares:
+        say(
+            "The model's end is the unmodified model's (largest difference "
+            f"{check.end_difference:.1e} of a value's scale)."
+        )
+    share = check.disagreements / check.samples
+    say(
+        f"{check.disagreements:,} answers ({share:.2%}) do not agree with the unmodified "
+        f"model's; on data like these at most {check.at_most:.2%}."
+    )
+    for line in _lost_by_class(check):
+        say(line)
+    if check.accuracy is not None:
+        say(f"Accuracy {check.accuracy:.2%}, of the unmodified model {check.source_accuracy:.2%}.")
+    style, said = _VERDICTS[check.verdict]
+    say(f"[{style}]{said}[/{style}]")
+
+
+def _lost_by_class(check: BundleCheck) -> Iterator[str]:
+    """Say which classes of the model, and which labels, lose most, and warn of harm."""
+    for losses, whose in ((check.by_class, "that the model gives class"),
+                          (check.by_label, "with label")):  # fmt: skip
+        shown = [loss for loss in losses if loss.lost][:_MOST_CLASSES]
+        for loss in shown:
+            yield (
+                f"  of {loss.samples:,} samples {whose} {loss.number}, {loss.lost:,} "
+                f"({loss.share:.2%}) do not agree"
+            )
+    if check.max_disagreement is not None:
+        for loss in harmed(check.by_class, check.max_disagreement):
+            yield f"[bold red]HARM[/bold red]: {describe_harm(loss, check.max_disagreement)}."
+
+
+def print_building(building: Building, console: Console) -> None:
+    """Print a line a unit, and what there is now."""
+    if building.results is None:
+        table, line = _plan_table(building), _plan_line(building)
+    else:
+        table = _result_table(building, building.results)
+        line = _result_line(building, building.results)
+    console.print(table)
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _result_table(building: Building, results: Sequence[UnitResult]) -> Table:
+    table = _table("profiles", "size", "build", "difference")
+    for result in results:
+        entry = result.entry if result.status != "failed" else None
+        table.add_row(
+            result.unit.name,
+            part_of(result.unit, building.bundle),
+            str(len(entry.profiles)) if entry else "–",
+            f"{entry.size_bytes / _MIB:.1f} MiB" if entry else "–",
+            f"{entry.build_s:.1f} s" if entry else "–",
+            "–" if result.error is None else f"{result.error:.1e}",
+            f"[{_STYLES[result.status]}]{result.status}[/]",
+        )
+    return table
+
+
+def _result_line(building: Building, results: Sequence[UnitResult]) -> str:
+    counts = [
+        f"{sum(r.status == status for r in results)} {status}"
+        for status in ("built", "fresh", "failed")
+        if status != "failed" or building.failed
+    ]
+    entries = [r.entry for r in results if r.entry and r.status != "failed"]
+    size = sum(entry.size_bytes for entry in entries) / _MIB
+    path = f"{building.bundle.path}/{ENGINES}/{building.target.folder}"
+    line = f"{escape(building.target.describe())}: {', '.join(counts)}"
+    if not entries:
+        return line
+    ranges = {SizeRange(p.first_batch, p.last_batch) for e in entries for p in e.profiles}
+    batches = describe_ranges(sorted(ranges))
+    return (
+        f"{line}, {size:.1f} MiB for batches {batches} in [bold]{escape(path)}[/bold]\n"
+        "Measured: the time of building, and the largest difference from ONNX Runtime on the CPU, "
+        "relative to the scale of each value."
+    )
+
+
+def _plan_table(building: Building) -> Table:
+    table = _table("profiles")
+    table.add_column("why")
+    for plan in building.planned:
+        profiles = str(len(plan.profiles)) if isinstance(plan, PlannedEngine) else "–"
+        part = part_of(plan.unit, building.bundle)
+        table.add_row(plan.unit.name, part, profiles, *_intention(plan))
+    return table
+
+
+def _table(*numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("engine", no_wrap=True)
+    table.add_column("of", no_wrap=True)
+    for title in numbers:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("")
+    return table
+
+
+def _intention(plan: Planned) -> tuple[str, str]:
+    if isinstance(plan, UnitResult):
+        return "[bold red]refused[/]", escape(plan.problem)
+    return ("build", escape(plan.stale)) if plan.stale else ("[dim]keep[/]", "")
+
+
+def _plan_line(building: Building) -> str:
+    stale = [p for p in building.planned if not isinstance(p, PlannedEngine) or p.stale]
+    target = building.target
+    unknown = f"a GPU that is not known, {target.precision}"
+    there = unknown if target.gpu == UNKNOWN else target.describe()
+    return (
+        f"{len(stale)} of {len(building.planned)} engines would be built for {escape(there)}; "
+        "nothing was written"
+    )
+
+
+def part_of(unit: Unit, bundle: Bundle) -> str:
+    """Say which part of the bundle a unit is, or parts."""
+    parts = {
+        "source model": [source_unit(bundle.manifest)],
+        "stage": stage_units(bundle),
+        "segment": segment_units(bundle.manifest),
+    }
+    return ", ".join(part for part, units in parts.items() if unit in units)

@@ -1,30 +1,111 @@
-"""What a user can ask of ``eecompile``, where it makes or rewrites a bundle."""
+"""What a user can ask of ``eecompile``, and which options exclude or need each other.
+
+The tables of combinations hold for every model. Options that a certain model excludes are refused
+once it is read (:mod:`offramp.compiler.steps.settling`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
+from offramp.bundle import AnswerTask, TaskKind
 from offramp.bundle.files import check_writable
+from offramp.bundle.schema.answers import DENSE, IN_GRAPH
 from offramp.bundle.schema.compilation import COPIES_WITHIN, Teacher
 from offramp.bundle.writing import check_target
 from offramp.calibration.data.data_sources import DataSource
 from offramp.calibration.data.training_options import TrainingOptions
-from offramp.compiler.common.asked_task import AskedKind, AskedTask
-from offramp.compiler.common.variant_source import VariantSource
+from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+from offramp.compiler.common.errors import ModelError, OptionsConflictError
 from offramp.compiler.data.made import RandomSource
+from offramp.compiler.data.spec import OPTIONS
+from offramp.engine.answers.criteria import CriterionError, known_criterion
 from offramp.engine.models.options import MOST_SHARE, refuse_unless
+
+AskedKind: TypeAlias = TaskKind | Literal["auto"]
+
+
+SHARES: Final[dict[TaskKind, float]] = {"token-classification": 0.98, "segmentation": 0.95}
+"""Least shares of equal tokens and pixels, where none is asked for; of key points it is all.
+
+Pixels at the borders of objects come out one way or the other, however good the model: where two
+answers to an image differ in 5 % of its pixels, either is about as right.
+"""
+
+
+WITHIN_SPREAD: Final = 0.1
+"""How far values may differ where nothing is asked for: as a share of their standard deviation."""
+
+
+WITHIN_MAP: Final = 0.05
+"""How far key points may be apart, as a share of the map's longer side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedTask:
+    """What the user says of the task; ``None`` is as the task has it."""
+
+    kind: AskedKind = "auto"
+    share: float | None = None
+    within: float | None = None
+    class_map: bool = False
+    """Answer with the classes of pixels or tokens in place of their scores."""
+
+    def settle(self, kind: TaskKind) -> AnswerTask:
+        """Give the task of a kind; ModelError where what is asked for says nothing of it."""
+        share, within = self.share, self.within
+        if share is not None and kind not in DENSE:
+            raise ModelError(
+                f"--agree-share {share:g} says nothing of {kind}, whose answers have no tokens, "
+                "pixels or key points; leave it out"
+            )
+        if within is not None and kind not in ("pose", "regression"):
+            raise ModelError(
+                f"--agree-within {within:g} says nothing of {kind}, where classes are equal or "
+                "not; leave it out"
+            )
+        return AnswerTask(
+            kind=kind,
+            share=SHARES.get(kind, 1.0) if share is None else share,
+            within=(WITHIN_MAP if kind == "pose" else 0.0) if within is None else within,
+        )
+
+
+class VariantSource(Protocol):
+    """Makes variants of the model that is compiled."""
+
+    @property
+    def flag(self) -> str:
+        """The option that asks for it."""
+        ...
+
+    @property
+    def combinations(self) -> Sequence[Illegal]:
+        """Combinations of it with other options that are refused."""
+        ...
+
+    def prepare(self, model: Any) -> Any:
+        """Return a :class:`.VariantFinder` of a :class:`.SourceModel`; CompileError."""
+        ...
+
 
 SEEDS = 2**63
 """Number of possible seeds: torch takes no larger one, numpy no negative one."""
+
+
 _INF = float("inf")
+
 
 DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of a promise, where nothing else is asked for or promised."""
 
+
 Selection: TypeAlias = Literal["savings", "pame"]
 """How the exits in use are chosen among those that were built."""
+
 
 AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
 """What ``eecompile --precision`` takes for bundles."""
@@ -32,6 +113,7 @@ AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
 
 Training: TypeAlias = Literal["frozen", "joint"]
 """What is trained: exits on the model as it is, or then a copy of it together with them."""
+
 
 HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges", "both"]
 
@@ -211,3 +293,152 @@ class RehearseOptions(RewriteOptions):
     rehearsal_batch: int | None = None
     max_violations: float | None = None
     seed: int = 0
+
+
+def depends_on_earlier(values: Mapping[str, object]) -> bool:
+    """Whether the criterion looks at earlier exits."""
+    try:
+        return known_criterion(str(values["--criterion"])).depends_on_earlier
+    except CriterionError:  # refused by itself
+        return False
+
+
+def _is_not_probability(values: Mapping[str, object]) -> bool:
+    return values["--criterion"] != "probability"
+
+
+def _is_learned_or_depends(values: Mapping[str, object]) -> bool:
+    return values["--criterion"] == "learned" or depends_on_earlier(values)
+
+
+def _is_on_host(values: Mapping[str, object]) -> bool:
+    return values["--criterion"] not in IN_GRAPH
+
+
+_READING: Final = tuple(
+    Illegal(option=flag, without="--data",
+            why="it says how data are read; leave it out, or add --data")
+    for flag in ("--preprocessing", *(option.flag for option in OPTIONS))
+)  # fmt: skip
+
+
+_ONE_MODEL = "it is for exits of the float32 model as it is; take probability, entropy or margin"
+
+
+_UNCERTIFIED = "nothing is certified on made inputs; leave it out, or give samples"
+
+
+NO_ENGINES: Final = (
+    Illegal(option="--criterion", beside="--backend tensorrt", when=_is_on_host,
+            why="the host computes this criterion, which is for CPUs; choose probability, "
+            "entropy, margin or learned, or --backend onnxruntime"),
+    Illegal(option="--train joint", beside="--backend tensorrt",
+            why="a bundle with a copy of the model is for ONNX Runtime; leave one of them out"),
+    Illegal(option="--precision int8|auto", beside="--backend tensorrt",
+            why="the int8 copy is for CPUs, and engines are made of a float32 bundle; compile "
+            "without --precision, then eecompile build --precision int8 or auto"),
+    Illegal(option="--custom-ops", beside="--backend tensorrt",
+            why="TensorRT's engines cannot hold operators of a library; choose --backend "
+            "onnxruntime, for serving too"),
+)  # fmt: skip
+"""Options of a bundle that has no engines: ``--backend auto`` builds none then."""
+
+
+COMPILE: Final[tuple[Illegal, ...]] = (
+    *NO_ENGINES,
+    *_READING,
+    Illegal(option="--criterion", beside="--heads bridges|both", when=_is_not_probability,
+            why="criteria are for pooled heads; leave one of them out"),
+    Illegal(option="--criterion", beside="--precision int8|auto", when=_is_learned_or_depends,
+            why=_ONE_MODEL),
+    Illegal(option="--criterion", beside="--train joint", when=_is_learned_or_depends,
+            why=_ONE_MODEL),
+    Illegal(option="--criterion", beside="--selection pame", when=depends_on_earlier,
+            why="all exits have to run for this criterion, and pame takes single ones; leave one "
+            "of them out"),
+    Illegal(option="--heads bridges|both", beside="--precision int8|auto",
+            why="bridges are for float32; leave one of them out"),
+    Illegal(option="--train joint", beside="--precision int8|auto",
+            why="a bundle has one copy of the model; leave one of them out"),
+    Illegal(option="--train joint", beside="--class-map",
+            why="joint training learns scores, and classes alone have none; leave one of them out"),
+    Illegal(option="--teach labels", without="--train joint",
+            why="only the copy of the model learns from labels; add it, or leave this out"),
+    Illegal(option="--joint-rate", without="--train joint",
+            why="it is the learning rate of the copy; add --train joint, or leave this out"),
+    Illegal(option="--max-overhead", beside="--selection pame",
+            why="pame bounds late batches instead; use --max-violations, or leave --selection "
+            "out"),
+    Illegal(option="--rehearsal-batch", without="--selection pame",
+            why="nothing is rehearsed then; add it, or leave this out"),
+    Illegal(option="--max-violations", without="--selection pame",
+            why="nothing is rehearsed then; add it, or leave this out"),
+    Illegal(option="--candidates", beside="--exits",
+            why="--exits names all places; leave one of them out"),
+    Illegal(option="--simplify-limit", beside="--no-simplify",
+            why="onnxslim does not run; leave one of them out"),
+    *(Illegal(option=option, beside="--data random", why=_UNCERTIFIED)
+      for option in ("--max-disagreement", "--confidence", "--max-class-disagreement", "--group",
+                     "--copies-within", "--teach labels")),
+)  # fmt: skip
+
+
+_AS_THERE = "the engines that are there say it; leave one of them out"
+
+
+_KEPT = "auto keeps what is certified; leave one of them out"
+
+
+BUILD: Final = (
+    *_READING,
+    Illegal(option="--units", beside="--parts",
+            why="both choose what is built; leave one of them out"),
+    *(Illegal(option="--beside-serving", beside=other, why=_AS_THERE)
+      for other in ("--batch-profiles", "--buckets", "--workspace", "--optimization-level")),
+    Illegal(option="--precision auto", beside="--dry-run",
+            why="what is built is known once engines have been timed; leave one of them out"),
+    Illegal(option="--precision auto", beside="--beside-serving",
+            why="a server keeps the precision that it began with; give that precision"),
+    Illegal(option="--precision auto", beside="--accept-disagreement", why=_KEPT),
+    Illegal(option="--precision auto", beside="--units",
+            why="engines of all stages are timed; leave one of them out"),
+    Illegal(option="--precision auto", beside="--parts",
+            when=lambda values: not {"source", "stages"} <= {*str(values["--parts"]).split(",")},
+            why="engines of source and stages are timed; name both, or leave --parts out"),
+    Illegal(option="--precision int8", without="--data",
+            why="the ranges of activations are measured on calibration data; give that which the "
+            "bundle was compiled with"),
+)  # fmt: skip
+
+
+EXPORT: Final = (
+    *_READING,
+    Illegal(option="--kserve", without="--triton",
+            why="KServe runs Triton on its repository; add --triton DIR"),
+    Illegal(option="--name", without="--triton", when=lambda values: values["--ovms"] is None,
+            why="it is the model's name in a repository; add --triton DIR, or --ovms DIR"),
+)  # fmt: skip
+
+
+def check_options(options: CompileOptions) -> None:
+    """Refuse combinations of options that come from Python, by an OptionsConflictError.
+
+    An option counts as given where it differs from its default.
+    """
+    names = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(options)}
+    names["confidence_level"] = "--confidence"
+    if options.variants is not None:
+        names["variants"] = options.variants.flag
+    values = {flag: getattr(options, name) for name, flag in names.items()}
+    given = {
+        names[field.name]
+        for field in fields(options)
+        if getattr(options, field.name) != field.default
+    }
+    source, table = options.variants, COMPILE
+    if source is not None:
+        table += tuple(source.combinations)
+    try:
+        refuse_illegal(table, values, given)
+    except IllegalCombinationError as error:
+        raise OptionsConflictError(str(error)) from error

@@ -1,26 +1,329 @@
-"""Bridges: what leads from a cut point to the model's own end, as PAME builds them (5.1).
+"""Exits whose heads are bridges from a cut point to the model's own end, as in PAME (5.1).
 
 A bridge begins as all of the model after the exit point. Blocks whose cut tensors have one shape
 are a region; of every later region the first block is kept, which brings the tensor to the next
 shape, and the others are dropped. Then comes the model's own head, so the answer has the model's
 own form. Weights are copies of the model's (5.2, transfer), under names of the bridge's own.
 
-What the head is can be seen in two ways: all that is behind the last cut point, or what is behind
-the last block, where hardly any work is left. The latter makes short bridges: cheaper, and able to
-learn less.
+The head can be seen in two ways: all that is behind the last cut point, or what is behind the last
+block, where hardly any work is left. The latter makes short bridges: cheaper, and able to learn
+less.
+
+Bridges are built, trained, timed and judged as pooled heads are. Where an answer has places,
+nothing that pools could answer, so they are all exits that there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeVar
 
+import numpy as np
 import onnx
+from onnx import TensorProto
 
-from offramp.bundle import Answer, TensorSpec
+from offramp.bundle import Answer, Head, TensorSpec
+from offramp.calibration.data.dataset import Dataset, DataSplit
+from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.measure.estimates import BackboneTimes
+from offramp.calibration.torch.bridge_training import TrainedBridge, count_samples, train_bridges
+from offramp.calibration.torch.torch_graph import REMEDY, check_trainable
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.progress import Progress
 from offramp.compiler.cuts.cut_points import CutPoint
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.endings import (
+    CONFIDENCE,
+    DescribedTensor,
+    PartBuilder,
+    add_confidence,
+    add_counts,
+    add_principal,
+    exit_prefix,
+)
+from offramp.compiler.exits.exits import BuiltExit, FoundExits, Samples, alone, judge, time_heads
+from offramp.compiler.exits.recording import augmentation
 from offramp.compiler.graphs.graph import Dataflow, rename_graph
 from offramp.compiler.graphs.shapes import TensorType, declared_types
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.tail import giving
+from offramp.engine.graphs.assembly import assemble
+
+_log = logging.getLogger(__name__)
+
+
+_T = TypeVar("_T")
+
+
+BRIDGE = Head(kind="bridge")
+
+
+_OURS = re.compile(r"offramp_exit_\d+/bridge/")
+"""What names of operators begin with in a bridge."""
+
+
+TRAINED_BRIDGES = 4
+"""Bridges that are trained to the end where there are more: each learns as long as some blocks of
+the model."""
+
+
+SCREENING_SAMPLES = 1500
+
+
+SCREENING_EPOCHS = 2
+"""Samples, and how often each is seen, that all bridges are tried on."""
+
+
+def needs_bridges(answer: Answer, options: CompileOptions) -> bool:
+    """Whether exits may be bridges: asked for, or as the answer has places."""
+    return options.heads in ("bridges", "both") or answer.task.is_dense
+
+
+def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
+    """Refuse bridges with operators that cannot be trained, before anything is run or timed.
+
+    UntrainableError that names them; with ``--heads both`` a warning, and the options with pooled
+    heads alone are given.
+    """
+    answer = sliced.model.answer
+    if not needs_bridges(answer, options):
+        return options
+    remedy = REMEDY
+    if answer.task.is_dense:
+        remedy = f"export the model without them: answers of {answer.task.kind} need bridges"
+    try:
+        for bridge in _bridges(sliced, sliced.model):
+            check_trainable(bridge.proto, remedy)
+    except UntrainableError as error:
+        reason = _OURS.sub("", str(error))  # as the operator is called in the user's file
+        if options.heads != "both":
+            raise UntrainableError(reason) from error
+        _log.warning("Bridges are left out, and heads pool: %s.", reason)
+        return replace(options, heads="pooled")
+    return options
+
+
+def find_bridged_exits(
+    sliced: Sliced,
+    parts: DataSplit,
+    options: CompileOptions,
+    backbone: BackboneTimes,
+    *,
+    samples: Samples,
+    progress: Progress,
+) -> FoundExits:
+    """Try a bridge at every candidate, train the best, and keep those that net anything.
+
+    :func:`check_bridges` has looked at their operators. DataError if the model fails on a sample.
+    """
+    bridges = bridges_of(sliced)
+    names = {name for bridge in bridges for name in bridge.reads}
+    given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
+    scores = sliced.model.taught.output
+    wanted = [scores, *sorted(names & given)]
+    graphs: Sequence[bytes] = sliced.graphs
+    if sliced.model.tail is not None:
+        graphs = [giving(graph, scores) for graph in graphs]
+    source = assemble(graphs, wanted)
+    search = _BridgeSearch(
+        sliced=sliced,
+        source=source,
+        parts=parts,
+        options=options,
+        backbone=backbone,
+        samples=samples,
+        progress=progress,
+    )
+    exits = search.train(search.screen(bridges))
+    exits = [max(of, key=_net) for of in _grouped((e.candidate for e in exits), exits).values()]
+    return FoundExits(built=tuple(exits), best=tuple(exit_.best for exit_ in exits))
+
+
+def _net(exit_: BuiltExit) -> float:
+    return exit_.best.net_savings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BridgeSearch:
+    """Trains all bridges a little, and to the end those that look best, as pooled heads are."""
+
+    sliced: Sliced
+    source: bytes
+    """The source model, which gives what bridges read and learn."""
+    parts: DataSplit
+    options: CompileOptions
+    backbone: BackboneTimes
+    samples: Samples
+    progress: Progress
+
+    def screen(self, bridges: Sequence[Bridge]) -> list[Bridge]:
+        """Train all on some samples; gives those that net most, in depth order, as trained.
+
+        No more than one for a candidate.
+        """
+        if len(bridges) <= TRAINED_BRIDGES:
+            return list(bridges)
+        some = self.parts.train
+        if len(some) > SCREENING_SAMPLES:
+            some = some.subset(np.arange(SCREENING_SAMPLES, dtype=np.intp))
+        epochs = min(SCREENING_EPOCHS, self.options.training.epochs)
+        title = f"Try {len(bridges)} bridges"
+        tried = self._trained(bridges, some, title, epochs)
+        netted = [_net(exit_) for exit_ in self._built(bridges, tried)]
+        places = _grouped((bridge.candidate for bridge in bridges), range(len(bridges)))
+        best = [max(of, key=netted.__getitem__) for of in places.values()]
+        best.sort(key=netted.__getitem__, reverse=True)
+        return [
+            replace(bridges[place], proto=tried[place].proto)
+            for place in sorted(best[:TRAINED_BRIDGES])
+        ]
+
+    def train(self, bridges: Sequence[Bridge]) -> list[BuiltExit]:
+        """Train bridges on all samples, and build their exits."""
+        title, epochs = f"Train {len(bridges)} bridges", self.options.training.epochs
+        return self._built(bridges, self._trained(bridges, self.parts.train, title, epochs))
+
+    def _trained(
+        self, bridges: Sequence[Bridge], train: Dataset, title: str, epochs: int
+    ) -> list[TrainedBridge]:
+        options = replace(self.options.training, epochs=epochs)
+        with self.progress.step(title, count_samples(len(train), options)) as advance:
+            return train_bridges(
+                self.source,
+                bridges,
+                self.sliced.model.taught,
+                train=train,
+                tune=self.parts.tune,
+                options=options,
+                made=augmentation(self.sliced, train, self.options),
+                progress=advance,
+            )
+
+    def _built(
+        self, bridges: Sequence[Bridge], trained: Sequence[TrainedBridge]
+    ) -> list[BuiltExit]:
+        """Time bridges, judge them, and make exits of them."""
+        graphs = [
+            _served(self.sliced, bridge, of, 1.0)
+            for bridge, of in zip(bridges, trained, strict=True)
+        ]
+        times = time_heads(
+            self.sliced,
+            _grouped((bridge.candidate for bridge in bridges), graphs),
+            self.samples,
+            threads=self.options.threads,
+            batch_sizes=[self.options.reference_batch_size],
+            progress=self.progress,
+        )
+        return [
+            _built(
+                self.sliced,
+                bridge,
+                of,
+                backbone=self.backbone,
+                cost_ms=cost_ms,
+                tune=self.parts.tune,
+                options=self.options,
+            )
+            for bridge, of, (cost_ms,) in zip(bridges, trained, chain(*times), strict=True)
+        ]
+
+
+def bridges_of(sliced: Sliced) -> list[Bridge]:
+    """Build the bridges of all candidates, untrained, in depth order.
+
+    A candidate has two where one is shorter: it leaves out what lies between the last cut point and
+    the place where the model's own end begins.
+    """
+    return _bridges(sliced, sliced.whole_model())
+
+
+def _bridges(sliced: Sliced, model: SourceModel) -> list[Bridge]:
+    """Build them of the sliced model, with its weights or without."""
+    analysis = sliced.analysis
+    places = {point.tensors: place for place, point in enumerate(analysis.cuts)}
+    bridges = []
+    for candidate, cut in enumerate(sliced.cuts):
+        behind = analysis.cuts[places[tuple(tensor.name for tensor in cut.tensors)] :]
+        ways = [behind] if analysis.end is None else [behind, (*behind, analysis.end)]
+        prefix = exit_prefix(candidate)
+        built = [
+            build_bridge(
+                model.proto, model.taught, model.inputs, way, candidate=candidate, prefix=prefix
+            )
+            for way in ways
+        ]
+        operators = [len(bridge.proto.graph.node) for bridge in built]
+        bridges += built if operators[-1] < operators[0] else built[:1]
+    return bridges
+
+
+def _grouped(candidates: Iterable[int], values: Iterable[_T]) -> dict[int, list[_T]]:
+    """Group values by the candidate that each is of."""
+    groups: dict[int, list[_T]] = {}
+    for candidate, value in zip(candidates, values, strict=True):
+        groups.setdefault(candidate, []).append(value)
+    return groups
+
+
+def _built(
+    sliced: Sliced,
+    bridge: Bridge,
+    of: TrainedBridge,
+    *,
+    backbone: BackboneTimes,
+    cost_ms: float,
+    tune: Dataset,
+    options: CompileOptions,
+) -> BuiltExit:
+    mask = sliced.model.answer.task.mask
+    judged = judge(
+        BRIDGE,
+        of.principal,
+        of.agrees,
+        alone(backbone, bridge.candidate, cost_ms, options),
+        max_disagreement=options.max_disagreement,
+        mask=None if mask is None else tune.column(mask, slice(None)),
+    )
+    return BuiltExit(
+        candidate=bridge.candidate,
+        cut=sliced.cuts[bridge.candidate],
+        graph=_served(sliced, bridge, of, judged.share),
+        # The confidence counts by the mask, whether the bridge itself reads it or not.
+        reads=tuple(dict.fromkeys((*bridge.reads, *([mask] if mask else [])))),
+        weights={},
+        heads=(judged.score,),
+        best=judged.score,
+        share=judged.share,
+    )
+
+
+def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> bytes:
+    """Give a trained bridge as an exit's graph, with the confidence of its answers."""
+    answer, tail = sliced.model.taught, sliced.model.tail
+    prefix = exit_prefix(bridge.candidate)
+    part = PartBuilder(prefix, **sliced.model.versions)
+    shape, dtype = bridge.scores_type.shape or (), bridge.scores_type.dtype
+    single = dtype == "float32"
+    scores = bridge.scores if single else part.add("Cast", [bridge.scores], to=TensorProto.FLOAT)
+    inputs: list[DescribedTensor] = [(bridge.scores, dtype, shape)]
+    principal, places = add_principal(part, scores, answer, shape)
+    mask = None
+    if answer.task.mask is not None:
+        spec = next(spec for spec in sliced.model.inputs if spec.name == answer.task.mask)
+        inputs.append((spec.name, spec.dtype, spec.shape))
+        mask = add_counts(part, spec)
+    add_confidence(part, principal, share, places=places, mask=mask)
+    confidence = prefix + CONFIDENCE
+    end = part.build(inputs, [(confidence, "float32", ("batch",))])
+    exit_ = assemble([of.proto.SerializeToString(), end], [bridge.scores, confidence])
+    if tail is None:
+        return exit_
+    return tail.end(exit_, prefix, [prefix + sliced.model.answer.output, confidence])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

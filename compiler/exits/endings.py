@@ -1,25 +1,107 @@
 """The end of an exit as served: its answer in the source model's form, and how sure it is of it.
 
-The confidence is computed in the graph, as :mod:`.answers.principal_values` has it: a few
-operators there cost a tenth of as many calls of numpy between two stages. PAME's count threshold
-(5.3) is the choice of which of the principal values it is.
+The confidence is computed in the graph, as :mod:`offramp.engine.answers.principal_values` and
+:mod:`offramp.engine.answers.certainty` compute it in numpy: a few operators there cost a tenth of
+as many calls of numpy between two stages. PAME's count threshold (5.3) is the choice of which of
+the principal values it is. :class:`PartBuilder` writes such graphs operator by operator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
-from onnx import TensorProto, helper
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Answer, TensorSpec
-from offramp.compiler.common.parts import PartBuilder
-from offramp.compiler.exits.certainty import add_certainty
+from offramp.bundle.schema.answers import LEARNED_WEIGHTS
+from offramp.engine.answers.certainty import LEAST, SMALLEST
 from offramp.engine.answers.principal_values import HIGHEST, ROUNDING, stride_of
+from offramp.engine.graphs.assembly import assemble
+
+DescribedTensor: TypeAlias = tuple[str, str, Sequence[int | str]]
+"""Name, numpy's name of the element type, shape."""
+
+
+class PartBuilder:
+    """Collects nodes and weights under a prefix of their own, so that parts can be joined."""
+
+    def __init__(self, prefix: str, opset: int, ir_version: int) -> None:
+        self.prefix = prefix
+        self.opset = opset
+        self._ir_version = ir_version
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: list[onnx.TensorProto] = []
+
+    def add(self, op: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
+        """Add a node with one output; gives the output's name."""
+        output = self.prefix + (name or f"{op.lower()}_{len(self._nodes)}")
+        self._nodes.append(
+            helper.make_node(op, list(inputs), [output], name=f"{output}:{op}", **attributes)
+        )
+        return output
+
+    def add_all(
+        self, op: str, inputs: Sequence[str], names: Sequence[str], **attributes: Any
+    ) -> list[str]:
+        """Add a node with several outputs; gives their names, which are made up where empty."""
+        number = len(self._nodes)
+        outputs = [
+            self.prefix + (name or f"{op.lower()}_{number}_{i}") for i, name in enumerate(names)
+        ]
+        node = helper.make_node(op, list(inputs), outputs, name=f"{outputs[0]}:{op}", **attributes)
+        self._nodes.append(node)
+        return outputs
+
+    def weight(self, name: str, value: NDArray[Any]) -> str:
+        """Add an initializer; gives its name."""
+        full = f"{self.prefix}{name}_{len(self._weights)}"
+        self._weights.append(numpy_helper.from_array(np.asarray(value, order="C"), full))
+        return full
+
+    def reduce(
+        self, op: str, tensor: str, axis: int, name: str = "", *, keepdims: bool = False
+    ) -> str:
+        """Add ReduceMax, ReduceMin or ReduceMean; their axes became an input with opset 18."""
+        if self.opset >= 18:
+            axes = self.weight("axes", np.array([axis], np.int64))
+            return self.add(op, [tensor, axes], name, keepdims=int(keepdims))
+        return self.add(op, [tensor], name, axes=[axis], keepdims=int(keepdims))
+
+    def build(self, inputs: Sequence[DescribedTensor], outputs: Sequence[DescribedTensor]) -> bytes:
+        """Give the checked, serialised model."""
+        graph = helper.make_graph(
+            self._nodes,
+            self.prefix.rstrip("/"),
+            [_value_info(*tensor) for tensor in inputs],
+            [_value_info(*tensor) for tensor in outputs],
+            initializer=self._weights,
+        )
+        model = helper.make_model(
+            graph,
+            producer_name="offramp",
+            opset_imports=[helper.make_opsetid("", self.opset)],
+            ir_version=self._ir_version,
+        )
+        onnx.checker.check_model(model)
+        return model.SerializeToString()
+
+
+def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return helper.make_tensor_value_info(name, element, list(shape))
+
 
 CONFIDENCE = "confidence"
 """Name of the output with the confidence, after the exit's prefix."""
+
+
+_STEP = 1e-3
+"""That a share of a number of tokens, in float32, may be above the whole number that it is."""
 
 
 def exit_prefix(candidate: int) -> str:
@@ -123,37 +205,6 @@ def add_principal(
             raise ValueError(f"answers of {kind} do not say how sure they are")
 
 
-def _flattened(part: PartBuilder, values: str) -> str:
-    return part.add("Reshape", [values, part.weight("rows", np.array([0, -1], np.int64))])
-
-
-def _decided(part: PartBuilder, chance: str) -> str:
-    """Add the probability of what is decided, yes or no, of that of yes."""
-    one = part.weight("one", np.array(1, np.float32))
-    return part.add("Max", [chance, part.add("Sub", [one, chance])])
-
-
-def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
-    """Add the largest probability along an axis.
-
-    Of logits it is exp(0) / sum exp(x − max): ONNX Runtime's Softmax is slow along any axis but the
-    last, and took a fifth of a small bridge.
-    """
-    if soft:
-        return part.reduce("ReduceMax", scores, axis)
-    largest = part.reduce("ReduceMax", scores, axis, keepdims=True)
-    axes = part.weight("axes", np.array([axis], np.int64))
-    shares = part.add("Exp", [part.add("Sub", [scores, largest])])
-    return part.add("Reciprocal", [part.add("ReduceSum", [shares, axes], keepdims=0)])
-
-
-def add_counts(part: PartBuilder, mask: TensorSpec) -> str:
-    """Add 1 for every token that a mask says counts, and 0 for others: float32 [b, tokens]."""
-    zero = part.weight("nothing", np.array(0, mask.dtype))
-    counts = part.add("Not", [part.add("Equal", [mask.name, zero])])
-    return part.add("Cast", [counts], to=TensorProto.FLOAT)
-
-
 def add_confidence(
     part: PartBuilder, principal: str, share: float, *, places: int | None, mask: str | None = None
 ) -> str:
@@ -163,7 +214,7 @@ def add_confidence(
     """
     if mask is None and share == 1:
         smallest = part.reduce("ReduceMin", principal, 1)
-        zero = part.weight("zero", np.array(0, np.float32))
+        zero = _number(part, "zero", 0)
         return part.add("Max", [smallest, zero], CONFIDENCE)
     flat = part.weight("flat", np.array([-1], np.int64))
     if mask is None and places is not None:
@@ -181,7 +232,7 @@ def add_confidence(
         return part.add("Reshape", [part.add("Gather", [ordered, last], axis=1), flat], CONFIDENCE)
     size = part.add("Shape", [principal])
     width = part.add("Gather", [size, part.weight("second", np.array([1], np.int64))], axis=0)
-    one = part.weight("one", np.array(1, np.float32))
+    one = _number(part, "one", 1)
     if mask is None:
         counted = part.add("Cast", [width], to=TensorProto.FLOAT)  # [1]
         rows = part.add("Gather", [size, part.weight("first", np.array([0], np.int64))], axis=0)
@@ -193,26 +244,162 @@ def add_confidence(
         # What does not count is below all that does.
         absent = part.add("Sub", [mask, one])
         principal = part.add("Add", [part.add("Mul", [principal, mask]), absent])
-    wanted = part.add("Mul", [counted, part.weight("share", np.array(share, np.float32))])
-    wanted = part.add("Sub", [wanted, part.weight("rounding", np.array(_STEP, np.float32))])
+    wanted = part.add("Mul", [counted, _number(part, "share", share)])
+    wanted = part.add("Sub", [wanted, _number(part, "rounding", _STEP)])
     wanted = part.add("Max", [part.add("Ceil", [wanted]), one])
     position = part.add("Cast", [part.add("Sub", [wanted, one])], to=TensorProto.INT64)
     ordered, _ = part.add_all("TopK", [principal, width], ["", ""], axis=1)
     taken_value = part.add("GatherElements", [ordered, position], axis=1)
-    bounded = part.add("Max", [taken_value, part.weight("zero", np.array(0, np.float32))])
+    bounded = part.add("Max", [taken_value, _number(part, "zero", 0)])
     return part.add("Reshape", [bounded, flat], CONFIDENCE)
 
 
-_STEP = 1e-3
-"""That a share of a number of tokens, in float32, may be above the whole number that it is."""
+def add_counts(part: PartBuilder, mask: TensorSpec) -> str:
+    """Add 1 for every token that a mask says counts, and 0 for others: float32 [b, tokens]."""
+    zero = part.weight("nothing", np.array(0, mask.dtype))
+    counts = part.add("Not", [part.add("Equal", [mask.name, zero])])
+    return part.add("Cast", [counts], to=TensorProto.FLOAT)
 
 
-def _bounded(part: PartBuilder, values: str) -> str:
+def add_certainty(
+    part: PartBuilder,
+    probabilities: str,
+    classes: int,
+    *,
+    name: str,
+    criterion: str,
+    weights: Sequence[float] = (),
+) -> None:
+    """Add how sure probabilities [b, classes] are by a criterion, named ``name`` [b].
+
+    Of ``probability`` NaN stays NaN, which no sample leaves with; of others it is 0. ``weights``
+    are those of ``learned``.
+    """
+    if criterion == "probability":
+        part.reduce("ReduceMax", probabilities, 1, name)
+    elif criterion == "margin":
+        _bounded(part, _margin(part, probabilities, classes), name)
+    elif criterion == "entropy":
+        _bounded(part, _certainty(part, probabilities, classes), name)
+    else:
+        assert len(weights) == LEARNED_WEIGHTS, f"{criterion} with {len(weights)} weights"
+        _learned(part, probabilities, classes, weights, name)
+
+
+def with_certainty(
+    graph: bytes, exits: Mapping[str, str], answer: Answer, dtype: str, criterion: str
+) -> bytes:
+    """Have a graph of exits say how sure they are by another criterion than it was built with.
+
+    ``exits`` has the names of their confidences by those of their answers [b, classes], which are
+    of the answer's form and ``dtype``; the graph gives the other outputs as before, and all under
+    the same names. ``learned`` has weights that no graph can be given afterwards.
+    """
+    proto = onnx.ModelProto.FromString(graph)
+    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    renamed = {old: f"{old}/before" for old in exits.values()}
+    for node in proto.graph.node:
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    outputs = [output.name for output in proto.graph.output]
+    kept = [output for output in proto.graph.output if output.name not in renamed]
+    del proto.graph.output[:]
+    proto.graph.output.extend(kept)
+    parts = [proto.SerializeToString()]
+    for given, confidence in exits.items():
+        prefix = f"{confidence}/by/"  # of the exit's own names none may come again
+        part = PartBuilder(prefix, opset, proto.ir_version)
+        scores = given if dtype == "float32" else part.add("Cast", [given], to=TensorProto.FLOAT)
+        if answer.form != "probabilities":
+            scores = part.add("Softmax", [scores], axis=-1)
+        add_certainty(part, scores, answer.classes, name=criterion, criterion=criterion)
+        inputs = [(given, dtype, ("batch", answer.classes))]
+        built = part.build(inputs, [(prefix + criterion, "float32", ("batch",))])
+        parts.append(_renamed(built, prefix + criterion, confidence))
+    return assemble(parts, outputs)
+
+
+def _renamed(graph: bytes, old: str, new: str) -> bytes:
+    """Rename the one output of a graph."""
+    proto = onnx.ModelProto.FromString(graph)
+    (output,) = proto.graph.output
+    output.name = new
+    for node in proto.graph.node:
+        node.output[:] = [new if name == old else name for name in node.output]
+    return proto.SerializeToString()
+
+
+def _learned(
+    part: PartBuilder, probabilities: str, classes: int, weights: Sequence[float], name: str
+) -> None:
+    largest = part.reduce("ReduceMax", probabilities, 1)
+    statistics = (
+        largest,
+        _margin(part, probabilities, classes),
+        _certainty(part, probabilities, classes),
+    )
+    sum_ = _number(part, "constant", weights[-1])
+    one = _number(part, "one", 1)
+    for value, weight in zip(statistics, weights[:-1], strict=True):
+        bounds = [_number(part, "bound", bound) for bound in (LEAST, 1 - LEAST)]
+        bounded = part.add("Clip", [value, *bounds])
+        odds = [part.add("Log", [bounded]), part.add("Log", [part.add("Sub", [one, bounded])])]
+        weighed = part.add("Mul", [part.add("Sub", odds), _number(part, "weight", weight)])
+        sum_ = part.add("Add", [sum_, weighed])
+    sure = part.add("Sigmoid", [sum_])
+    # A bound may have taken the place of NaN: what the largest probability says is not lost.
+    there = part.add("Greater", [largest, _number(part, "zero", 0)])
+    part.add("Where", [there, sure, _number(part, "zero", 0)], name)
+
+
+def _margin(part: PartBuilder, probabilities: str, classes: int) -> str:
+    if classes == 1:
+        return part.reduce("ReduceMax", probabilities, 1)
+    count = part.weight("two", np.array([2], np.int64))
+    largest, _ = part.add_all("TopK", [probabilities, count], ["", ""], axis=1)
+    signs = part.weight("signs", np.array([[1, -1]], np.float32))
+    return _sum(part, part.add("Mul", [largest, signs]))
+
+
+def _certainty(part: PartBuilder, probabilities: str, classes: int) -> str:
+    """Add 1 − the entropy over its largest, log(classes)."""
+    if classes == 1:
+        return part.reduce("ReduceMax", probabilities, 1)
+    least = _number(part, "least", SMALLEST)
+    logs = part.add("Log", [part.add("Max", [probabilities, least])])
+    negative = _sum(part, part.add("Mul", [probabilities, logs]))
+    relative = part.add("Div", [negative, _number(part, "most", math.log(classes))])
+    return part.add("Add", [relative, _number(part, "one", 1)])
+
+
+def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
+    """Add the largest probability along an axis.
+
+    Of logits it is exp(0) / sum exp(x − max): ONNX Runtime's Softmax is slow along any axis but the
+    last, and took a fifth of a small bridge.
+    """
+    if soft:
+        return part.reduce("ReduceMax", scores, axis)
+    largest = part.reduce("ReduceMax", scores, axis, keepdims=True)
+    axes = part.weight("axes", np.array([axis], np.int64))
+    shares = part.add("Exp", [part.add("Sub", [scores, largest])])
+    return part.add("Reciprocal", [part.add("ReduceSum", [shares, axes], keepdims=0)])
+
+
+def _decided(part: PartBuilder, chance: str) -> str:
+    """Add the probability of what is decided, yes or no, of that of yes."""
+    one = _number(part, "one", 1)
+    return part.add("Max", [chance, part.add("Sub", [one, chance])])
+
+
+def _bounded(part: PartBuilder, values: str, name: str = "") -> str:
     """Take NaN for 0, and bound by 0 and 1."""
-    bad = part.add("IsNaN", [values])
-    zero = part.weight("zero", np.array(0, np.float32))
-    one = part.weight("one", np.array(1, np.float32))
-    return part.add("Clip", [part.add("Where", [bad, zero, values]), zero, one])
+    zero, one = _number(part, "zero", 0), _number(part, "one", 1)
+    valid = part.add("Where", [part.add("IsNaN", [values]), zero, values])
+    return part.add("Clip", [valid, zero, one], name)
+
+
+def _flattened(part: PartBuilder, values: str) -> str:
+    return part.add("Reshape", [values, part.weight("rows", np.array([0, -1], np.int64))])
 
 
 def _every(part: PartBuilder, step: int) -> list[str]:
@@ -220,3 +407,12 @@ def _every(part: PartBuilder, step: int) -> list[str]:
     ends = [np.iinfo(np.int64).max] * 2
     numbers = {"starts": [0, 0], "ends": ends, "axes": [2, 3], "steps": [step, step]}
     return [part.weight(name, np.array(v, np.int64)) for name, v in numbers.items()]
+
+
+def _sum(part: PartBuilder, values: str) -> str:
+    axis = part.weight("axis", np.array([1], np.int64))
+    return part.add("ReduceSum", [values, axis], keepdims=0)
+
+
+def _number(part: PartBuilder, name: str, value: float | np.floating) -> str:
+    return part.weight(name, np.array(value, np.float32))

@@ -31,9 +31,9 @@ from offramp.calibration.heads.objectives import Objective, objective_of, truth_
 from offramp.calibration.heads.training import TrainedHead, count_steps, train_heads
 from offramp.calibration.measure.estimates import BackboneTimes
 from offramp.calibration.measure.profiling import profile_heads
-from offramp.compiler.common.feature_folder import feature_folder
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import Progress
+from offramp.compiler.common.resources import feature_folder
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
 from offramp.compiler.exits.heads import build_empty, build_exit

@@ -26,10 +26,11 @@ from offramp.calibration.heads.families import (
     pool_map,
 )
 from offramp.calibration.heads.features import LAST, WHOLE
-from offramp.compiler.common.parts import DescribedTensor, PartBuilder
-from offramp.compiler.exits.certainty import add_certainty
 from offramp.compiler.exits.endings import (
     CONFIDENCE,
+    DescribedTensor,
+    PartBuilder,
+    add_certainty,
     add_confidence,
     add_counts,
     add_principal,

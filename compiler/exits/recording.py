@@ -22,9 +22,9 @@ from offramp.calibration.heads.features import (
     record,
     sample_sizes,
 )
-from offramp.compiler.common.feature_folder import check_room
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import Progress
+from offramp.compiler.common.resources import check_room
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.heads import attach_poolings
 from offramp.engine.common.environment import available_cores

@@ -11,8 +11,8 @@ from onnx import helper
 
 from offramp.bundle import Answer, AnswerForm, TaskKind
 from offramp.bundle.schema.answers import DENSE
-from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import AskedTask
 from offramp.compiler.frontend.tasks import describe_answer, find_kind, warn_of_heat_maps
 from offramp.compiler.graphs.graph import Dataflow, Operator, refill, rename_tensor
 from offramp.compiler.graphs.shapes import BATCH, FLOATING, declared_types, dtype_name

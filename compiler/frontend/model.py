@@ -14,8 +14,8 @@ from onnx import version_converter
 
 from offramp.bundle.schema.inputs import TensorSpec, UnreadInput
 from offramp.calibration.data.scratch import ScratchSpace
-from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import AskedTask
 from offramp.compiler.cuts.cuts import MAX_CUT_TENSORS
 from offramp.compiler.frontend import preparation
 from offramp.compiler.frontend.anchor import anchor_shapes

@@ -16,7 +16,7 @@ import onnx
 import onnxslim
 from onnx.external_data_helper import load_external_data_for_model
 
-from offramp.compiler.common.memory import count_process, peak_bytes
+from offramp.compiler.common.resources import count_process, peak_bytes
 from offramp.compiler.graphs.graph import bodies, copied
 from offramp.compiler.graphs.weights import WeightFile
 from offramp.engine.common.job_runner import environment_of_child

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
-from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import AskedTask
 from offramp.compiler.graphs.graph import Operator
 from offramp.compiler.graphs.shapes import BATCH, TensorType
 from offramp.compiler.graphs.tail import SIGMOIDS

@@ -23,7 +23,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.graph_weights import ITEM_BYTES, PAGE, WEIGHTS, moved, named_weights
 from offramp.bundle.onnx_wire import Place, length_of
 from offramp.calibration.data.scratch import ScratchSpace
-from offramp.compiler.common.feature_folder import feature_folder
+from offramp.compiler.common.resources import feature_folder
 from offramp.compiler.graphs.graph import weight_bytes
 from offramp.engine.graphs.external_weights import weights_in
 

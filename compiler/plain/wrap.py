@@ -1,38 +1,63 @@
-"""An ONNX model as it is, as a bundle: without data, without exits, in seconds."""
+"""An ONNX model as it is, as a bundle: without data, without exits, in seconds.
+
+Its graph runs on made inputs as it is served: it is compared with the file, and timed.
+"""
 
 from __future__ import annotations
 
 import datetime
 import logging
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeAlias
 
+import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle, ExitPolicy, Manifest, Segment, write_bundle
+from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile, Segment, TensorSpec, write_bundle
 from offramp.bundle.bundle import bundle_name
 from offramp.bundle.files import FileContent, check_space, dump
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.onnx_wire import without_inputs
 from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.bundle.writing import check_target
+from offramp.calibration.measure.profiling import BATCH_SIZES, TimedGraph
 from offramp.compiler.blueprints.packing import PROFILE, tool_versions
-from offramp.compiler.common.asked_task import AskedKind, AskedTask
-from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.errors import ModelError, VerificationError
+from offramp.compiler.common.options import AskedKind, AskedTask
 from offramp.compiler.common.progress import SILENT, Progress
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.cuts.slicing import SOURCE
 from offramp.compiler.graphs.custom_ops import libraries_of
 from offramp.compiler.graphs.graph import weight_bytes
+from offramp.compiler.graphs.runtime import describe_shapes, random_inputs
+from offramp.compiler.graphs.shapes import BATCH
 from offramp.compiler.graphs.weights import pack_weights
 from offramp.compiler.plain.reading import UnslicedModel, read_plain
-from offramp.compiler.plain.trial import PlainTrial
 from offramp.compiler.samples.value_bounds import find_value_bounds
+from offramp.engine.answers.differences import compare
+from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.common.environment import available_cores
 
 _log = logging.getLogger(__name__)
+
+
+Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
+
+
+_ROWS: Final = 3
+
+
+_SECONDS: Final = 1.0
+"""Time after which no larger batch is timed."""
+
+
+_RUNS: Final = 3
+"""Timed runs of a batch size, of which the median counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +160,111 @@ def _manifest(
         value_bounds=find_value_bounds(model, sample),
         no_batching=plain.no_batching,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainTrial:
+    """A model's graph, loaded as the server loads it."""
+
+    plain: UnslicedModel
+    timed: TimedGraph
+    threads: int
+
+    @classmethod
+    def of(cls, plain: UnslicedModel, graph: bytes, threads: int) -> PlainTrial:
+        """Load a graph; ModelError if ONNX Runtime refuses it."""
+        try:
+            timed = TimedGraph(graph, threads)
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            raise ModelError(
+                f"ONNX Runtime {ort.__version__} cannot load it: {_line(error)}"
+            ) from error
+        return cls(plain=plain, timed=timed, threads=threads)
+
+    def sample(self) -> dict[str, NDArray[Any]]:
+        """Return a made sample, [1, …] by input, with which the model runs; so do zeros like it.
+
+        ModelError if it does not run on them: a server warms up with zeros.
+        """
+        sample = random_inputs(self.plain.source.proto, 1)
+        for feeds in (sample, {name: np.zeros_like(array) for name, array in sample.items()}):
+            answer = self._run(feeds)
+            if answer.ndim == 0 or len(answer) != 1:
+                raise ModelError(
+                    f"output {self.plain.source.answer.output!r} is {list(answer.shape)} for one "
+                    "sample: its first dimension has to be the batch; export the model so"
+                )
+        return sample
+
+    def compare_with(self, file: Path) -> None:
+        """Compare with what ONNX Runtime answers with the file; VerificationError if it differs."""
+        model = self.plain.source
+        rows = self.plain.fixed or (1 if self.plain.no_batching else _ROWS)
+        feeds = random_inputs(model.proto, rows)
+        sizes = {BATCH: rows}
+        for spec in model.inputs:
+            sizes |= {
+                s: n
+                for s, n in zip(spec.shape, feeds[spec.name].shape, strict=True)
+                if isinstance(s, str)
+            }
+        unread = {each.spec.name: _zeros(each.spec, sizes) for each in model.unread}
+        try:
+            session = load_session(str(file), session_options())
+            (wanted,) = session.run([model.answer.output], {**feeds, **unread})
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            _log.warning("not compared with the file, which fails on made inputs: %s", _line(error))
+            return
+        found = model.answer.served(self._run(feeds))
+        if wanted.size == found.size:  # [batch, classes, 1, 1] is served as [batch, classes]
+            wanted = wanted.reshape(found.shape)
+        difference, rounding = compare(found, wanted), rounding_of(model.proto)
+        if not difference.share <= rounding.batches:
+            raise VerificationError(
+                f"{file}: what would be served differs from the file, by {difference.describe()}; "
+                f"allowed are {rounding.batches:.0e} ({rounding.name}); this is a defect, report "
+                "it with the model"
+            )
+
+    def profile(self) -> Profile:
+        """Time the model at batch sizes that rise, for about a second."""
+        began_s, sizes, times = time.monotonic(), list[int](), list[float]()
+        for size in (1,) if self.plain.no_batching else BATCH_SIZES:
+            feeds = random_inputs(self.plain.source.proto, size)
+            self.timed.time_ms(feeds)  # the first run at a size allocates
+            runs = [self.timed.time_ms(feeds)]
+            while len(runs) < _RUNS and time.monotonic() - began_s < _SECONDS:
+                runs.append(self.timed.time_ms(feeds))
+            sizes.append(size)
+            times.append(statistics.median(runs))
+            if time.monotonic() - began_s > _SECONDS:
+                break
+        column = tuple(max(ms, 1e-6) for ms in times)
+        return Profile(
+            device="cpu",
+            threads=self.threads,
+            batch_sizes=tuple(sizes),
+            source_ms=column,
+            segments_ms=(column,),
+            exits_ms=(),
+            stages_ms=(),
+        )
+
+    def _run(self, feeds: Arrays) -> NDArray[Any]:
+        try:
+            return self.timed.run(feeds)[self.plain.source.answer.output]
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            raise ModelError(
+                f"the model fails on made inputs ({describe_shapes(feeds)}), with which a server "
+                f"warms up; export it with its sizes fixed, all but the batch. ONNX Runtime says: "
+                f"{_line(error)}"
+            ) from error
+
+
+def _zeros(spec: TensorSpec, sizes: Mapping[str, int]) -> NDArray[Any]:
+    shape = [size if isinstance(size, int) else sizes.get(size, 1) for size in spec.shape]
+    return np.zeros(shape, spec.dtype)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

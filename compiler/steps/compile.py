@@ -38,43 +38,46 @@ from offramp.calibration.rehearsal import Rehearsed
 from offramp.certify import samples_needed
 from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.blueprints.blueprint import Blueprint, CompileRun, draw, timer_of
-from offramp.compiler.blueprints.early_maps import early_maps
-from offramp.compiler.blueprints.joint import choose_training
-from offramp.compiler.blueprints.joint_folder import JointFolder
-from offramp.compiler.blueprints.packing import make_manifest, pack
+from offramp.compiler.blueprints.joint import JointFolder, choose_training
+from offramp.compiler.blueprints.packing import early_maps, make_manifest, pack
 from offramp.compiler.blueprints.precision import Quantise, choose_precision, on_copy
-from offramp.compiler.blueprints.sharing import measure_sharing, packed_bytes
-from offramp.compiler.blueprints.variants import DrawnVariant, VariantFinder, build_variant
+from offramp.compiler.blueprints.variants import (
+    DrawnVariant,
+    VariantFinder,
+    build_variant,
+    measure_sharing,
+    packed_bytes,
+)
 from offramp.compiler.common.errors import CompileError
-from offramp.compiler.common.feature_folder import find_scratch, sweep
-from offramp.compiler.common.illegal import check_options
-from offramp.compiler.common.memory import GivingBack, give_back
-from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.options import CompileOptions, check_options
 from offramp.compiler.common.progress import SILENT, Progress
+from offramp.compiler.common.resources import GivingBack, find_scratch, give_back, sweep
 from offramp.compiler.common.rounding import warn_of_overflow
 from offramp.compiler.cuts.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.cuts.slicing import Sliced, slice_model
 from offramp.compiler.data.made import RandomSource
-from offramp.compiler.dry_run.policy import dry_run_policy
-from offramp.compiler.dry_run.source import DRY_RUN_DISAGREEMENT, made_for
-from offramp.compiler.exits.answer_ranges import check_ranges
-from offramp.compiler.exits.bridged_exits import (
+from offramp.compiler.exits.bridges import (
     check_bridges,
     find_bridged_exits,
     needs_bridges,
 )
 from offramp.compiler.exits.exits import FoundExits, Samples, find_exits
 from offramp.compiler.exits.policy import FixedPath, record_exits
-from offramp.compiler.exits.suspect_answers import warn_of_answers
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.frontend.prompts import check_lengths
 from offramp.compiler.graphs.graph import weight_bytes
 from offramp.compiler.graphs.weights import weight_file
 from offramp.compiler.samples.batch_effect import left_for_exits, measure_batch_effect
-from offramp.compiler.samples.data_checks import check_answers_of, check_values
+from offramp.compiler.samples.checks import (
+    check_answers_of,
+    check_ranges,
+    check_values,
+    warn_of_answers,
+)
 from offramp.compiler.samples.grouping import grouped
 from offramp.compiler.samples.padding import find_paddings, length_ranges, symbolic_sizes
 from offramp.compiler.samples.value_bounds import find_value_bounds
+from offramp.compiler.steps.dry_run import DRY_RUN_DISAGREEMENT, dry_run_policy, made_for
 from offramp.compiler.steps.settling import check_teacher, settle_task
 from offramp.engine.common.environment import cpu_features
 from offramp.engine.stages.plan import Mode, Plan, plan_stages

@@ -15,9 +15,8 @@ from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import run_over
 from offramp.calibration.data.scratch import describe_bytes
 from offramp.calibration.torch.torch_graph import check_trainable
-from offramp.compiler.common.asked_task import WITHIN_SPREAD
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.options import WITHIN_SPREAD, CompileOptions
 from offramp.compiler.common.rounding import SINGLE, rounding_of
 from offramp.compiler.cuts.slicing import find_masks
 from offramp.compiler.exits.scores import settle_scores

@@ -1,6 +1,6 @@
 """How sure an answer of one class of several is: the criteria that exits' graphs compute, in numpy.
 
-The graphs (:mod:`offramp.compiler.exits.certainty`) are held against these functions.
+The graphs (:mod:`offramp.compiler.exits.endings`) are held against these functions.
 """
 
 from __future__ import annotations

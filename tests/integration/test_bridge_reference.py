@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offramp.compiler.cuts.slicing import Sliced
-from offramp.compiler.exits.bridged_exits import bridges_of
-from offramp.compiler.exits.bridges import Bridge
+from offramp.compiler.exits.bridges import Bridge, bridges_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.graphs.assembly import assemble
 from offramp.engine.stages.pipeline import Pipeline

@@ -17,8 +17,8 @@ from tests.loopback import MODEL, serving
 from tests.small import _vectors, equal_times
 
 from offramp.bundle import Bundle
-from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import AskedTask
 from offramp.compiler.frontend.model import read_model
 from offramp.engine.stages.plan import Mode
 from offramp.tools.bench.common.compare import Also, AlsoRunner

@@ -19,7 +19,7 @@ from offramp.bundle import Bundle, ExitPolicy
 from offramp.calibration.choose.trade_offs import kept_variants
 from offramp.calibration.data.dataset import read_dataset, split
 from offramp.certify import samples_needed
-from offramp.compiler.blueprints import sharing
+from offramp.compiler.blueprints import variants
 from offramp.compiler.commands.cli import main
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs import weight_parts, weights
@@ -71,11 +71,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     arguments = ["supernet", path, "--elastic", folder / "spec.toml", "--data"]
     arguments += [folder / "data.npz", "--epochs", "2", "--max-disagreement", "0.05"]
     with pytest.MonkeyPatch.context() as patched, brief_measurements():
-        for module in (
-            weights,
-            weight_parts,
-            sharing,
-        ):  # else all weights of this model stay in its graphs
+        for module in (weights, weight_parts, variants):  # else all weights stay in the graphs
             patched.setattr(module, "LEAST_BYTES", 64)
         assert main([str(a) for a in arguments]) == 0
     yield Compiled(Bundle.open(folder / "model.ee"), folder)

@@ -28,7 +28,7 @@ from offramp.calibration.torch.bridge_training import TrainedBridge
 from offramp.certify import MODEL_END
 from offramp.compiler.commands.printing import print_bundle
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.exits.bridged_exits import _built, bridges_of
+from offramp.compiler.exits.bridges import _built, bridges_of
 from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.stages.plan import Mode

@@ -33,7 +33,7 @@ from offramp.calibration.data.dataset import Dataset
 from offramp.certify import FloatArray, Records, evaluate
 from offramp.certify.path import best_common_thresholds
 from offramp.compiler.engines.verification import part_data
-from offramp.compiler.exits.certainty import with_certainty
+from offramp.compiler.exits.endings import with_certainty
 from offramp.engine.answers.criteria import State, patience_of_classes
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.search import search_thresholds

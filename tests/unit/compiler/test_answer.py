@@ -7,8 +7,8 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
-from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import AskedTask
 from offramp.compiler.graphs.runtime import GraphRunner
 
 

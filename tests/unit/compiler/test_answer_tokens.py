@@ -32,8 +32,8 @@ from offramp.bundle.schema.answers import Answer
 from offramp.bundle.schema.serde import from_plain, to_plain
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.commands.cli import main
-from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.options import AskedTask
 from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.frontend import answer, answer_tokens
 from offramp.compiler.frontend.prompts import check_lengths

@@ -16,8 +16,7 @@ from tests.sliced import inputs_of, slice_proto
 
 from offramp.calibration.torch.torch_graph import TorchGraph
 from offramp.compiler.cuts.slicing import Sliced
-from offramp.compiler.exits.bridged_exits import bridges_of
-from offramp.compiler.exits.bridges import Bridge
+from offramp.compiler.exits.bridges import Bridge, bridges_of
 from offramp.compiler.graphs.graph import Dataflow
 from offramp.compiler.graphs.tail import giving
 from offramp.engine.graphs.assembly import assemble

@@ -20,7 +20,7 @@ from offramp.bundle.records import ClassLoss
 from offramp.calibration.data.dataset import DataError
 from offramp.certify import MODEL_END, upper_bound
 from offramp.compiler.commands.cli import main
-from offramp.compiler.commands.printing_check import print_check
+from offramp.compiler.commands.printing import print_check
 from offramp.compiler.common.errors import VerificationError
 from offramp.compiler.steps import bundle_check
 from offramp.compiler.steps.bundle_check import BundleCheck, VerifyOptions, verify_bundle

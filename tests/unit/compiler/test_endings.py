@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from offramp.bundle import Answer
 from offramp.bundle.schema.answers import AnswerForm, AnswerTask, TaskKind
-from offramp.compiler.common.parts import DescribedTensor, PartBuilder
 from offramp.compiler.exits.endings import (
     CONFIDENCE,
+    DescribedTensor,
+    PartBuilder,
     add_confidence,
     add_principal,
     end_labels,

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from offramp.compiler.common.feature_folder import PREFIX, feature_folder, sweep
+from offramp.compiler.common.resources import PREFIX, feature_folder, sweep
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -42,7 +42,7 @@ def test_what_somebody_works_in_stays(tmp_path: Path) -> None:
 HOLDER = """
 import sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from offramp.compiler.common.feature_folder import feature_folder
+from offramp.compiler.common.resources import feature_folder
 with feature_folder() as folder:
     (folder / "0.npy").write_bytes(b"features")
     print("held", flush=True)

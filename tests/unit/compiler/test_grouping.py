@@ -16,8 +16,7 @@ from offramp.bundle import Bundle, TensorSpec
 from offramp.bundle.records import CERTIFY
 from offramp.calibration.data.dataset import DataError, read_dataset, read_samples
 from offramp.calibration.data.key import GroupKey
-from offramp.compiler.commands.printing import print_bundle
-from offramp.compiler.commands.printing_check import print_check
+from offramp.compiler.commands.printing import print_bundle, print_check
 from offramp.compiler.common.options import RehearseOptions
 from offramp.compiler.engines.verification import part_data
 from offramp.compiler.samples.grouping import grouped

@@ -8,7 +8,7 @@ import re
 from rich.console import Console
 from tests import models
 
-from offramp.compiler.commands.printing_model import print_inspection
+from offramp.compiler.commands.looking import print_inspection
 from offramp.compiler.cuts.cuts import find_cuts
 
 

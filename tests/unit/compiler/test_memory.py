@@ -15,15 +15,15 @@ from rich.console import Console
 
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.commands.printing import print_use
-from offramp.compiler.common import memory
-from offramp.compiler.common.memory import GivingBack, count_process, give_back, peak_bytes
+from offramp.compiler.common import resources
 from offramp.compiler.common.progress import Advance
+from offramp.compiler.common.resources import GivingBack, count_process, give_back, peak_bytes
 from offramp.engine.backends.onnxruntime import make_session
 
 
 @pytest.fixture(autouse=True)
 def _nothing_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_most_together", 0)
+    monkeypatch.setattr(resources, "_most_together", 0)
 
 
 def test_the_peak_stays_when_memory_is_given_back() -> None:
@@ -76,7 +76,7 @@ def test_what_large_batches_took_is_given_back() -> None:
 
 def test_steps_begin_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
-    monkeypatch.setattr(memory, "give_back", lambda: done.append("given back"))
+    monkeypatch.setattr(resources, "give_back", lambda: done.append("given back"))
 
     class Told:
         @contextmanager
@@ -100,7 +100,7 @@ def test_scratch_counts_the_most_at_once() -> None:
 
 
 def test_what_a_run_took_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_most_together", 5 * 2**40)
+    monkeypatch.setattr(resources, "_most_together", 5 * 2**40)
     scratch = ScratchSpace()
     scratch.take(3 * 2**30)
     out = io.StringIO()

@@ -22,9 +22,9 @@ from offramp.calibration.heads import features
 from offramp.calibration.heads.feature_plan import GIB, MOST_PASSES
 from offramp.calibration.measure import profiling
 from offramp.calibration.measure.estimates import BackboneTimes
-from offramp.compiler.common.feature_folder import find_scratch
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import SILENT
+from offramp.compiler.common.resources import find_scratch
 from offramp.compiler.exits.exits import FoundExits, find_exits
 from offramp.compiler.exits.recording import FeatureRecorder
 from offramp.compiler.exits.scores import MEASURED_SAMPLES

@@ -5,7 +5,7 @@ import pytest
 
 from offramp.bundle import Answer
 from offramp.calibration.choose.records import ExitRecords
-from offramp.compiler.exits.suspect_answers import warn_of_answers
+from offramp.compiler.samples.checks import warn_of_answers
 
 ANSWER = Answer(output="y", classes=2, form="logits")
 

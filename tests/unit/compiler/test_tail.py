@@ -17,9 +17,8 @@ from tests.models import mlp
 from offramp.bundle import Head
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.heads.cut_tensors import CutTensor
-from offramp.compiler.common.asked_task import AskedTask
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.exits.answer_ranges import check_ranges
+from offramp.compiler.common.options import AskedTask
 from offramp.compiler.exits.endings import CONFIDENCE
 from offramp.compiler.exits.heads import build_exit
 from offramp.compiler.exits.scores import settle_scores
@@ -28,6 +27,7 @@ from offramp.compiler.graphs.graph import Dataflow
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.tail import giving
+from offramp.compiler.samples.checks import check_ranges
 from offramp.engine.answers.agreement import agreement_of
 
 SAMPLES = 256

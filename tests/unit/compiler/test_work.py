@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 from rich.console import Console
 
-from offramp.compiler.commands.printing_model import print_inspection
+from offramp.compiler.commands.looking import print_inspection
 from offramp.compiler.cuts.cut_points import CutAnalysis
 from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.cuts.slice_verification import verify

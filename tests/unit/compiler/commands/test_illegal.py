@@ -12,7 +12,7 @@ import pytest
 from offramp.commands.combinations import Illegal
 from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands.cli import COMMANDS, COMPILE
-from offramp.compiler.common import illegal
+from offramp.compiler.common import options
 from offramp.compiler.common.errors import OptionsConflictError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.data.spec import OPTIONS
@@ -64,10 +64,10 @@ PLACES: Final[Mapping[str, list[str]]] = {
     "export": ["model.ee"],
 }
 ROWS: Final = [
-    *(("", row) for row in illegal.COMPILE),
+    *(("", row) for row in options.COMPILE),
     *(("supernet", row) for row in COMBINATIONS),
-    *(("build", row) for row in illegal.BUILD),
-    *(("export", row) for row in illegal.EXPORT),
+    *(("build", row) for row in options.BUILD),
+    *(("export", row) for row in options.EXPORT),
 ]
 
 

@@ -19,7 +19,7 @@ from tests.models import Builder
 from offramp.bundle import Bundle, BundleExistsError
 from offramp.compiler.common.errors import ModelError, VerificationError
 from offramp.compiler.frontend import source_file
-from offramp.compiler.plain import trial
+from offramp.compiler.plain import wrap as wrapping
 from offramp.compiler.plain.wrap import WrapOptions, wrap_model
 from offramp.engine.answers.differences import Difference
 from offramp.engine.core import Engine
@@ -371,7 +371,7 @@ def test_external_data_are_part_of_the_bundle(tmp_path: Path) -> None:
 def test_what_would_be_served_is_compared_with_the_file(
     wrap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "compare", lambda *_: Difference(share=0.5, worst="so much"))
+    monkeypatch.setattr(wrapping, "compare", lambda *_: Difference(share=0.5, worst="so much"))
     with pytest.raises(VerificationError, match=r"differs from the file, by 5\.0e-01: so much"):
         wrap(models.mlp())
 

@@ -23,9 +23,8 @@ from offramp.compiler.commands.cli import main
 from offramp.compiler.data.find import find_source
 from offramp.compiler.data.made import SAMPLES, RandomSource
 from offramp.compiler.data.spec import PreprocessingSpec
-from offramp.compiler.dry_run.policy import dry_run_policy
-from offramp.compiler.dry_run.source import WARNING, made_for
 from offramp.compiler.frontend.model import read_model
+from offramp.compiler.steps.dry_run import WARNING, dry_run_policy, made_for
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions
 from offramp.engine.stages.plan import Mode

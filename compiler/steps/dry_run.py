@@ -1,14 +1,20 @@
-"""The exit policy of a dry run: exits that can be watched at work, without a promise."""
+"""Dry runs: compiling on made inputs, to see exits and times; nothing is certified."""
 
 from __future__ import annotations
 
-from typing import Final
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy
 from offramp.calibration.choose.records import ExitRecords
 from offramp.certify.decision import NEVER
+from offramp.compiler.data.made import RandomSource
+from offramp.compiler.graphs.runtime import random_inputs
+from offramp.compiler.graphs.source_model import SourceModel
 
 MOST_EXITS: Final = 3
 """Exits in use, spread over those that were built."""
@@ -36,3 +42,23 @@ def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
     used = range(exits) if whole and thresholds else sorted(thresholds)
     active = tuple(ActiveExit(exit=e, threshold=thresholds.get(e, NEVER)) for e in used)
     return ExitPolicy(version=1, active=active)
+
+
+_log = logging.getLogger(__name__)
+WARNING = (
+    "DRY RUN ON RANDOM INPUTS: nothing is certified. Times are real; shares of answers and "
+    "agreement say nothing about your data."
+)
+
+DRY_RUN_DISAGREEMENT = 0.5
+"""Bound by which exits are worth building in a dry run: few imitate answers to noise well."""
+
+
+def made_for(model: SourceModel, source: RandomSource, *, seed: int) -> RandomSource:
+    """Return the source of made inputs for a model, and warn that they certify nothing."""
+    _log.warning(WARNING)
+
+    def draw(size: int, batch: int) -> Mapping[str, NDArray[Any]]:
+        return random_inputs(model.proto, size, seed=1_000_003 * seed + batch, whole=True)
+
+    return source.drawn_by(draw)

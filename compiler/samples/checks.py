@@ -1,0 +1,124 @@
+"""Checks of data with the model: values it fails on, answers it hardly gives, their range."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer, ValueBound
+from offramp.bundle.records import has_classes
+from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.data.data_sources import data_name
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.calibration.data.running import check_unusual
+from offramp.compiler.common.errors import VerificationError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.graphs.graph import serialised
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.requests.value_limits import ValueLimits
+
+
+def check_answers_of(model: SourceModel, dataset: Dataset, options: CompileOptions) -> None:
+    """Refuse samples with NaN or infinity that the model gives no answer to."""
+    try:
+        check_unusual(
+            lambda: serialised(model.proto), dataset, model.answer, threads=options.threads
+        )
+    except DataError as error:
+        raise DataError(f"{data_name(options.data)}: {error}") from error
+
+
+def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: CompileOptions) -> None:
+    """Refuse data with values that the model fails on."""
+    limits, first = ValueLimits(bounds), 0
+    for batch in dataset.batches():
+        if wrong := limits.wrong(batch):
+            where = f"from sample {first} on, " if first else ""
+            raise DataError(f"{data_name(options.data)}: {where}{wrong}")
+        first += len(next(iter(batch.values())))
+
+
+_ROUNDING: Final = 0.01
+"""Share of a range that answers may be outside of it."""
+
+
+def check_ranges(
+    model: SourceModel, ranges: NDArray[np.float64], active: Sequence[int], *, slack: float
+) -> None:
+    """Compare the answers of exits in use with the scale of the model's.
+
+    ``ranges`` [exits + 1, 2] are those of each exit and of the model; ``slack`` is what rounding
+    may add, as a share of the model's range. VerificationError if an exit leaves the scale.
+    """
+    if not active or model.answer.form == "classes":
+        return
+    *exits, own = ranges.tolist()
+    least, most = min(exits[e][0] for e in active), max(exits[e][1] for e in active)
+    bounds = _bounds_of(model)
+    if bounds is None:
+        return
+    allowed = max(slack, _ROUNDING) * (bounds[1] - bounds[0])
+    if least < bounds[0] - allowed or most > bounds[1] + allowed:
+        raise VerificationError(
+            f"exits answer on another scale than the model: from {least:.3g} to {most:.3g}, "
+            f"expected {bounds[0]:.3g} to {bounds[1]:.3g} (the model's answers are from "
+            f"{own[0]:.3g} to {own[1]:.3g}); this is a defect, report it with the model. Until it "
+            "is mended, end the model at its probabilities or logits"
+        )
+
+
+def both_ranges(model: SourceModel, ranges: NDArray[np.float64] | None) -> tuple[float, ...]:
+    """List the ends of the model's range, then those of its exits', where the model has a tail."""
+    if not model.answer.tail or ranges is None or len(ranges) < 2 or not np.isfinite(ranges).all():
+        return ()
+    exits, own = ranges[:-1], ranges[-1]
+    return (*own.tolist(), float(exits[:, 0].min()), float(exits[:, 1].max()))
+
+
+def _bounds_of(model: SourceModel) -> tuple[float, float] | None:
+    """Return the smallest and largest value that answers can have; None where there are none."""
+    if model.tail is not None:
+        return model.tail.bounds
+    return (0.0, 1.0) if model.answer.form == "probabilities" else None
+
+
+_log = logging.getLogger(__name__)
+
+_LEAST_KAPPA: Final = 0.05
+"""Cohen's kappa of labels and answers below which the answers are no better than chance."""
+_REMEDY: Final = (
+    "probably the data is not what the model was trained on: compare its preprocessing (scale, "
+    "mean, channel order, tokenizer)"
+)
+
+
+def warn_of_answers(answer: Answer, records: ExitRecords) -> None:
+    """Warn of a model that gives one class throughout, or is right by chance alone."""
+    if not has_classes(answer):
+        return
+    given, labels = records.final_prediction, records.labels
+    if (given == given[0]).all():
+        _log.warning(
+            "The model gives all %d samples the same answer (%d): exits have nothing to learn "
+            "from, and the certificate says nothing of other answers; %s.",
+            len(given), given[0], _REMEDY,
+        )  # fmt: skip
+    elif labels is not None and answer.task.kind == "classification":
+        right, by_chance = _right(given, labels, answer.classes)
+        if right - by_chance < _LEAST_KAPPA * (1 - by_chance):
+            _log.warning(
+                "By the labels of the data the model is right in %.1f %% of the samples, and a "
+                "guess with the same frequencies would be in %.1f %%; %s.",
+                100 * right, 100 * by_chance, _REMEDY,
+            )  # fmt: skip
+
+
+def _right(given: np.ndarray, labels: np.ndarray, classes: int) -> tuple[float, float]:
+    """Return the share of right answers, and what chance gives at the same frequencies."""
+    known = (labels >= 0) & (labels < classes)
+    shares = [np.bincount(v, minlength=classes) / len(given) for v in (given, labels[known])]
+    return float((given == labels).mean()), float(shares[0] @ shares[1])
