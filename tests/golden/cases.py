@@ -22,6 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.golden.served import SERVED_MODES, served
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 BUNDLE, FRESH = FOLDER / "bundle", FOLDER / "fresh.npz"
@@ -148,6 +150,8 @@ def cases() -> dict[str, Recording]:
     found: dict[str, Recording] = {}
     for name, options in SIMULATIONS.items():
         found[f"simulate-{name}"] = lambda o=options: simulated(o)
+    for mode in SERVED_MODES:
+        found[f"served-{mode}"] = lambda m=mode: served(m, BUNDLE)
     for name, options in ADAPTATIONS.items():
         found[f"adapt-{name}"] = lambda o=options: adapted(o)
     for name, options in REHEARSALS.items():

@@ -50,7 +50,7 @@ def main() -> None:
     known = {name: array[..., : TUNE + CERTIFY] for name, array in table.items()}
     manifest, policy = _json(source / "manifest.json"), _json(source / "policy.json")
     profile = _json(source / "profiles" / "cpu.json")
-    manifest = _manifest(manifest)
+    manifest, last = _manifest(manifest), float(len(rows) - 1)
     policy["active"] = [
         {**active, "exit": EXITS.index(active["exit"])} for active in policy["active"]
     ]
@@ -61,7 +61,11 @@ def main() -> None:
         "policy.json": _dump(policy),
         "profiles/cpu.json": _dump(profile),
         "records.npz": _npz(known),
+        "input_ranges.json": _dump(
+            {"inputs": [{"name": "sample", "lowest": 0.0, "highest": last}]}
+        ),
     }
+    _weigh(manifest, files)
     manifest["files"] = [
         {
             "path": name,
@@ -86,8 +90,6 @@ def _manifest(manifest: dict[str, Any]) -> dict[str, Any]:
     manifest["name"] = "recorded"
     manifest["inputs"] = [{"name": "sample", "dtype": "int64", "shape": ["batch", 1]}]
     manifest["segments"][0]["inputs"] = ["sample"]
-    for segment in manifest["segments"][:-1]:
-        segment["row_bytes"] = np.dtype(np.int64).itemsize
     exits = [manifest["exits"][index] for index in EXITS]
     for index, exit_ in enumerate(exits):
         exit_ |= {"index": index, "file": f"exits/{index:02d}.onnx"}
@@ -98,6 +100,20 @@ def _manifest(manifest: dict[str, Any]) -> dict[str, Any]:
         "sample_shapes": {"sample": [1]},
     }
     return manifest
+
+
+def _weigh(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    """Note what crosses each border, a sample's number, and the weights before it."""
+    sizes = {}
+    for name, content in files.items():
+        if name.endswith(".onnx"):
+            weights = onnx.load_model_from_string(content).graph.initializer
+            sizes[name] = sum(numpy_helper.to_array(w).nbytes for w in weights)
+    exits = {exit_["after_segment"]: sizes[exit_["file"]] for exit_ in manifest["exits"]}
+    for segment in manifest["segments"]:
+        index = segment["index"]
+        segment["row_bytes"] = 8 if segment is not manifest["segments"][-1] else 0
+        segment["weight_bytes"] = sizes[segment["file"]] + exits.get(index, 0)
 
 
 def _graphs(manifest: dict[str, Any], table: Arrays) -> dict[str, bytes]:

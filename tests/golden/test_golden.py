@@ -20,7 +20,7 @@ def test_every_case_is_recorded_and_nothing_else() -> None:
     assert {path.stem for path in RECORDED.iterdir()} == set(CASES)
 
 
-def test_a_bundle_of_an_earlier_version_opens() -> None:
+def test_the_recorded_bundle_opens() -> None:
     bundle = Bundle.open(BUNDLE)
     assert [active.exit for active in bundle.policy.active] == [0, 1, 3, 4]
     assert len(bundle.manifest.exits) == 5
