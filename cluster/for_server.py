@@ -71,12 +71,16 @@ class _Extension:
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options; all are fields of :class:`ClusterSettings`."""
-        from offramp.server.arguments.settings import option_adder  # noqa: PLC0415 - a circle
-        from offramp.server.arguments.values import integer, number  # noqa: PLC0415
+        from offramp.server.arguments.settings import (  # noqa: PLC0415 - a circle
+            OptionGroup,
+            integer,
+            number,
+        )
 
-        group = parser.add_argument_group("workers", "Workers that run the stages, and plans.")
-        add = option_adder(group, ClusterSettings())
-        add(
+        options = OptionGroup(
+            parser, "workers", "Workers that run the stages, and plans.", ClusterSettings()
+        )
+        options.add(
             "--workers",
             "processes that run the stages, each a stream; one that dies is replaced without "
             "losing a request; on the CPU only (default: 0, the server runs them itself, which is "
@@ -84,22 +88,19 @@ class _Extension:
             metavar="N",
             type=integer(0),
         )
-        group.add_argument(
+        options.add(
             "--cluster",
+            "cluster.toml whose [[workers]] run the stages: processes here, eeworker on other "
+            "hosts, actors of Ray; ray: one-CPU workers on Ray's free CPUs, or --workers N of them",
             metavar="FILE|ray",
             type=Path,
-            default=argparse.SUPPRESS,
-            help="cluster.toml whose [[workers]] run the stages: processes here, eeworker on other "
-            "hosts, actors of Ray; ray: one-CPU workers on Ray's free CPUs, or --workers N of them",
         )
-        group.add_argument(
+        options.add(
             "--ray-address",
+            "head of the cluster for --cluster ray (default: RAY_ADDRESS, or this host's cluster)",
             metavar="HOST:PORT",
-            default=argparse.SUPPRESS,
-            help="head of the cluster for --cluster ray (default: RAY_ADDRESS, or this host's "
-            "cluster)",
         )
-        add(
+        options.add(
             "--profile-window-s",
             "window of the batch profile (rows that run on after each exit), from which eecompile "
             "plan forecasts",
@@ -132,7 +133,7 @@ class _Extension:
 
     def sections(self, statistics: ModelStatistics) -> Iterable[str]:
         """Return the plan that a model is split by, and the last window of its batch profile."""
-        from offramp.server.page.status import describe_duration  # noqa: PLC0415 - a circle
+        from offramp.server.status import describe_duration  # noqa: PLC0415 - a circle
 
         plan = view_plan(plan_of(statistics), describe_duration)
         profile = view_profile(profile_of(statistics))

@@ -16,13 +16,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 
-from offramp.server.arguments.addresses import check_free, join_address
 from offramp.server.arguments.options import MIB, ServerOptions
-from offramp.server.connections import fit_limits, raise_descriptors
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.memory import keep_large_blocks
-from offramp.server.page.served import ServedEngine
 from offramp.server.reception import Reception
+from offramp.server.served import ServedEngine
+from offramp.server.sockets import check_free, fit_limits, join_address, raise_descriptors
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,13 @@
-"""``eeserve``: serves bundles until it is told to stop."""
+"""``eeserve``: serves bundles until it is told to stop, or checks them (``--self-check``)."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 from offramp.bundle import BundleError
@@ -12,13 +15,17 @@ from offramp.commands.completion import complete
 from offramp.engine.answers.criteria import load_criterion
 from offramp.engine.common.errors import EngineError
 from offramp.engine.core import Engine
+from offramp.engine.onnx_files import WrappedFiles
+from offramp.engine.serving.opening import bundles_of
 from offramp.server.app import serve
-from offramp.server.arguments import make_parser, parse_arguments
-from offramp.server.arguments.errors import StartError
+from offramp.server.arguments import Arguments, make_parser, parse_arguments
 from offramp.server.arguments.logging_setup import flush_log, set_up_logging
-from offramp.server.page.served import ServedEngine
+from offramp.server.errors import StartError
+from offramp.server.served import ServedEngine
 
 EXIT_CANNOT_START = 1
+EXIT_PASSED = 0
+EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             load_criterion(text)
         with _libraries(arguments.custom_ops):
             if arguments.self_check:
-                from offramp.server.self_check import self_check  # noqa: PLC0415 - rarely asked for
-
                 return self_check(arguments)
             return serve(open_engine, arguments.server)
     except (BundleError, EngineError, StartError) as error:
@@ -52,6 +57,38 @@ def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
     from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415 - heavy
 
     return using_libraries(paths)
+
+
+def self_check(arguments: Arguments) -> int:
+    """Run the check and serve nothing: a line a result; 0 if nothing failed, else 1.
+
+    The report is written to the file that ``--json`` names, if it does. Ends the process where a
+    check does not end: a kernel that never comes back keeps every other way out.
+
+    Raises:
+        BundleError, EngineError: Nothing could be checked.
+    """
+    # Rarely asked for, and heavy.
+    from offramp.engine.self_check import run_self_check  # noqa: PLC0415
+
+    with closing(WrappedFiles()) as wrapped:  # ONNX files are wrapped as for serving
+        bundles = asyncio.run(bundles_of(arguments.models, arguments.engine, wrapped))
+        report = run_self_check(bundles, arguments.engine, say=_say)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report.document(), indent=1) + "\n")
+        _say(f"the report is in {arguments.json}")
+    elif not report.passed:
+        _say("with --json FILE everything that was measured is written: please send it to us")
+    status = EXIT_PASSED if report.passed else EXIT_FAILED
+    if report.hangs:
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()  # whoever waits a minute wants to see each as it comes
 
 
 if __name__ == "__main__":

@@ -17,24 +17,25 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from offramp.proto.descriptors import FILE, SERVICE
-from offramp.server.arguments.addresses import bind, join_address
-from offramp.server.arguments.errors import StartError
 from offramp.server.arguments.options import MAX_CONNECTIONS, KeepaliveOptions
-from offramp.server.connections import MAX_HTTP_CONNECTIONS, HttpConnections
-from offramp.server.grpc_sockets import (
+from offramp.server.errors import StartError
+from offramp.server.metrics import CONTENT_TYPE, render_metrics
+from offramp.server.reception import Reception
+from offramp.server.served import ServedEngine
+from offramp.server.service import GuardedServer, inference_handler
+from offramp.server.sockets import (
+    MAX_HTTP_CONNECTIONS,
+    HttpConnections,
     addresses_of,
+    bind,
     close_connections,
     hang_up,
+    join_address,
     open_connections,
     refuse_connections,
     send_away,
 )
-from offramp.server.guarded import GuardedServer
-from offramp.server.page.metrics import CONTENT_TYPE, render_metrics
-from offramp.server.page.served import ServedEngine
-from offramp.server.page.status import render_status
-from offramp.server.reception import Reception
-from offramp.server.service import inference_handler
+from offramp.server.status import render_status
 
 logger = logging.getLogger(__name__)
 

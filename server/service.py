@@ -1,9 +1,13 @@
-"""The service ``inference.GRPCInferenceService`` over an engine."""
+"""The gRPC services: ``inference.GRPCInferenceService`` over an engine, health and reflection.
+
+All messages are decoded here. gRPC would decode whatever comes, however large, and what it cannot
+decode it answers with UNKNOWN, and with a traceback in the log.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import wraps
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -15,18 +19,12 @@ from offramp import __version__
 from offramp.engine.common.errors import DeadlineExceededError, ModelNotServedError
 from offramp.proto import messages
 from offramp.proto.descriptors import FILE, SERVICE
-from offramp.server.arguments.errors import UndecodableError
-from offramp.server.codec import (
-    check_version,
-    write_config,
-    write_metadata,
-    write_response,
-)
-from offramp.server.decoding import RequestDecoder, decode_small
-from offramp.server.page.served import ServedEngine
+from offramp.server.codec import check_version, write_config, write_metadata, write_response
+from offramp.server.decoding import RequestDecoder, Turns, decode_small
+from offramp.server.errors import UndecodableError
 from offramp.server.reception import CallKind, Method, Reception, Visit, answering_errors
+from offramp.server.served import ServedEngine
 from offramp.server.streaming import RequestStream
-from offramp.server.turns import Turns
 
 _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -180,11 +178,7 @@ def _time_remaining_s(context: _Context) -> float | None:
 
 
 def inference_handler(engine: ServedEngine, reception: Reception) -> grpc.GenericRpcHandler:
-    """The service as grpc takes it; methods that it lacks are answered UNIMPLEMENTED.
-
-    gRPC hands over bytes: what it decodes itself, and cannot, it answers UNKNOWN, with a traceback
-    in the log.
-    """
+    """The service as grpc takes it; methods that it lacks are answered UNIMPLEMENTED."""
     service = InferenceService(engine, reception)
     methods = FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
     return grpc.method_handlers_generic_handler(
@@ -218,3 +212,56 @@ def _decoding(call: Callable[..., Awaitable[_T]], decode: Callable[[bytes], Any]
         return await call(decode_small(data, decode), context)
 
     return decoded
+
+
+_Handler: TypeAlias = Any
+"""A ``grpc.RpcMethodHandler``, whose types say nothing of asyncio."""
+
+
+class GuardedServer:
+    """Stands in for a server where generated code adds a service to it."""
+
+    def __init__(self, server: grpc.aio.Server, reception: Reception) -> None:
+        self._server = server
+        self._reception = reception
+
+    def add_generic_rpc_handlers(self, _handlers: object) -> None:
+        """Do nothing: the same handlers come once more, by name."""
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, _Handler]
+    ) -> None:
+        """Add the methods of a service."""
+        reception = self._reception
+        guarded = {name: _guarded(name, made, reception) for name, made in handlers.items()}
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, guarded),)
+        )
+
+
+def _guarded(name: str, handler: _Handler, reception: Reception) -> _Handler:
+    serialize = handler.response_serializer
+    how = {"response_serializer": serialize}
+    if handler.stream_stream:
+        answer = answering_errors(reception, name, _of_many(handler), kind=CallKind.WATCH)
+        return grpc.stream_stream_rpc_method_handler(answer, **how)
+    if handler.unary_stream:
+        method = _decoding(handler.unary_stream, handler.request_deserializer)
+        answer = answering_errors(reception, name, method, kind=CallKind.WATCH)
+        return grpc.unary_stream_rpc_method_handler(answer, **how)
+    method = _decoding(handler.unary_unary, handler.request_deserializer)
+    return grpc.unary_unary_rpc_method_handler(
+        answering_errors(reception, name, method, serialize=serialize)
+    )
+
+
+def _of_many(handler: _Handler) -> Method[None]:
+    async def decoded(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in requests:
+            yield decode_small(data, handler.request_deserializer)
+
+    async def call(_visit: Visit, requests: AsyncIterator[bytes], context: _Context) -> None:
+        async for response in handler.stream_stream(decoded(requests), context):
+            await context.write(response)
+
+    return call

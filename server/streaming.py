@@ -22,8 +22,8 @@ from offramp.server.codec import (
     write_streamed,
 )
 from offramp.server.decoding import RequestDecoder
-from offramp.server.page.served import ServedEngine
 from offramp.server.reception import Reception, Visit
+from offramp.server.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from offramp.server.arguments.options import MIB, ServerOptions
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.page.served import ServedEngine
 from offramp.server.reception import Reception
+from offramp.server.served import ServedEngine
 from offramp.testing.engine import FakeEngine
 
 _T = TypeVar("_T")

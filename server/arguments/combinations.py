@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +23,7 @@ from offramp.engine.onnx_files.wrapping import is_onnx_file
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.server.arguments.configuration import Configuration, ConfigurationError, key_of
 from offramp.server.arguments.options import DEFAULT_MODE
+from offramp.server.arguments.settings import values_of
 
 _OBSERVING: Final = (
     *("--controller", "--max-disagreement", "--confidence", "--audit-budget", "--ramp-budget"),
@@ -143,9 +143,9 @@ def refuse_illegal_settings(
         IllegalCombinationError: Of the command line, or of it with the file.
         ConfigurationError: Of the file alone.
     """
-    usual = {**_values_of(EngineOptions(mode=DEFAULT_MODE)), **_values_of(ModelOptions())}
+    usual = {**values_of(EngineOptions(mode=DEFAULT_MODE)), **values_of(ModelOptions())}
     for extension in extensions_for("server"):
-        usual |= _values_of(extension.settings())
+        usual |= values_of(extension.settings())
     defaults = _by_flag(parser, usual, all_of_them=True)
     for table in _tables(file, models):
         asked = _by_flag(parser, {**table.engine, **table.settings})
@@ -170,10 +170,6 @@ def _refuse(
     rows = [row for row in combinations() if row.option in options]
     onnx_files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
     refuse_illegal(rows, values, {*flags, *onnx_files})
-
-
-def _values_of(options: Any) -> dict[str, Any]:
-    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 class _Settings(NamedTuple):

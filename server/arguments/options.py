@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field, fields
 from typing import Final
 
 from offramp.engine.stages.plan import Mode
-from offramp.server.arguments.addresses import parse_host
 
 MIB: Final = 1024 * 1024
 
@@ -22,6 +22,40 @@ MAX_COUNT: Final = 2**31 - 1
 
 MAX_CONNECTIONS: Final = 1024
 """Of gRPC at once, where it is not told otherwise and there are file descriptors for them."""
+
+
+_LONGEST_HOST: Final = 253
+"""Characters of the longest name that DNS has."""
+
+WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - only if the operator asks for it
+"""Hosts that are all interfaces, by IPv4 and IPv6."""
+
+_ANY: Final = "*"
+"""A host that other servers take for all interfaces."""
+
+
+def parse_host(text: str) -> str:
+    """Return a host without the brackets that an IPv6 address may have; ``*`` is ``0.0.0.0``.
+
+    Raises:
+        ValueError: The text is neither a name nor an address.
+    """
+    if text == _ANY:
+        return WILDCARDS[0]
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        if text.startswith("[") or ":" in host:
+            address = ipaddress.IPv6Address(host)
+            return str(address.ipv4_mapped or address)
+        named = host.encode("idna")  # raises UnicodeError, which is a ValueError
+    except ValueError:
+        named = b""
+    if not 0 < len(named) <= _LONGEST_HOST or not host.isprintable() or " " in host:
+        raise ValueError(
+            f"{text!r:.80} is no host; expected a name or an address without a port, for instance "
+            "127.0.0.1, ::1, 0.0.0.0, :: or *"
+        )
+    return host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,17 +21,19 @@ from offramp.server.arguments.configuration import (
     read_configuration,
 )
 from offramp.server.arguments.extension import SettingError
-from offramp.server.arguments.learning import add_learning, learning_in
 from offramp.server.arguments.logging_setup import FORMATS, LEVELS
-from offramp.server.arguments.network import add_keepalive, add_network
 from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
 from offramp.server.arguments.settings import (
     add_control,
     add_execution,
+    add_keepalive,
+    add_learning,
+    add_network,
     add_scheduling,
+    learning_in,
+    named_path,
     settings_in,
 )
-from offramp.server.arguments.values import named_path
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:

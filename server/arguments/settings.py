@@ -1,49 +1,164 @@
-"""Options of ``eeserve`` that a configuration file may set too: the options of the engine."""
+"""Groups of options of ``eeserve``: control, scheduling, execution, learning, network, keepalive.
+
+All but the last two are settings that a configuration file may make as well.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Final
 
 from offramp.bundle.engines import PRECISIONS
 from offramp.engine.backends.factory import BACKENDS
-from offramp.engine.models.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
+from offramp.engine.models.learning_options import LearnOptions
+from offramp.engine.models.options import (
+    CONTROLLERS,
+    MOST_SHARE,
+    SHARE_WEIGHTS,
+    EngineOptions,
+    ModelOptions,
+)
 from offramp.engine.models.weight_sharing import MOST_MORE_TIME
+from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.stages.plan import Mode
-from offramp.server.arguments.options import DEFAULT_MODE
-from offramp.server.arguments.values import integer, mode, number, policy, share
+from offramp.server.arguments.options import (
+    DEFAULT_MODE,
+    MAX_COUNT,
+    MAX_MESSAGE_MIB,
+    KeepaliveOptions,
+    ServerOptions,
+)
 
 
-def option_adder(group: argparse._ArgumentGroup, defaults: object) -> Callable[..., None]:
-    """Return a function ``add(flag, text, **how)`` that adds an option to a group.
+def named_path(text: str) -> tuple[str, Path]:
+    """Read ``NAME=PATH``."""
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is not NAME=PATH, for instance resnet=/models/resnet.ee"
+        )
+    return name, Path(path)
 
-    ``how`` is passed on to ``add_argument``, but for ``completions``: values that a shell offers
-    where there are no ``choices``. The text ends with the default, unless that is
-    ``None`` or the text names it. The option's name in the namespace is that of the field; an
-    option that is not given is absent there, so that the configuration file, or else the field's
-    default, counts.
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A reader of whole numbers in [least, most]."""
+    span = f"from {least} to {most}" if most is not None else f"from {least} on"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number {span}")
+        return value
+
+    return parse
+
+
+def number(least: float, *, above: bool = False) -> Callable[[str], float]:
+    """A reader of finite numbers ≥ ``least``, or > ``least`` if ``above``."""
+    span = f"above {least:g}" if above else f"from {least:g} on"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least < value < math.inf if above else least <= value < math.inf):
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number {span}")
+        return value
+
+    return parse
+
+
+port = integer(0, 65535)
+"""A reader of port numbers; 0 asks for any free one."""
+
+
+def share(text: str) -> float:
+    """Read a number above 0, at most :data:`.MOST_SHARE`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value <= MOST_SHARE:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is not a share: a number above 0 and below 1"
+        )
+    return value
+
+
+def policy(text: str) -> PolicyName:
+    """Read the name of a scheduling policy."""
+    try:
+        return PolicyName.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def mode(text: str) -> Mode:
+    """Read a mode."""
+    try:
+        return Mode(text)
+    except ValueError:
+        known = ", ".join(repr(known.value) for known in Mode)
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no mode; choose from {known}") from None
+
+
+class OptionGroup:
+    """A group of options that are fields of a dataclass, each at its default unless given.
+
+    What is not given is absent from the namespace, so that the configuration file, or else the
+    field's default, counts.
     """
 
-    def add(flag: str, text: str, **how: Any) -> None:
-        field = how.pop("dest", flag.removeprefix("--").replace("-", "_"))
-        completions = how.pop("completions", None)
-        default = getattr(defaults, field)
+    def __init__(
+        self, parser: argparse.ArgumentParser, title: str, text: str | None, *defaults: object
+    ) -> None:
+        """``defaults`` are objects of the dataclasses, whose fields have names of their own."""
+        self._group = parser.add_argument_group(title, text)
+        self._defaults = {
+            name: value for each in defaults for name, value in values_of(each).items()
+        }
+
+    def add(
+        self, flag: str, text: str, *, completions: Sequence[str] | None = None, **how: Any
+    ) -> None:
+        """Add an option; ``how`` is passed on to ``add_argument``.
+
+        ``completions`` are values that a shell offers where there are no ``choices``. The text ends
+        with the default, unless that is ``None`` or the text names it.
+        """
+        how.setdefault("dest", flag.removeprefix("--").replace("-", "_"))
+        default = self._defaults.get(how["dest"])
         if default is not None and "default: " not in text:
             text = f"{text} (default: {_shown(default)})"
-        option = group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=text, **how)
+        option = self._group.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
         if completions is not None:
             option.completer = lambda **_: completions  # type: ignore[attr-defined]
 
-    return add
+    def switch(self, flag: str, text: str, **how: Any) -> None:
+        """Add an option without a value, which turns its field from its default."""
+        dest = how.setdefault("dest", flag.removeprefix("--").replace("-", "_"))
+        action = "store_false" if self._defaults.get(dest) else "store_true"
+        self._group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text, **how)
 
 
 def _shown(default: object) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def values_of(options: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, none of them copied."""
+    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 def settings_in(given: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
@@ -80,81 +195,73 @@ _COUNT: Final[Mapping[str, Any]] = {"metavar": "N", "type": integer(1)}
 
 def add_control(parser: argparse.ArgumentParser) -> None:
     """Add the options; all are fields of :class:`EngineOptions` or :class:`ModelOptions`."""
-    group = parser.add_argument_group(
+    options = OptionGroup(
+        parser,
         "control",
         "Control of the exits. Modes and controllers are described below. In the\n"
         "configuration file each model may have settings of its own, but for mode, state\n"
         "and profile.",
+        EngineOptions(mode=DEFAULT_MODE),
+        ModelOptions(),
     )
-    add = option_adder(group, EngineOptions(mode=DEFAULT_MODE))
-    add(
+    options.add(
         "--mode",
         f"audit, off (the unmodified model), release or leave (default: {DEFAULT_MODE.value})",
         metavar="MODE",
         type=mode,
         completions=[each.value for each in Mode],
     )
-    group.add_argument(
+    options.switch(
         "--uncertified-exits",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="let exits answer of a bundle that was compiled on random inputs (a dry run), which "
+        "let exits answer of a bundle that was compiled on random inputs (a dry run), which "
         "certify nothing (default: its unmodified model is served)",
     )
-    add = option_adder(group, ModelOptions())
-    add(
+    options.add(
         "--max-disagreement",
         "largest share of answers that may differ from the unmodified model's, 0.01 for 1 %% "
         "(default: as compiled)",
         **_SHARE,
     )
-    add(
+    options.add(
         "--confidence",
         "confidence level of that bound; a higher one takes longer to certify",
         **_SHARE,
     )
-    add(
+    options.add(
         "--controller",
         "what changes thresholds and exits while serving",
         metavar="NAME",
         choices=CONTROLLERS,
     )
-    add("--audit-budget", "largest share of all compute that audits may take", **_SHARE)
-    add(
+    options.add("--audit-budget", "largest share of all compute that audits may take", **_SHARE)
+    options.add(
         "--ramp-budget",
         "how much longer the whole model may take for all exits in use, as a share of its time "
         "(default: 0.02 in release mode, else the cost of the compiled exits, at least 0.1)",
         metavar="SHARE",
         type=number(0.0),
     )
-    group.add_argument(
+    options.switch(
         "--no-state",
-        dest="keep_state",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="forget at the end what the controller learned, and the batch profile (default: "
+        "forget at the end what the controller learned, and the batch profile (default: "
         "they are kept next to the bundle)",
+        dest="keep_state",
     )
-    group.add_argument(
+    options.switch(
         "--trust-inputs",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="let exits answer, and the controller learn from, samples with values that are not "
+        "let exits answer, and the controller learn from, samples with values that are not "
         "finite or far outside the calibration data (default: the whole model answers them, and "
         "they are no evidence)",
     )
-    add = option_adder(group, ModelOptions())
-    add(
+    options.add(
         "--max-source-share",
         "largest share that one client host may have of the last 4,096 samples, from which the "
         "controller learns; below 1, no single client can teach it for long (default: no bound)",
         **_SHARE,
     )
-    group.add_argument(
+    options.switch(
         "--never-beyond-compiled",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="never let exits answer more than the compiled policy does: the controller can only "
+        "never let exits answer more than the compiled policy does: the controller can only "
         "become more conservative",
     )
     parser.add_argument_group("modes", "\n".join(_describe(MODES)))
@@ -170,9 +277,8 @@ def _describe(words: Mapping[Any, str]) -> Iterator[str]:
 
 def add_execution(parser: argparse.ArgumentParser) -> None:
     """Add the options; all are fields of :class:`EngineOptions`."""
-    group = parser.add_argument_group("execution")
-    add = option_adder(group, EngineOptions())
-    add(
+    options = OptionGroup(parser, "execution", None, EngineOptions())
+    options.add(
         "--backend",
         f"what runs the model: {', '.join(BACKENDS[1:])} (on the CPU), or auto, the first of "
         "these that can be used here; cuda is ONNX Runtime on a GPU, tensorrt needs engines of "
@@ -180,23 +286,21 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         choices=BACKENDS,
     )
-    add("--device", "GPU of tensorrt and cuda", metavar="cuda:N")
-    add(
+    options.add("--device", "GPU of tensorrt and cuda", metavar="cuda:N")
+    options.add(
         "--precision",
         f"precision of TensorRT's engines: {', '.join(PRECISIONS)} (default: the lowest that was "
         "built)",
         metavar="NAME",
         choices=PRECISIONS,
     )
-    group.add_argument(
+    options.switch(
         "--no-cuda-graphs",
-        dest="graphs",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="launch each kernel by itself on a GPU (default: each stage and batch size is "
+        "launch each kernel by itself on a GPU (default: each stage and batch size is "
         "captured once as a graph, and launched as a whole)",
+        dest="graphs",
     )
-    add(
+    options.add(
         "--engine-build-minutes",
         "minutes per hour in which tensorrt may build engines while serving, for exits that the "
         "controller starts to use; batches take longer meanwhile (default: 0, none is built, and "
@@ -204,19 +308,19 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         metavar="MINUTES",
         type=number(0.0),
     )
-    add("--streams", "batches that run at the same time", **_COUNT)
-    add(
+    options.add("--streams", "batches that run at the same time", **_COUNT)
+    options.add(
         "--threads",
         "CPU threads of a stream (default: an equal share)",
         **_COUNT,
     )
-    add(
+    options.add(
         "--parallel-below",
         "start a batch next to running ones once each of these has fewer samples than this "
         "(PAME's tau_b; default: on any idle stream)",
         **_COUNT,
     )
-    add(
+    options.add(
         "--max-violations",
         "choose that number by the share of late samples that is tolerated (PAME's tau_l)",
         **_SHARE,
@@ -245,11 +349,13 @@ POLICY_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
 
 def add_scheduling(parser: argparse.ArgumentParser) -> None:
     """Add the options; all are fields of :class:`ModelOptions`."""
-    group = parser.add_argument_group(
-        "scheduling", "For every model that has no setting of its own in the configuration file."
+    options = OptionGroup(
+        parser,
+        "scheduling",
+        "For every model that has no setting of its own in the configuration file.",
+        ModelOptions(),
     )
-    add = option_adder(group, ModelOptions())
-    add(
+    options.add(
         "--policy",
         "how requests are batched: run-through, slackfit, … (default: "
         f"{ModelOptions().scheduling})",
@@ -258,38 +364,34 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
         dest="scheduling",
         completions=[name for group in POLICY_GROUPS.values() for name in group],
     )
-    add(
+    options.add(
         "--slo-ms",
         "deadline of requests without one (default: none)",
         metavar="MS",
         type=number(0.0, above=True),
     )
-    add("--max-batch-size", "most samples of a batch", **_COUNT)
-    add(
+    options.add("--max-batch-size", "most samples of a batch", **_COUNT)
+    options.add(
         "--max-queue-delay-ms",
         "longest wait for more samples of a batch while a stream is idle; for run-through, "
         "refill, rebatch and delay (default: 0, none)",
         metavar="MS",
         type=number(0.0),
     )
-    add("--max-queue-samples", "most samples that wait; more are refused", **_COUNT)
-    group.add_argument(
+    options.add("--max-queue-samples", "most samples that wait; more are refused", **_COUNT)
+    options.switch(
         "--no-padding",
-        dest="padding",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="batch only samples of equal length (default: samples of similar length are padded, "
+        "batch only samples of equal length (default: samples of similar length are padded, "
         "where this changes no answer by more than rounding)",
+        dest="padding",
     )
-    group.add_argument(
+    options.switch(
         "--forbid-forced-exits",
-        dest="forced_exits",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="never force a sample out at an exit that is not sure enough, however late it is: "
+        "never force a sample out at an exit that is not sure enough, however late it is: "
         "the promise then holds for every answer",
+        dest="forced_exits",
     )
-    add(
+    options.add(
         "--share-weights",
         "one copy of the weights in memory for a model and its variants, which takes longer: "
         "always, never, or auto: for the variants that take at most "
@@ -303,3 +405,154 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
 def _describe_policies() -> Iterator[str]:
     for heading, names in POLICY_GROUPS.items():
         yield from (f"{heading}:", *_describe(names))
+
+
+_FIELDS: Final = {
+    "learn_samples": "samples",
+    "learn_folder": "folder",
+    "learn_gib": "max_gib",
+    "learn_keep": "keep",
+}
+"""Fields of :class:`LearnOptions` by the name in the namespace."""
+
+
+def add_learning(parser: argparse.ArgumentParser) -> None:
+    """Add the options; what is not given is absent from the namespace."""
+    options = OptionGroup(
+        parser,
+        "learning",
+        "ONNX files get exits while they are served: a sample of their inputs is\n"
+        "recorded, exits are compiled from it at low priority, and the server goes on\n"
+        "with them. Bundles are served as they are. See docs/learning.md.",
+    )
+    usual = LearnOptions()
+    options.switch(
+        "--learn",
+        "make exits for ONNX files while they are served;\nneeds the extra compile: pip "
+        "install 'offramp[compile]'",
+        dest="learning",
+    )
+    options.add(
+        "--learn-samples",
+        f"inputs to record for that (default: {usual.samples:,}).\nA promise of 1 %% at 95 %% "
+        "confidence takes about 700; more inputs make better exits",
+        metavar="N",
+        type=integer(1),
+    )
+    options.add(
+        "--learn-folder",
+        "where each model has its folder NAME.learn, of recorded inputs, state and bundle "
+        "(default: next to the ONNX file)",
+        metavar="DIR",
+        type=Path,
+    )
+    options.add(
+        "--learn-gib",
+        f"most that the recorded inputs of a model take on the disk (default: {usual.max_gib:g})",
+        metavar="GIB",
+        type=number(0.0, above=True),
+    )
+    options.switch(
+        "--learn-keep",
+        "keep the recorded inputs (default: they are removed once exits are compiled)",
+    )
+
+
+def learning_in(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of :class:`LearnOptions` that the command line sets."""
+    return {f: getattr(given, name) for name, f in _FIELDS.items() if hasattr(given, name)}
+
+
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`ServerOptions`."""
+    options = OptionGroup(
+        parser,
+        "network",
+        "Both ports listen on one interface; *, 0.0.0.0 and :: are all of them, by IPv4\n"
+        "and IPv6. Port 0 is any free one.",
+        ServerOptions(),
+    )
+    options.add("--host", "interface, or * for all", metavar="ADDRESS")
+    options.add("--grpc-port", "port of gRPC", metavar="PORT", type=port)
+    options.add("--http-port", "port of status page and metrics", metavar="PORT", type=port)
+    options.add(
+        "--max-message-mib",
+        "largest request; a larger one gets RESOURCE_EXHAUSTED",
+        metavar="MIB",
+        type=integer(1, MAX_MESSAGE_MIB),
+    )
+    options.add(
+        "--max-queue-mib",
+        "memory for the messages of requests that are being answered; more requests get "
+        "RESOURCE_EXHAUSTED",
+        metavar="MIB",
+        type=integer(1, MAX_COUNT),
+    )
+    options.add(
+        "--max-concurrent-requests",
+        "most requests that are being answered; more get RESOURCE_EXHAUSTED",
+        metavar="N",
+        type=integer(1, MAX_COUNT),
+    )
+    options.add(
+        "--max-connections",
+        "most connections of gRPC; a further one is closed at once",
+        metavar="N",
+        type=integer(1, MAX_COUNT),
+    )
+    options.add(
+        "--drain-delay-s",
+        "after SIGTERM or SIGHUP readiness ends at once; new requests are answered for so long, "
+        "until load balancers have noticed (after SIGINT: not at all)",
+        metavar="S",
+        type=number(0.0),
+    )
+    options.add(
+        "--shutdown-timeout-s",
+        "after that, longest wait for requests in flight",
+        metavar="S",
+        type=number(0.0),
+    )
+
+
+def add_keepalive(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`KeepaliveOptions`."""
+    options = OptionGroup(
+        parser,
+        "keepalive",
+        "HTTP/2 pings on the gRPC port; the options have Triton's names.",
+        KeepaliveOptions(),
+    )
+    milliseconds: Mapping[str, Any] = {"metavar": "MS", "type": integer(1, MAX_COUNT)}
+    count: Mapping[str, Any] = {"metavar": "N", "type": integer(0, MAX_COUNT)}
+    options.add(
+        "--grpc-keepalive-time-ms",
+        "the server pings a connection that has been silent for so long",
+        **milliseconds,
+    )
+    options.add(
+        "--grpc-keepalive-timeout-ms",
+        "the server closes a connection that does not answer a ping within this time",
+        **milliseconds,
+    )
+    options.add(
+        "--grpc-keepalive-permit-without-calls",
+        "send and accept pings on connections without a call too",
+        action=argparse.BooleanOptionalAction,
+    )
+    options.add(
+        "--grpc-http2-max-pings-without-data",
+        "pings that the server sends while it has no data to send; 0: no limit",
+        **count,
+    )
+    options.add(
+        "--grpc-http2-min-recv-ping-interval-without-data-ms",
+        "shortest time between two pings of a client to which the server sends no data",
+        metavar="MS",
+        type=integer(0, MAX_COUNT),
+    )
+    options.add(
+        "--grpc-http2-max-ping-strikes",
+        "earlier pings than that until the client gets GOAWAY (too_many_pings); 0: no limit",
+        **count,
+    )

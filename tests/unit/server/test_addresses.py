@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.client import Client
-from offramp.server.arguments.addresses import bind, join_address, parse_host
-from offramp.server.arguments.errors import StartError
-from offramp.server.arguments.options import MIB, ServerOptions
+from offramp.server.arguments.options import MIB, ServerOptions, parse_host
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.errors import StartError
 from offramp.server.reception import Reception
+from offramp.server.sockets import bind, join_address
 from offramp.testing.engine import FakeEngine
 
 needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")

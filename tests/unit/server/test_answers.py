@@ -21,10 +21,10 @@ from tests.unit.server.test_connections import is_open, wait_until
 from offramp.client import Client
 from offramp.client.wire import build_request
 from offramp.proto.descriptors import method_path
-from offramp.server import answers, endpoints, reception
-from offramp.server.answers import CROWDED_S, MAX_RESETS, UNREAD_S, PendingAnswers, ResetCounts
+from offramp.server import endpoints, reception
 from offramp.server.arguments.options import ServerOptions
-from offramp.server.grpc_sockets import addresses_of
+from offramp.server.reception import CROWDED_S, MAX_RESETS, UNREAD_S, PendingAnswers, ResetCounts
+from offramp.server.sockets import addresses_of
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 
@@ -92,7 +92,7 @@ def test_connections_that_reset_too_much_are_named(peers: int) -> None:
             counts.add(f"peer {number}", 0.0)
     assert list(counts.take_beyond()) == ["peer 0"]
     assert counts.take_beyond() == {}  # it is closed, and its port may be another client's
-    counts.add("peer 1", answers.RESET_WINDOW_S)
+    counts.add("peer 1", reception.RESET_WINDOW_S)
     assert counts.take_beyond() == {}
 
 
@@ -128,7 +128,7 @@ def test_a_connection_that_reads_no_answers_is_closed(
     served: Any, connection: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("UNREAD_S", "CROWDED_S"):
-        monkeypatch.setattr(answers, name, 0.1)
+        monkeypatch.setattr(reception, name, 0.1)
     connection.sendall(b"".join(call(number) for number in range(1, 20, 2)))
     with Client(served.address) as client:
         wait_until(lambda: not is_open(connection))
@@ -139,7 +139,7 @@ def test_a_connection_that_reads_no_answers_is_closed(
 def test_others_get_their_room_back_from_those_who_read_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(answers, "CROWDED_S", 0.1)
+    monkeypatch.setattr(reception, "CROWDED_S", 0.1)
     options = ServerOptions(max_concurrent_requests=4)
     with (
         FakeServer(FakeEngine(), options) as server,

@@ -30,10 +30,10 @@ from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUna
 from offramp.client.wire import build_request
 from offramp.proto.messages import ModelStreamInferResponse
 from offramp.server.app import StopSignals, serve_until_stopped
-from offramp.server.arguments.addresses import check_free
-from offramp.server.arguments.errors import StartError
 from offramp.server.arguments.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.arguments.options import ServerOptions
+from offramp.server.errors import StartError
+from offramp.server.sockets import check_free
 from offramp.testing.engine import FakeEngine
 
 X = np.array([[1, 2, 3, 0.95]], np.float32)

@@ -15,7 +15,6 @@ from offramp.engine.common.errors import BadInputError, ModelNotServedError
 from offramp.engine.requests.results import EngineResult
 from offramp.proto.messages import ModelInferRequest
 from offramp.proto.wire import InferMessage
-from offramp.server.arguments.errors import UndecodableError
 from offramp.server.codec import (
     InferCall,
     check_version,
@@ -24,6 +23,7 @@ from offramp.server.codec import (
     write_response,
 )
 from offramp.server.decoding import RequestDecoder
+from offramp.server.errors import UndecodableError
 from offramp.testing.engine import fake_model
 
 

@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from offramp.client import Client, ConnectionFailedError, ServerUnavailableError
-from offramp.server import connections, endpoints, grpc_sockets
-from offramp.server.arguments.errors import StartError
+from offramp.server import endpoints, sockets
 from offramp.server.arguments.options import MIB
-from offramp.server.connections import (
+from offramp.server.endpoints import GrpcEndpoint
+from offramp.server.errors import StartError
+from offramp.server.sockets import (
     LEAST_CONNECTIONS,
     MAX_HTTP_CONNECTIONS,
     SPARE_DESCRIPTORS,
     fit_limits,
+    open_connections,
 )
-from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.grpc_sockets import open_connections
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 
@@ -110,7 +110,7 @@ def test_half_open_http_connections_beyond_the_cap_are_closed(served: Any, conne
 def test_idle_http_connections_are_closed(
     served: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HTTP_IDLE_S", 0.0)
+    monkeypatch.setattr(sockets, "HTTP_IDLE_S", 0.0)
     address = served.url.removeprefix("http://")
     opened = [connect(address, data) for data in (b"", HALF_HEAD, WHOLE_REQUEST)]
     wait_until(lambda: not any(map(is_open, opened)))
@@ -129,7 +129,7 @@ def waiting_bytes(served: Any) -> int:
 
 def http_sockets(served: Any) -> int:
     port = int(served.url.rpartition(":")[2])
-    return sum(map(grpc_sockets._connected, grpc_sockets._sockets(port)))
+    return sum(map(sockets._connected, sockets._sockets(port)))
 
 
 @pytest.mark.usefixtures("large_page")
@@ -138,7 +138,7 @@ def test_idle_connections_end_though_their_peers_do_not_read(
 ) -> None:
     connect(served.url.removeprefix("http://"), GET_METRICS)
     wait_until(lambda: waiting_bytes(served) > MIB)
-    monkeypatch.setattr(connections, "HTTP_IDLE_S", 0.0)
+    monkeypatch.setattr(sockets, "HTTP_IDLE_S", 0.0)
     wait_until(lambda: http_sockets(served) == 0)
 
 
@@ -239,7 +239,7 @@ class Descriptors:
         for number in range(in_use):
             (folder / str(number)).touch()
         self.limits = (0, 0)
-        monkeypatch.setattr(connections, "DESCRIPTORS", folder)
+        monkeypatch.setattr(sockets, "DESCRIPTORS", folder)
         monkeypatch.setattr(resource, "getrlimit", lambda _what: self.limits)
         monkeypatch.setattr(resource, "setrlimit", self.set)
 

@@ -13,9 +13,8 @@ from tests.unit.server.test_status import Text
 from offramp.engine.models.learning_options import LearnOptions
 from offramp.engine.requests.learning_status import LearningStatus
 from offramp.server.arguments.parser import parse_arguments
-from offramp.server.page.learning_view import view_learning
-from offramp.server.page.metrics import render_metrics
-from offramp.server.page.status import render_status
+from offramp.server.metrics import render_metrics
+from offramp.server.status import render_status, view_learning
 
 STATUS = LearningStatus(
     phase="waiting",

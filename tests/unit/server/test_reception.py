@@ -29,11 +29,11 @@ from offramp.engine.common.line_limit import LINES, WINDOW_S, LineLimit, OneLine
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferRequest
 from offramp.proto.wire import MAX_FIELDS, InferMessage
-from offramp.server.arguments.errors import REFUSALS, RequestLimitError
 from offramp.server.arguments.logging_setup import JsonFormatter
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.decoding import RequestDecoder
 from offramp.server.endpoints import MAX_CALLS
+from offramp.server.errors import REFUSALS, RequestLimitError
 from offramp.server.memory import PEAK_BYTES, MemoryReturn
 from offramp.server.reception import Reception, Visit, answering_errors
 from offramp.testing.engine import FakeEngine
@@ -175,7 +175,7 @@ def test_refusals_are_counted_by_code_and_reason(served: Any) -> None:
     with urlopen(f"{served.url}/metrics", timeout=30) as page:
         lines = page.read().decode().splitlines()
     counted = [line for line in lines if line.startswith("offramp_refused_requests_total")]
-    assert len(counted) == len(set(REFUSALS))
+    assert len(counted) == len(set(REFUSALS.values()))
     assert [line for line in counted if not line.endswith(" 0.0")] == [
         'offramp_refused_requests_total{code="NOT_FOUND",reason="unknown_model"} 2.0',
         'offramp_refused_requests_total{code="INVALID_ARGUMENT",reason="bad_input"} 2.0',

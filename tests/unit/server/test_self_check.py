@@ -17,7 +17,6 @@ from tests.unit.engine.self_check import faults
 from offramp.engine.backends import Backend
 from offramp.engine.self_check import run_self_check
 from offramp.server import cli
-from offramp.server import self_check as command
 
 COMMAND = [str(GOLDEN), "--backend", "onnxruntime", "--self-check"]
 
@@ -32,7 +31,7 @@ def with_backend(patched: pytest.MonkeyPatch, backend: Backend, **settings: floa
     brief = functools.partial(
         run_self_check, make=lambda _models, _options: backend, **{"seconds": 1.0, **settings}
     )
-    patched.setattr(command, "run_self_check", brief)
+    patched.setattr("offramp.engine.self_check.run_self_check", brief)
 
 
 def test_the_command_says_what_passed_and_leaves_with_0(tmp_path: Path) -> None:
@@ -40,9 +39,8 @@ def test_the_command_says_what_passed_and_leaves_with_0(tmp_path: Path) -> None:
     report = tmp_path / "found.json"
     code = (
         "import sys\nsys.modules['tensorrt'] = sys.modules['pycuda'] = None\n"
-        "import offramp.engine.self_check.run as run\nfrom offramp.server import self_check\n"
-        "import functools\n"
-        "self_check.run_self_check = functools.partial(run.run_self_check, seconds=1.0)\n"
+        "import functools\nimport offramp.engine.self_check as self_check\n"
+        "self_check.run_self_check = functools.partial(self_check.run_self_check, seconds=1.0)\n"
         "from offramp.server.cli import main\nsys.exit(main())\n"
     )
     done = subprocess.run(

@@ -32,7 +32,7 @@ from offramp.engine.common import errors as engine_errors
 from offramp.engine.stages.plan import Mode
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
-from offramp.server.arguments.errors import UndecodableError
+from offramp.server.errors import UndecodableError
 from offramp.server.reception import Reception
 from offramp.server.streaming import MAX_IN_FLIGHT, RequestStream
 from offramp.testing.engine import FakeEngine

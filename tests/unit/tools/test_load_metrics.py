@@ -6,7 +6,7 @@ import socket
 import numpy as np
 import pytest
 
-from offramp.server.page.metrics import render_metrics
+from offramp.server.metrics import render_metrics
 from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.load.metrics_poll import (
     MetricsPoll,

@@ -24,6 +24,8 @@ from prometheus_client.registry import Collector
 
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.control.controller import Evidence
+from offramp.engine.learning.lifecycle import Phase
+from offramp.engine.requests.learning_status import LearningStatus
 from offramp.engine.requests.statistics import (
     FAILURE_CAUSES,
     CountersSnapshot,
@@ -31,9 +33,8 @@ from offramp.engine.requests.statistics import (
     ModelStatistics,
 )
 from offramp.engine.serving.totals import totals_of
-from offramp.server.page.agreement_view import exits_in_use
-from offramp.server.page.learning_metrics import learning_families
-from offramp.server.page.served import ServedEngine
+from offramp.server.served import ServedEngine
+from offramp.server.status import exits_in_use
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -61,7 +62,10 @@ class EngineCollector(Collector):
             yield from families(kind, readings, stages, labels=("model", "exit"))
         for extension in extensions_for("server"):
             yield from extension.families(models)
-        yield from learning_families(statistics)
+        if learning := [(name, model.learning) for name, model in models if model.learning]:
+            yield from families(GaugeMetricFamily, _LEARNING_GAUGES, learning)
+            yield from families(CounterMetricFamily, _LEARNING_COUNTERS, learning)
+            yield _phases(learning)
         variants = [((name, v.name), v) for name, model in totals for v in model.variants]
         if variants:
             yield from families(CounterMetricFamily, _VARIANTS, variants, ("model", "variant"))
@@ -255,6 +259,21 @@ _STAGE_METRICS: Final = (
 )
 
 
+_LEARNING_GAUGES: Final[Readings] = {
+    "offramp_learning_recorded_samples": ("Inputs that are recorded now.", "recorded"),
+    "offramp_learning_wanted_samples": ("Inputs that exits are compiled from.", "wanted"),
+    "offramp_learning_recording_bytes": ("Bytes of the recorded inputs.", "size_bytes"),
+    "offramp_learning_failures": ("Compilations that failed in a row.", "failures"),
+}
+_LEARNING_COUNTERS: Final[Readings] = {
+    "offramp_learning_dropped": (
+        "Inputs that were drawn and not recorded, as the disk was too slow or full.",
+        "dropped",
+    ),
+    "offramp_learning_attempts": ("Compilations that were begun.", "attempts"),
+}
+
+
 def families(
     kind: type[Any],
     readings: Readings,
@@ -345,4 +364,16 @@ def _evidence(known: Iterable[tuple[str, Any]]) -> Metric:
     for name, control in known:
         for evidence in Evidence:
             family.add_metric([name, evidence.value], float(control.evidence is evidence))
+    return family
+
+
+def _phases(known: Iterable[tuple[str, LearningStatus]]) -> Metric:
+    family = GaugeMetricFamily(
+        "offramp_learning_phase",
+        "1 for the phase that learning is in, 0 for the others.",
+        labels=["model", "phase"],
+    )
+    for name, status in known:
+        for phase in Phase:
+            family.add_metric([name, phase.value], float(status.phase == phase.value))
     return family

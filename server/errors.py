@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, NamedTuple
 
 import grpc
 
@@ -28,23 +28,6 @@ from offramp.engine.common.errors import (
     OutOfServiceError,
     QueueFullError,
     WorkerLostError,
-)
-
-STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyType(
-    {
-        ModelNotServedError: grpc.StatusCode.NOT_FOUND,
-        BadInputError: grpc.StatusCode.INVALID_ARGUMENT,
-        InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
-        QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-        DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
-        DrainingError: grpc.StatusCode.UNAVAILABLE,
-        CapacityError: grpc.StatusCode.UNAVAILABLE,
-        OutOfServiceError: grpc.StatusCode.UNAVAILABLE,
-        WorkerLostError: grpc.StatusCode.INTERNAL,  # five in a row: who sends it again kills more
-        BackendError: grpc.StatusCode.INTERNAL,
-        OptionsError: grpc.StatusCode.INTERNAL,
-        EngineError: grpc.StatusCode.INTERNAL,
-    }
 )
 
 
@@ -64,26 +47,36 @@ class HeldBytesError(QueueFullError):
     """The messages of the requests that are being answered take all the memory they may."""
 
 
-REASONS: Final[Mapping[type[EngineError], str]] = MappingProxyType(
+class Refusal(NamedTuple):
+    """What an error is answered with."""
+
+    code: grpc.StatusCode
+    reason: str
+    """In the words of the metrics."""
+
+
+REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
     {
-        ModelNotServedError: "unknown_model",
-        BadInputError: "bad_input",
-        UndecodableError: "undecodable",
-        RequestLimitError: "too_many_fields",
-        InvalidRequestError: "invalid_request",
-        RequestCountError: "concurrency",
-        HeldBytesError: "bytes",
-        QueueFullError: "queue_full",
-        DeadlineExceededError: "deadline",
-        DrainingError: "draining",
-        OutOfServiceError: "out_of_service",
-        CapacityError: "capacity",
-        WorkerLostError: "worker_lost",
-        BackendError: "backend",
-        EngineError: "internal",
+        ModelNotServedError: Refusal(grpc.StatusCode.NOT_FOUND, "unknown_model"),
+        BadInputError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "bad_input"),
+        UndecodableError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "undecodable"),
+        RequestLimitError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "too_many_fields"),
+        InvalidRequestError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+        RequestCountError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "concurrency"),
+        HeldBytesError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "bytes"),
+        QueueFullError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue_full"),
+        DeadlineExceededError: Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline"),
+        DrainingError: Refusal(grpc.StatusCode.UNAVAILABLE, "draining"),
+        OutOfServiceError: Refusal(grpc.StatusCode.UNAVAILABLE, "out_of_service"),
+        CapacityError: Refusal(grpc.StatusCode.UNAVAILABLE, "capacity"),
+        # Five in a row: whoever sends it again kills more workers.
+        WorkerLostError: Refusal(grpc.StatusCode.INTERNAL, "worker_lost"),
+        BackendError: Refusal(grpc.StatusCode.INTERNAL, "backend"),
+        OptionsError: Refusal(grpc.StatusCode.INTERNAL, "internal"),
+        EngineError: Refusal(grpc.StatusCode.INTERNAL, "internal"),
     }
 )
-"""Why requests are refused, in the words of the metrics."""
+"""By class of the error; other classes are answered as the nearest class that they derive from."""
 
 ERROR_METADATA_KEY: Final = "offramp-error"
 """Trailing metadata: name of the error's class."""
@@ -104,31 +97,13 @@ _MOST_DETAILS_BYTES: Final = 4500
 bytes there, percent-encoded."""
 
 
-_T = TypeVar("_T")
-
-
 class StartError(Exception):
     """The server cannot start; the message names the reason and the remedy."""
 
 
-def status_code(error: EngineError) -> grpc.StatusCode:
-    """The status of an error, or of the nearest class that it derives from."""
-    return _nearest(STATUS_CODES, type(error))
-
-
-def reason_of(error: EngineError) -> str:
-    """Why a request is refused, or the reason of the nearest class that its error derives from."""
-    return _nearest(REASONS, type(error))
-
-
-def _nearest(table: Mapping[type[EngineError], _T], cls: type[EngineError]) -> _T:
-    return next(table[base] for base in cls.__mro__ if base in table)
-
-
-REFUSALS: Final = tuple(
-    (_nearest(STATUS_CODES, cls).name, reason) for cls, reason in REASONS.items()
-)
-"""Every pair of a status code's name and a reason that a request can be refused with."""
+def refusal_of(error: EngineError) -> Refusal:
+    """What an error is answered with, or the nearest class that it derives from."""
+    return next(REFUSALS[base] for base in type(error).__mro__ if base in REFUSALS)
 
 
 def wire_name(error: Exception) -> str:

@@ -1,1 +1,0 @@
-"""What people and Prometheus see: the status page and metrics."""

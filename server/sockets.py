@@ -1,0 +1,412 @@
+"""The sockets of both ports: addresses, limits of connections, and connections that are closed.
+
+gRPC gives no access to its sockets. They are found among the file descriptors of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import logging
+import os
+import resource
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from offramp.server.arguments.options import WILDCARDS
+from offramp.server.errors import StartError
+
+_ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Errors of an address that is not one of this machine."""
+
+
+def join_address(host: str, port: int) -> str:
+    """Return for instance ``127.0.0.1:8001`` or ``[::1]:8001``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind(host: str, port: int, *, option: str) -> tuple[socket.socket, ...]:
+    """Return TCP sockets that are bound to all addresses of a host, at one port.
+
+    A name may have addresses that are not this machine's, such as ``::1`` where IPv6 is switched
+    off: they are left out if there is another.
+
+    ``0.0.0.0`` and ``::`` both mean every interface, by IPv4 and, where there is IPv6, by that as
+    well: gRPC takes them so. Port 0 is any free one. ``option`` is the command line's option of the
+    port, for the message of the StartError.
+    """
+    try:
+        return _bind(host, port)
+    except OSError as error:
+        raise StartError(_reason(error, host, port, option)) from error
+
+
+def check_free(host: str, port: int, *, option: str) -> None:
+    """Raise StartError if a port cannot be listened on, before models are loaded for nothing.
+
+    gRPC reports a taken port in lines of its own on stderr, and without the reason in the
+    exception.
+    """
+    for bound in bind(host, port, option=option):
+        bound.close()
+
+
+def _bind(host: str, port: int) -> tuple[socket.socket, ...]:
+    bound: list[socket.socket] = []
+    absent: OSError | None = None
+    with ExitStack() as stack:
+        for family, address in _addresses(host, port):
+            chosen = bound[0].getsockname()[1] if bound else port
+            try:
+                one = _bound(family, (address[0], chosen, *address[2:]), dual=host in WILDCARDS)
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                absent = error
+            else:
+                bound.append(stack.enter_context(one))
+        if absent is not None and not bound:
+            raise absent
+        stack.pop_all()
+    return tuple(bound)
+
+
+def _bound(
+    family: socket.AddressFamily, address: tuple[object, ...], *, dual: bool
+) -> socket.socket:
+    with ExitStack() as stack:
+        one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual)
+        one.bind(address)
+        stack.pop_all()
+    return one
+
+
+def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, tuple[object, ...]]]:
+    if host in WILDCARDS:
+        if socket.has_dualstack_ipv6():
+            return [(socket.AF_INET6, ("::", port))]
+        return [(socket.AF_INET, ("0.0.0.0", port))]  # noqa: S104
+    flags = socket.AI_PASSIVE
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def _reason(error: OSError, host: str, port: int, option: str) -> str:
+    where = join_address(host, port)
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} is in use on {host}; stop the process that listens there, "
+            f"or choose another port with {option} (0 takes any free one)"
+        )
+    if error.errno == errno.EACCES:
+        return f"no permission to listen on {where}; choose a port from 1024 on with {option}"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"{host!r} is no address of this machine ({error.strerror}); choose one with --host, "
+            "or 0.0.0.0 or :: for all of them"
+        )
+    return f"cannot listen on {where}: {error.strerror}"
+
+
+DESCRIPTORS: Final = Path("/dev/fd")
+"""A folder with an entry for each open file descriptor of the process."""
+
+_PASSES: Final = 100
+_SO_ATTACH_FILTER: Final = 26
+
+_GOAWAY: Final = struct.pack(">HBBBIII", 0, 8, 7, 0, 0, 2**31 - 1, 0)
+"""HTTP/2's frame of that name, without an error, for streams that are opened after it is read
+(RFC 9113, 6.8). Calls that were under way are answered."""
+
+_GREETED_BYTES: Final = 9
+"""Of gRPC's first frame, SETTINGS; a peer that has acknowledged so many bytes gets it whole."""
+
+_TCP_INFO_BYTES: Final = 128
+_BYTES_ACKED: Final = 120
+"""Offset in ``struct tcp_info`` of Linux."""
+
+
+def refuse_connections(port: int) -> None:
+    """Let no more connections come to a port of this process."""
+    for one in _sockets(port):
+        if not _connected(one):
+            _refuse(one)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenConnections:
+    """The peers of a port's connections."""
+
+    peers: frozenset[tuple[str, int]]
+    greeted: frozenset[tuple[str, int]]
+    """Those that have received the first frame of gRPC's, which has to come before any other."""
+
+
+def open_connections(port: int) -> OpenConnections:
+    """Return the connections of a port of this process."""
+    peers, greeted = set(), set()
+    for one in _sockets(port):
+        with suppress(OSError):  # the peer has left, or it is the listening one
+            peer = _peer_of(one)
+            peers.add(peer)
+            if _greeted(one):
+                greeted.add(peer)
+    return OpenConnections(frozenset(peers), frozenset(greeted))
+
+
+def send_away(port: int, peers: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Tell peers of a port to open no more calls on their connections; return those that took it.
+
+    gRPC itself can do that only while it stops, and from then on it cancels each call that it has
+    not handed over yet, with a status that clients do not retry. To be called while gRPC writes
+    nothing to these peers, so that the frame comes between two of its own, and once for each.
+    """
+    told = set()
+    for one in _sockets(port):
+        with suppress(OSError):  # the peer has left, or reads nothing
+            peer = _peer_of(one)
+            if peer in peers and one.send(_GOAWAY, socket.MSG_DONTWAIT) == len(_GOAWAY):
+                told.add(peer)
+    return told
+
+
+def close_connections(port: int, peers: Collection[tuple[str, int]]) -> None:
+    """Close connections of a port of this process by their peers."""
+    for one in _sockets(port):
+        with suppress(OSError):  # the peer was faster, or it is the listening one
+            if _peer_of(one) in peers:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def hang_up(port: int) -> None:
+    """End all connections of a port of this process, and let none come; the kernel tells the peers.
+
+    gRPC answers CANCELLED to calls that come while its server stops: clients do not retry that,
+    and it says that they hung up themselves. A connection that ends is UNAVAILABLE to all its
+    calls. So there must be no connection left when the server is stopped.
+    """
+    refuse_connections(port)
+    for _ in range(_PASSES):  # those that were accepted in the meantime come up in the next
+        connected = 0
+        for one in filter(_connected, _sockets(port)):
+            with suppress(OSError):  # the peer was faster
+                one.shutdown(socket.SHUT_RDWR)
+                connected += 1
+        if not connected:
+            return
+
+
+def _refuse(listener: socket.socket) -> None:
+    """Let no more connections come, by a packet filter (man 7 socket) that drops everything.
+
+    Shutting the listener down would do as well, but for an error that gRPC prints.
+    """
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF_RET: 0 bytes
+    program = struct.pack("HP", 1, ctypes.addressof(drop))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    except OSError:  # not on Linux
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets(port: int) -> Iterator[socket.socket]:
+    """Yield the TCP sockets of this process at a port, each a duplicate to be used at once."""
+    for entry in tuple(DESCRIPTORS.iterdir()):
+        try:
+            duplicate = os.dup(int(entry.name))
+        except OSError:  # closed in the meantime
+            continue
+        try:
+            one = socket.socket(fileno=duplicate)
+        except OSError:  # a file
+            os.close(duplicate)
+            continue
+        with one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and _port(one) == port:
+                yield one
+
+
+def _port(one: socket.socket) -> int | None:
+    """Return the local port; ``None`` where the peer has just reset it, as macOS reports."""
+    with suppress(OSError):
+        return int(one.getsockname()[1])
+    return None
+
+
+def _connected(one: socket.socket) -> bool:
+    return not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+def _greeted(one: socket.socket) -> bool:
+    """Return whether the peer has received the first frame of gRPC's."""
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    if len(info) < _TCP_INFO_BYTES:
+        return False
+    return bool(struct.unpack_from("Q", info, _BYTES_ACKED)[0] >= _GREETED_BYTES)
+
+
+def _peer_of(one: socket.socket) -> tuple[str, int]:
+    host, port = one.getpeername()[:2]
+    return str(host).removeprefix("::ffff:"), int(port)
+
+
+def addresses_of(peers: Iterable[str]) -> set[tuple[str, int]]:
+    """Return hosts and ports of peers as gRPC names them, such as ``ipv6:%5B::1%5D:5000``.
+
+    Those that it gives no name (``""``) are left out.
+    """
+    found = set()
+    for peer in peers:
+        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+        if port.isdigit():
+            found.add((host.strip("[]"), int(port)))
+    return found
+
+
+logger = logging.getLogger(__name__)
+
+SPARE_DESCRIPTORS: Final = 32
+"""Kept free for files, pipes and threads that come and go, and connections about to be refused."""
+
+LEAST_CONNECTIONS: Final = 16
+"""A server that may have fewer of a kind is not started."""
+
+MAX_HTTP_CONNECTIONS: Final = 64
+"""Probes, scrapers and people; one more takes the place of the one that idles longest."""
+
+HTTP_IDLE_S: Final = 20.0
+"""An HTTP connection on which no request begins for so long is closed: no head of a request, and
+no reader of a page, is as slow."""
+
+
+_LOOK_S: Final = 1.0
+"""Between two looks for idle connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """The most connections that each port has open at once."""
+
+    grpc: int
+    http: int
+
+
+def fit_limits(wanted: int) -> ConnectionLimits:
+    """Limits for ``wanted`` gRPC connections that the file descriptors of the process suffice for.
+
+    The soft limit of descriptors is raised as far as the hard one allows. To be called when
+    everything else is open. Raises StartError if hardly a connection is left.
+    """
+    in_use = len(list(DESCRIPTORS.iterdir())) + SPARE_DESCRIPTORS
+    needed = in_use + 2 * MAX_HTTP_CONNECTIONS + wanted  # as many again may wait for room
+    allowed = raise_descriptors(needed)
+    if allowed >= needed:
+        return ConnectionLimits(grpc=wanted, http=MAX_HTTP_CONNECTIONS)
+    left = allowed - in_use
+    if left < 3 * LEAST_CONNECTIONS:
+        raise StartError(
+            f"the limit of open files is {allowed}, which leaves {max(left, 0)} for connections, "
+            f"and {3 * LEAST_CONNECTIONS} are the least; raise it: ulimit -n {needed}"
+        )
+    http = min(MAX_HTTP_CONNECTIONS, max(LEAST_CONNECTIONS, left // 8))
+    grpc = min(wanted, left - 2 * http)
+    logger.warning(
+        "the limit of open files is %d: gRPC takes %d connections at once, not %d as "
+        "--max-connections asks; for all of them: ulimit -n %d",
+        allowed, grpc, wanted, needed,
+    )  # fmt: skip
+    return ConnectionLimits(grpc=grpc, http=http)
+
+
+def raise_descriptors(needed: int) -> int:
+    """Raise the soft limit of file descriptors towards ``needed``; return what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return max(soft, needed)
+    goal = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with suppress(OSError, ValueError):  # some systems have lower bounds of their own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class HttpConnections:
+    """Keeps the connections of an aiohttp server few, and closes those that idle.
+
+    aiohttp itself waits for the first request of a connection, and for the rest of a request's
+    head, without limit. To be used on the event loop's thread.
+    """
+
+    def __init__(self, server: Callable[[], web.Server], *, most: int) -> None:
+        self._server = server
+        self._most = most
+        self._used_s: dict[web.RequestHandler, float] = {}
+        """When the last request of each began, or when it was accepted; in that order."""
+
+    def accept(self) -> web.RequestHandler:
+        """The protocol of a new connection; where there is no room, the idlest one is closed."""
+        if len(self._used_s) >= self._most:
+            self._forget_closed()
+        while len(self._used_s) >= self._most:
+            idlest = next(iter(self._used_s))
+            del self._used_s[idlest]
+            _abort(idlest)
+        new = self._server()()
+        self._used_s[new] = asyncio.get_running_loop().time()
+        return new
+
+    @web.middleware
+    async def note_use(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """A middleware by which connections with requests count as used."""
+        if self._used_s.pop(request.protocol, None) is not None:
+            self._used_s[request.protocol] = asyncio.get_running_loop().time()
+        return await handler(request)
+
+    async def close_idle(self) -> None:
+        """Close what idles for too long, as long as nobody cancels this."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._forget_closed()
+            idle_since_s = asyncio.get_running_loop().time() - HTTP_IDLE_S
+            for one, used_s in self._used_s.items():
+                if used_s < idle_since_s:
+                    _abort(one)
+
+    def transports(self) -> list[asyncio.Transport]:
+        """Those of all connections that are open."""
+        return [one.transport for one in self._used_s if one.transport is not None]
+
+    def _forget_closed(self) -> None:
+        """What was accepted only now is not connected yet either."""
+        recent_s = asyncio.get_running_loop().time() - _LOOK_S
+        self._used_s = {
+            one: used_s
+            for one, used_s in self._used_s.items()
+            if one.connected or used_s >= recent_s
+        }
+
+
+def _abort(one: web.RequestHandler) -> None:
+    """Close a connection now: to close it only would wait for its peer to read what is written."""
+    transport = one.transport  # force_close() forgets it
+    one.force_close()
+    if transport is not None:
+        transport.abort()
