@@ -39,13 +39,12 @@ from tests.unit.certify.population import Population
 
 from offramp.bundle import Bundle, ExitPolicy
 from offramp.certify import MODEL_END
+from offramp.engine.control.adjustment import ExitProposals
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.drift import DEFAULT_RATE, DriftAlarm
-from offramp.engine.control.exit_proposals import ExitProposals
-from offramp.engine.control.shift_guard import ShiftGuard
-from offramp.engine.control.suspicion import Suspicion
+from offramp.engine.control.drift import DEFAULT_RATE, DriftAlarm, Suspicion
+from offramp.engine.control.shift import ShiftGuard
 from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 BOUND: Final = 0.01

@@ -1,4 +1,7 @@
-"""The files of a bundle, read only after they were checked, as nothing on disk is trusted."""
+"""The files of a bundle: read only after they were checked, written whole, put in place at once.
+
+Nothing on disk is trusted.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@
 exabytes, and a megabyte of zeros, compressed, unpacks to a gigabyte. Here names, sizes, dtypes and
 shapes of all members are looked at first, and what is read is what was looked at. Pickles are
 never loaded.
+
+Arrays may be mapped into memory instead (:func:`map_npz`): what is read of them is not kept. Pages
+that a process has read count as its own until they are let go; the system's cache still has them
+then, for as long as it has room.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""The records of a bundle: what its exits said on the calibration data."""
+"""The records of a bundle: what exits said on the calibration data, and what is lost by class.
+
+A policy that disagrees with the model on 1 % of the answers may lose every answer of a class that
+the model gives to 1 % of them: fraud, a defect, a disease. So disagreement is counted by class,
+and a bound of its own may be certified for each class (Learn then Test with several risks:
+:class:`offramp.certify.Stratum`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Graph files of a bundle as they are on the disk, and with the weights that they name."""
+"""Graph files of a bundle as they are on the disk, and with the weights that they name.
+
+What is read may be held (:class:`HeldFiles`), whatever the bundle's path names later.
+"""
 
 from __future__ import annotations
 
@@ -150,6 +153,10 @@ class HeldFiles:
     """The files of a bundle at ``root``, which are checked as they are read.
 
     BundleIntegrityError if one is not what its entry says by now.
+
+    A server reads graphs again while it serves: for exits that it tries, and for workers that start
+    in place of lost ones. By then another bundle may be at the path, or none. Small files are kept
+    in memory, large ones open: what is open can be read though its name is gone.
     """
 
     def __init__(self, root: Path, entries: Sequence[FileEntry], *, mend: str) -> None:

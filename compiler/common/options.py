@@ -143,7 +143,7 @@ class CompileOptions:
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
     criterion: str = "probability"
-    """What says how sure an exit is: a name of :mod:`.schema.criteria`, or a registered
+    """What says how sure an exit is: a name of :class:`.Criterion`, or a registered
     one (:mod:`offramp.engine.answers.criteria`). For classification."""
     exits: tuple[str, ...] = ()
     """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses

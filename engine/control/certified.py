@@ -34,19 +34,16 @@ from numpy.typing import NDArray
 from offramp.bundle import ExitPolicy
 from offramp.certify import AgreementCurve, FloatArray, Observations, Window, fit_curves
 from offramp.certify.kept import kept_array, kept_part
-from offramp.engine.control.candidate_test import CandidateTests
+from offramp.engine.control.adjustment import ExitProposals
+from offramp.engine.control.candidates import CandidateTests, SavingsEstimator
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.counters import ControlCounters
-from offramp.engine.control.drift import DriftAlarm
-from offramp.engine.control.exit_proposals import ExitProposals
-from offramp.engine.control.in_force import PolicyInForce
+from offramp.engine.control.drift import DriftAlarm, Suspicion
+from offramp.engine.control.in_force import PolicyInForce, Resumption
 from offramp.engine.control.initial import tuning_split
-from offramp.engine.control.resumption import Resumption
-from offramp.engine.control.savings import SavingsEstimator
 from offramp.engine.control.settings import CertifiedSettings
-from offramp.engine.control.shift_guard import ShiftGuard
-from offramp.engine.control.suspicion import Suspicion
+from offramp.engine.control.shift import ShiftGuard
 
 __all__ = ["CertifiedController", "CertifiedSettings"]
 
@@ -254,7 +251,7 @@ class CertifiedController:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a kept state, evidence included; a job that is out is not waited for.
 
-        Where inputs are watched, thresholds beyond the compiled ones wait (:mod:`.resumption`).
+        Where inputs are watched, thresholds beyond the compiled ones wait (:mod:`.in_force`).
         """
         try:
             if self._guard is not None:

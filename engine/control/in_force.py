@@ -1,23 +1,36 @@
-"""The policy in force: a level of a threshold path, and what may be said of it."""
+"""The policy in force: a level of a threshold path, and what may be said of it.
+
+Its metrics are here too, the audit rate among them, and what is in force after a restart.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.certify import NEVER, AgreementCurve, FloatArray, ThresholdPath, Weighted
+from offramp.certify import (
+    NEVER,
+    AgreementCurve,
+    FloatArray,
+    Observations,
+    ThresholdPath,
+    Weighted,
+    count_answers,
+)
 from offramp.certify.betting import UpperBound
 from offramp.certify.fitting import Fitted, lay_path
 from offramp.certify.kept import kept_count, kept_flag, kept_part
 from offramp.certify.threshold_path import alpha_of
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.policy_metrics import PolicyMetrics
+from offramp.engine.control.counters import ControlCounters
 from offramp.engine.control.settings import CertifiedSettings
+from offramp.engine.control.shift import ALIKE, ShiftGuard
 
 _FOR_PATHS: Final = 0.8
 """Share of α for certificates; the rest is for upper bounds."""
@@ -256,3 +269,193 @@ class PolicyInForce:
         exits = [a.exit for a in self.policy.active]
         alpha = alpha_of(self._policies, (1 - _FOR_PATHS) * self._settings.alpha)
         return PolicyMetrics(self._costs, self._settings, exits, shares, alpha=alpha)
+
+
+_STEPS_PER_HALVING: Final = 4
+_UP: Final = 1.2
+"""How far above the next step the aim must be to go there, so that q does not flutter."""
+_MEMORY: Final = 2048.0
+"""Samples after which the shares answered at each exit have forgotten all but a third."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSettings:
+    """How much auditing is too much, and too little."""
+
+    budget: float = 0.05
+    """Largest share of all compute, audits included, that they may take; in (0, 1)."""
+    least: float = 0.01
+    """Probability that the rate never goes below, in (0, 1]. It comes before the budget."""
+    steady: float = 0.25
+    """Share of the budget once no more evidence is needed: enough to notice drift."""
+    every: int = 512
+    """Samples from one change to the next, at least."""
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "least", "steady"):
+            value = getattr(self, name)
+            if not 0 < value <= 1 or (name == "budget" and value == 1):
+                raise ValueError(f"{name} is {value}, expected above 0, below 1")
+
+
+def affordable(shares: FloatArray, latency_ms: FloatArray, budget: float) -> float:
+    """Largest audit probability within the budget, a share of all compute, in (0, 1].
+
+    ``shares``, float64[active + 1], are of samples answered at each exit in use, the last at the
+    end, and ``latency_ms`` is until each, every exit in use paid (:meth:`.CostModel.latency_ms`).
+    """
+    without = float(shares @ latency_ms)
+    more = float(shares @ (latency_ms[-1] - latency_ms))
+    if more <= 0:
+        return 1.0
+    return min(1.0, budget / (1 - budget) * without / more)
+
+
+class AuditRate:
+    """The audit probability in force; it changes rarely, in steps of a fourth of a halving.
+
+    The audit rate gives as many answers as evidence needs, within a share of all compute. An audit
+    runs a sample that was answered at exit e on to the end: its cost is the time from there. With C
+    the mean time that stages take for a sample without audits, and E the mean time from the answer
+    to the end (0 for what nothing answers early), audits of a share q take q E of C + q E. Held to
+    a budget b that allows q <= b / (1 − b) · C / E.
+    """
+
+    def __init__(self, settings: AuditSettings, shares: FloatArray, latency_ms: FloatArray) -> None:
+        self._settings = settings
+        self._since = 0
+        self.set(self.aim(shares, latency_ms, needed=True))
+
+    def aim(self, shares: FloatArray, latency_ms: FloatArray, *, needed: bool) -> float:
+        """Give the probability wanted; ``needed`` says whether evidence is still missing."""
+        most = affordable(shares, latency_ms, self._settings.budget)
+        wanted = most if needed else most * self._settings.steady
+        return min(max(wanted, self._settings.least), 1.0)
+
+    def set(self, wanted: float) -> None:
+        """Jump to the step at or below what is wanted, never below the least one, in (0, 1]."""
+        steps = math.floor(np.log2(wanted) * _STEPS_PER_HALVING + 1e-9)
+        self.value: float = max(2.0 ** (steps / _STEPS_PER_HALVING), self._settings.least)
+        self._since = 0
+
+    def follow(self, wanted: float, samples: int) -> None:
+        """Go where it is wanted, if that is far enough away, and the last change long enough."""
+        self._since += samples
+        if self._since < self._settings.every:
+            return
+        if wanted < self.value or wanted >= self.value * 2 ** (1 / _STEPS_PER_HALVING) * _UP:
+            self.set(wanted)
+
+
+class PolicyMetrics:
+    """Metrics of one policy; another one that answers otherwise begins with new ones."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        settings: CertifiedSettings,
+        exits: Sequence[int],
+        shares: FloatArray,
+        *,
+        alpha: float,
+    ) -> None:
+        """Know nothing yet, of a policy with these exits in use, answering or in shadow mode.
+
+        ``shares``, float64[K + 1], are of samples expected to be answered at each exit, the last at
+        the end. The upper bound may ever be wrong with probability ``alpha``.
+        """
+        self._costs = costs
+        self._answered = shares.copy()
+        """float64[K + 1]: samples answered at each, the older ones forgotten."""
+        self.bound = UpperBound(alpha)
+        """Of the policy's risk."""
+        self.served = 0
+        """Samples seen that were served under it."""
+        audits = AuditSettings(budget=settings.audit_budget, least=settings.least_budgeted)
+        self.audit = AuditRate(audits, *self._shares(exits))
+
+    def observe(self, seen: Observations, loss: FloatArray) -> None:
+        """Take in samples served under the policy, none forced, and their float64[n] losses."""
+        self.served += len(seen)
+        self.bound.add(loss, largest=1 / float(seen.audit_probability.min()))
+        self._answered *= math.exp(-len(seen) / _MEMORY)
+        self._answered += count_answers(seen.answered_at, self._costs.exits)
+
+    def follow(self, exits: Sequence[int], *, needs_evidence: bool, samples: int) -> None:
+        """Move the audit probability, so many samples after the last time, for the exits in use."""
+        aim = self.audit.aim(*self._shares(exits), needed=needs_evidence)
+        self.audit.follow(aim, samples)
+
+    def _shares(self, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+        """Shares answered at the exits in use and the end, and the time until each."""
+        answered = self._answered[[*exits, self._costs.exits]]
+        return answered / max(float(answered.sum()), 1e-9), self._costs.latency_ms(exits)
+
+
+class Resumption:
+    """Holds back what was learned before a restart, and decides what becomes of it.
+
+    What was learned was certified on the samples of its time. Nobody knows what comes after a
+    restart: the load of that time may be gone. So thresholds that answer more than the compiled
+    policy does are held back, and what exits say of served samples is compared with what they said
+    before the restart (:class:`.ShiftGuard`). In the meantime the compiled thresholds are in force;
+    or, where they are out of the question (an alarm rang, or the exits are others), the most
+    aggressive level that was certified and answers nothing that they do not.
+
+        alike:      after so many samples what was learned comes into force again, with its evidence
+        different:  it is forgotten, and the server goes on as without a kept state; where the
+                    compiled thresholds are out of the question, that is an alarm
+
+    What answers no more than the compiled policy does is in force at once.
+    """
+
+    def __init__(
+        self, in_force: PolicyInForce, counters: ControlCounters, guard: ShiftGuard | None
+    ) -> None:
+        """Hold nothing back so far; without a guard nothing ever is."""
+        self._in_force, self._counters, self._guard = in_force, counters, guard
+        self.kept: Mapping[str, Any] | None = None
+        """The state that was restored, while it is held back."""
+
+    def begin(self, state: Mapping[str, Any]) -> None:
+        """Hold back what a state says that was just restored, unless that answers no more.
+
+        ValueError if too few samples were kept to compare with.
+        """
+        if self._guard is None:
+            return
+        if not self._in_force.hold_back():
+            self._guard.watch(self._in_force.policy)
+            return
+        if not self._guard.compare_with_past(self._in_force.policy):
+            raise ValueError("state: 'recent' has too few samples to compare with")
+        self.kept = state
+        text = f"thresholds stay within the compiled ones until {ALIKE:,} samples look like those"
+        self._note(f"{text} before the restart")
+
+    def resume_if_alike(self) -> None:
+        """Put what was learned in force again once enough samples were like those before."""
+        if self._guard is None or self.kept is None or not self._guard.is_alike:
+            return
+        self._in_force.resume()
+        version = self._in_force.policy.version
+        self._counters.resume_estimate(kept_part(self.kept, "counters"), version=version)
+        self.kept = None
+        self._note("samples look like those before the restart; what was learned is in force")
+
+    def forget(self) -> bool:
+        """Forget what was learned: whether the compiled thresholds, which go on, are in force."""
+        kept, self.kept = self.kept, None
+        if self._guard is None or kept is None or not self._in_force.forget_learned():
+            return False
+        self._guard.start_over(self._in_force.policy)
+        self._note("samples are not like those before the restart; what was learned is forgotten")
+        return True
+
+    def describe(self) -> str:
+        """How far the comparison is, for people."""
+        alike = 0 if self._guard is None else self._guard.alike
+        return f"as compiled: {alike:,} of {ALIKE:,} samples like those before the restart"
+
+    def _note(self, why: str) -> None:
+        self._counters.note("policy", f"policy {self._in_force.policy.version}: {why}")

@@ -26,9 +26,9 @@ class CertifiedSettings:
     """Audit probability that there is always a budget for, whatever :attr:`audit_budget` says."""
     least_audit: float = 0.003
     """Audit probability that is never gone below; of those in the budget, most may be kept for what
-    follows disagreements (:mod:`.suspicion`)."""
+    follows disagreements (:mod:`.drift`)."""
     raise_audits: bool = True
-    """Audits become more after a disagreement, and fewer at other times (:mod:`.suspicion`)."""
+    """Audits become more after a disagreement, and fewer at other times (:mod:`.drift`)."""
     alarm_rate: float = DEFAULT_RATE
     """False drift alarms per audited sample, at most."""
     min_gain: float = 0.01

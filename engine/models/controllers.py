@@ -11,15 +11,14 @@ from offramp.bundle.schema.compilation import BatchEffect
 from offramp.certify.shared_risk import half_risk
 from offramp.engine.common.control_state import identity_of
 from offramp.engine.common.errors import OptionsError
-from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
+from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, ExitProposals
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.exit_proposals import ExitProposals
 from offramp.engine.control.initial import certified_on, within_budget
 from offramp.engine.control.published.apparate import ApparateController, ApparateSettings
-from offramp.engine.control.published.static import StaticController
-from offramp.engine.control.shift_guard import ShiftGuard
+from offramp.engine.control.shift import ShiftGuard
+from offramp.engine.control.static import StaticController
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.whole_promise import end_evidence
 from offramp.engine.stages.plan import Mode

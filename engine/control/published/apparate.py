@@ -31,8 +31,8 @@ from offramp.certify import BoolArray, Float32Array, FloatArray, Observations, W
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, Adjustment, adjust
 from offramp.engine.control.controller import Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.published import PublishedController, policy_of
 from offramp.engine.control.published.thresholds import METHODS, Tuning, count_allowed, tune
+from offramp.engine.control.static import PublishedController, policy_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ import numpy as np
 
 from offramp.bundle import NEVER, ExitPolicy
 from offramp.certify import MODEL_END, BoolArray, IntArray, Observations, first_exit
-from offramp.engine.control.published.published import PublishedController, policy_of
 from offramp.engine.control.published.two_stage import StageTimes
+from offramp.engine.control.static import PublishedController, policy_of
 
 _ROUNDING: Final = 1e-9
 """By how much a threshold may miss 1 through sums of steps."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from offramp.bundle.schema.policy import NEVER
+from offramp.bundle.schema.policy import NEVER, ExitPolicy
 from offramp.certify import BoolArray, ConfidenceArray, Evaluation, FloatArray, Records, evaluate
 from offramp.certify.path import best_common_thresholds
 from offramp.engine.control.published.greedy import greedy_thresholds
 from offramp.engine.control.published.search import search_thresholds
+from offramp.engine.control.static import policy_of
 
 METHODS = ("search", "greedy", "path")
 """What ``tune`` knows."""
@@ -76,3 +77,27 @@ def count_allowed(max_disagreement: float, samples: int) -> int:
     while allowed / samples > max_disagreement:
         allowed -= 1
     return allowed
+
+
+def tune_shared(records: Records, max_disagreement: float) -> Tuning:
+    """Find the one threshold for all exits that saves the most within the bound on the records.
+
+    On raw confidence. As fine as a grid search can be: every confidence that occurs is tried. About
+    unseen data it says little.
+    """
+    return tune(records.confidence, records.agrees, records.latency_ms, max_disagreement, "path")
+
+
+def tune_separate(records: Records, max_disagreement: float) -> Tuning:
+    """Find a threshold for each exit ("+") such that they save the most within the bound.
+
+    The paper searches a grid of all combinations; with steps of 0.1 and 13 exits that would be
+    11^13 of them. The beam search stands in: exact or within a percent of it where that can be
+    checked (:mod:`.search`), and never worse than :func:`tune_shared` on the same records.
+    """
+    return tune(records.confidence, records.agrees, records.latency_ms, max_disagreement, "search")
+
+
+def always_active(thresholds: FloatArray, *, version: int = 1) -> ExitPolicy:
+    """Put every exit to use, float64[K] thresholds; those at NEVER cost time and answer nothing."""
+    return policy_of(version, range(len(thresholds)), thresholds.tolist())

@@ -18,10 +18,10 @@ from tests.unit.certify.population import (
 from offramp.bundle import ExitPolicy
 from offramp.bundle.schema.policy import NEVER
 from offramp.engine.common.control_state import load_state, save_state
+from offramp.engine.control.adjustment import ExitProposals
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Evidence
-from offramp.engine.control.exit_proposals import ExitProposals
-from offramp.engine.control.shift_guard import ShiftGuard
+from offramp.engine.control.shift import ShiftGuard
 
 EPSILON = 0.01
 COSTS = synthetic_costs()

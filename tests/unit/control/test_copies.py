@@ -9,7 +9,7 @@ from tests.unit.certify.population import Population, feed, policy_of, synthetic
 from offramp.certify import MODEL_END
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.evidence_window import EvidenceWindow
-from offramp.engine.control.shift_guard import ShiftGuard
+from offramp.engine.control.shift import ShiftGuard
 
 EPSILON = 0.01
 PROMISED = policy_of({0: 0.99, 1: 0.98, 2: 0.98}, promised=EPSILON)

@@ -9,7 +9,7 @@ import pytest
 
 from offramp.certify import UNKNOWN, Observations
 from offramp.engine.control.counters import ControlCounters
-from offramp.engine.control.suspicion import Suspicion
+from offramp.engine.control.drift import Suspicion
 
 EPSILON = 0.01
 

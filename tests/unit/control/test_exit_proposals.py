@@ -10,8 +10,8 @@ from tests.fakes import policy_of
 
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, UNKNOWN, Observations
+from offramp.engine.control.adjustment import JUDGED_BY, ExitProposals, representative
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.exit_proposals import JUDGED_BY, ExitProposals, representative
 
 COSTS = CostModel(
     source_ms=8.0,

@@ -11,7 +11,7 @@ from tests.unit.certify.population import Population, feed, policy_of, synthetic
 from offramp.bundle import ExitPolicy
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Evidence
-from offramp.engine.control.shift_guard import ALIKE, ShiftGuard
+from offramp.engine.control.shift import ALIKE, ShiftGuard
 
 EPSILON = 0.01
 PROMISED = policy_of({0: 0.995, 1: 0.99, 2: 0.99}, version=4, promised=EPSILON)

@@ -10,7 +10,7 @@ from tests.fakes import policy_of
 
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, UNKNOWN, Observations, reaches
-from offramp.engine.control.shift_guard import ALIKE, FIRST_WAIT, KEPT, QUIET, ShiftGuard
+from offramp.engine.control.shift import ALIKE, FIRST_WAIT, KEPT, QUIET, ShiftGuard
 
 
 class Guarded:

@@ -16,8 +16,7 @@ from tests.unit.certify.population import (
 
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Evidence
-from offramp.engine.control.drift import DriftAlarm
-from offramp.engine.control.suspicion import Suspicion
+from offramp.engine.control.drift import DriftAlarm, Suspicion
 
 EPSILON = 0.01
 KAPPA = 1.25 * EPSILON

@@ -15,14 +15,14 @@ from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.apparate import ApparateController, ApparateSettings
 from offramp.engine.control.published.pame import PameController, PameSettings
-from offramp.engine.control.published.static import (
-    StaticController,
+from offramp.engine.control.published.thresholds import (
+    Tuning,
     always_active,
     tune_separate,
     tune_shared,
 )
-from offramp.engine.control.published.thresholds import Tuning
 from offramp.engine.control.published.two_stage import StageTimes
+from offramp.engine.control.static import StaticController
 from offramp.engine.models.controllers import make_controller
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.stages.plan import Mode

@@ -14,12 +14,8 @@ from offramp.bundle import ExitPolicy, Promise
 from offramp.bundle.schema.policy import NEVER
 from offramp.certify import UNKNOWN, Records, evaluate
 from offramp.engine.control.controller import Evidence
-from offramp.engine.control.published.static import (
-    StaticController,
-    always_active,
-    tune_separate,
-    tune_shared,
-)
+from offramp.engine.control.published.thresholds import always_active, tune_separate, tune_shared
+from offramp.engine.control.static import StaticController
 
 POLICY = policy_of(3, {0: 0.5, 2: 0.25})
 PROMISE = Promise(

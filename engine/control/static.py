@@ -1,4 +1,4 @@
-"""What the published controllers share: they keep a policy, count, and test nothing."""
+"""Controllers that certify nothing: what they share, and the one that never changes its policy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy
+from offramp.certify import Observations
 from offramp.certify.kept import kept_array, kept_count, kept_exits, kept_part
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.counters import ControlCounters
@@ -107,3 +108,24 @@ def policy_of(version: int, exits: Sequence[int], thresholds: Sequence[float]) -
     pairs = zip(exits, thresholds, strict=True)
     active = tuple(ActiveExit(exit=int(e), threshold=float(t)) for e, t in pairs)
     return ExitPolicy(version=version, active=active)
+
+
+class StaticController(PublishedController):
+    """Keeps the policy that it is given; counts and estimates, and acts on nothing."""
+
+    name = "static"
+
+    def observe(self, seen: Observations) -> None:
+        """Count."""
+        self._counters.add(seen, version=self.policy.version)
+
+    def state(self) -> Mapping[str, Any] | None:
+        """Keep nothing: the policy is the bundle's, and counts begin with the server."""
+        return None
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Refuse: this controller never kept a state."""
+        raise ValueError(f"the static controller keeps no state; got one with {sorted(state)}")
+
+    def _describe(self) -> str:
+        return "never changes"
