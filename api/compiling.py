@@ -149,10 +149,7 @@ def compile(  # noqa: A001 - the name that users expect
     spec = _preprocessing(options)
     check_target(asked.output, overwrite=overwrite)
     with _needing_extra():
-        from offramp.calibration.data.scratch import (  # noqa: PLC0415 - the extra has it
-            ScratchSpace,
-        )
-        from offramp.compiler.data import as_source  # noqa: PLC0415
+        from offramp.compiler.data import as_source  # noqa: PLC0415 - the extra has it
         from offramp.compiler.steps.compile import compile_model  # noqa: PLC0415
 
         if example_inputs is None and _is_module(model):
@@ -160,7 +157,7 @@ def compile(  # noqa: A001 - the name that users expect
         source = as_source(data, spec)
         with _shown(progress) as steps, _as_file(model, example_inputs, steps) as file:
             asked = dataclasses.replace(asked, model=file, data=source)
-            return compile_model(asked, steps, scratch=ScratchSpace(asked.scratch))
+            return compile_model(asked, steps)
 
 
 def _options(**given: Any) -> CompileOptions:

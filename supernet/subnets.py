@@ -20,9 +20,10 @@ from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.running import run_over
 from offramp.calibration.measure.estimates import widest_ratio
 from offramp.calibration.measure.profiling import TimedGraph
-from offramp.compiler.blueprints.blueprint import Blueprint, CompileRun
+from offramp.compiler.blueprints.blueprint import Blueprint
 from offramp.compiler.blueprints.variants import DrawnVariant, draw_variant
 from offramp.compiler.common.errors import CompileError
+from offramp.compiler.exits.timed_model import CompileRun
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.answers.agreement import agreement_of

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -14,15 +14,20 @@ import pytest
 from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.calibration.choose import limits
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.measure.measuring import Budget
-from offramp.compiler.blueprints.precision import Quantise
+from offramp.compiler.blueprints.precision import on_copy
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.graphs import weights
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.steps import compile as compiling
 from offramp.compiler.steps.compile import compile_model
 from offramp.engine.common.timing import Effort
 from tests.quantised import quantised
 
+Quantise: TypeAlias = Callable[[SourceModel, Dataset], bytes]
+"""Makes a quantised copy of a model, by samples of its training data."""
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fashion"
 
 
@@ -79,6 +84,8 @@ def compile_tiny(
 ) -> Bundle:
     """Compile a model on the given arrays; exits may cost what they will, it is so small.
 
+    With a precision, the copy that ``quantise`` makes goes before the model, faster or not.
+
     What is measured of its policy is noise for the same reason, and keeps no exit out of use.
     """
     onnx.save(model, folder / "model.onnx")
@@ -97,4 +104,11 @@ def compile_tiny(
     )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(limits, "measured_loss", lambda *_: None)
-        return compile_model(asked, quantise=quantise)
+        patched.setattr(
+            compiling,
+            "choose_precision",
+            lambda plain, exits: on_copy(
+                plain, exits, quantise(plain.sliced.whole_model(), plain.timed.run.parts.train)
+            ),
+        )
+        return compile_model(asked)

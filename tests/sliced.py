@@ -12,9 +12,13 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset, DataSplit
+from offramp.calibration.data.scratch import ScratchSpace
+from offramp.calibration.measure.estimates import BackboneTimes
 from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.progress import SILENT
 from offramp.compiler.cuts.slicing import Sliced, slice_model
+from offramp.compiler.exits.timed_model import CompileRun, ProfileTimer, TimedModel
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.runtime import random_inputs
 from tests import models
@@ -66,3 +70,28 @@ def inputs_of(pieces: Sliced, samples: int, *, seed: int = 0) -> dict[str, NDArr
 def dataset_of(pieces: Sliced, samples: int) -> Dataset:
     labels = np.arange(samples) % pieces.model.answer.classes
     return Dataset(inputs=inputs_of(pieces, samples), labels=labels, sha256="0")
+
+
+def timed(pieces: Sliced, parts: DataSplit, options: CompileOptions) -> TimedModel:
+    """Say that every segment takes 1 ms at batch 8; exits are timed as ever."""
+    segments = len(pieces.segments)
+    return TimedModel(
+        sliced=pieces,
+        run=run_of(parts, options),
+        timer=ProfileTimer(
+            source=b"",
+            segments=pieces.graphs,
+            samples=lambda size: parts.train.take(slice(size)),
+            threads=1,
+            batch_sizes=(8,),
+            progress=SILENT,
+        ),
+        times=BackboneTimes(
+            batch_sizes=(8,), source_ms=(float(segments),), segments_ms=((1.0,),) * segments
+        ),
+    )
+
+
+def run_of(parts: DataSplit, options: CompileOptions) -> CompileRun:
+    space = ScratchSpace(options.scratch)
+    return CompileRun(options=options, parts=parts, progress=SILENT, scratch=space)

@@ -9,34 +9,30 @@ one is certified and packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Head, TensorSpec, ValueBound
-from offramp.bundle.schema.compilation import BatchEffect, JointTraining
+from offramp.bundle import ExitPolicy, Head, Measured, TensorSpec
+from offramp.bundle.schema.compilation import JointTraining
 from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.choose.selection import Candidates
 from offramp.calibration.data.dataset import DataSplit
 from offramp.calibration.data.running import run_over
-from offramp.calibration.data.scratch import ScratchSpace
-from offramp.calibration.measure.estimates import BackboneTimes
-from offramp.calibration.measure.profiling import BATCH_SIZES
-from offramp.calibration.rehearsal import RehearsalSettings
+from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
 from offramp.compiler.blueprints.cascade import verify_front
 from offramp.compiler.blueprints.packing import Draft
-from offramp.compiler.blueprints.profile import ProfileTimer
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.common.progress import Progress
 from offramp.compiler.cuts.slice_verification import VERIFIED_SAMPLES
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
-from offramp.compiler.exits.exits import BuiltExit, alone, judge, time_heads
+from offramp.compiler.exits.exits import BuiltExit, judge
 from offramp.compiler.exits.heads import build_own
 from offramp.compiler.exits.policy import FixedPath, PolicyChoice, record_exits
+from offramp.compiler.exits.timed_model import CompileRun, TimedModel
 from offramp.compiler.graphs.tail import Tail
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.answers.principal_values import principal_values
@@ -47,28 +43,13 @@ OWN = Head(kind="own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompileRun:
-    """What is asked of the compiler, the data that it has for it, and where it shows progress."""
-
-    options: CompileOptions
-    parts: DataSplit
-    progress: Progress
-    scratch: ScratchSpace = field(default_factory=ScratchSpace)
-    batch_effect: BatchEffect | None = None
-    """Taken from what is asked for in ``options``, if it is anything."""
-    value_bounds: tuple[ValueBound, ...] = ()
-    """Values of inputs beyond which the model fails."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
     """A model in pieces with exits, measured, and the policies that could be certified."""
 
-    sliced: Sliced
+    timed: TimedModel
     draft: Draft
-    timer: ProfileTimer
     choice: PolicyChoice
-    """Of the exits in use; with the profile."""
+    """Choice of the exits in use; with the profile."""
     tune: ExitRecords
     """What each exit answers on the tuning split."""
     candidates: Candidates
@@ -85,31 +66,36 @@ class Blueprint:
     limit: BindingLimit | None = None
     """What keeps all exits out of use, where that is known already."""
 
+    @property
+    def sliced(self) -> Sliced:
+        """The model in pieces."""
+        return self.timed.sliced
 
-def draw(
-    sliced: Sliced,
-    exits: Sequence[BuiltExit],
-    run: CompileRun,
-    *,
-    timer: ProfileTimer,
-    times: BackboneTimes,
-) -> Blueprint:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certified:
+    """A blueprint with what the certify split and a measurement say of it."""
+
+    chosen: Blueprint
+    records: ExitRecords
+    """What each exit answers on the certify split."""
+    policy: ExitPolicy
+    limit: BindingLimit | None = None
+    """What keeps all exits out of use, if anything does."""
+    measured: Measured | None = None
+    rehearsed: Rehearsed | None = None
+
+
+def draw(timed: TimedModel, exits: Sequence[BuiltExit]) -> Blueprint:
     """Time exits on a model in pieces whose own times are known, and choose those in use."""
+    run, times = timed.run, timed.times
     options = run.options
-    draft = Draft.of(sliced, exits)
+    draft = Draft.of(timed.sliced, exits)
     graphs = {exit_.candidate: [exit_.graph] for exit_ in exits}
-    times_ms = time_heads(
-        sliced,
-        graphs,
-        timer.samples,
-        threads=options.threads,
-        batch_sizes=times.batch_sizes,
-        progress=run.progress,
-    )
-    exits_ms = [tuple(head_ms) for (head_ms,) in times_ms]
+    exits_ms = [tuple(head_ms) for (head_ms,) in timed.time_heads(graphs, times.batch_sizes)]
     choice = PolicyChoice(
         structure=draft,
-        profile=timer.finish(times, exits_ms, draft, draft.read),
+        profile=timed.timer.finish(times, exits_ms, draft, draft.read),
         max_disagreement=options.max_disagreement,
         confidence_level=options.confidence_level,
         batch_size=options.reference_batch_size,
@@ -120,9 +106,8 @@ def draw(
     candidates = choice.candidates(tune)
     path = _fix_path(choice, tune, candidates, options)
     return Blueprint(
-        sliced=sliced,
+        timed=timed,
         draft=draft,
-        timer=timer,
         choice=choice,
         tune=tune,
         candidates=candidates,
@@ -131,27 +116,8 @@ def draw(
     )
 
 
-def timer_of(sliced: Sliced, run: CompileRun) -> ProfileTimer:
-    """Time on the training part, which is repeated if it is too short for a batch."""
-    options, train = run.options, run.parts.train
-    sizes = {*BATCH_SIZES, options.reference_batch_size}
-    if options.selection == "pame":
-        sizes.add(options.rehearsal_batch)
-    return ProfileTimer(
-        source=sliced.model.proto.SerializeToString(),
-        segments=sliced.graphs,
-        samples=lambda size: train.take(np.arange(size) % len(train)),
-        threads=options.threads,
-        batch_sizes=sorted(sizes),
-        progress=run.progress,
-        quantised=None if sliced.front is None else sliced.front.proto.SerializeToString(),
-    )
-
-
-def measure_copy(
-    sliced: Sliced, copy: bytes, run: CompileRun
-) -> tuple[ProfileTimer, BackboneTimes]:
-    """Hold the pieces of a copy against it, and time them, with the model behind them.
+def time_copy(sliced: Sliced, copy: bytes, run: CompileRun) -> TimedModel:
+    """Compare the pieces of a copy with it, and time them, with the model after them.
 
     CompileError if they answer otherwise, DataError if the copy fails on a sample.
     """
@@ -162,8 +128,7 @@ def measure_copy(
         tolerance=sliced.tolerance(run.options),
         batch_sizes=(1, 7, VERIFIED_SAMPLES),
     )
-    timer = timer_of(sliced, run)
-    return timer, timer.backbone()
+    return TimedModel.of(sliced, run)
 
 
 def _fix_path(
@@ -179,25 +144,19 @@ def _fix_path(
     return choice.by_savings(tune, options.max_overhead, candidates=candidates)
 
 
-def own_exit(sliced: Sliced, times: BackboneTimes, plain: Blueprint, run: CompileRun) -> BuiltExit:
-    """Make the copy's own answer an exit, and judge it with no other beside it.
+def own_exit(timed: TimedModel, plain: Blueprint) -> BuiltExit:
+    """Make the copy's own answer the last exit of a cascade, and judge it with no other beside it.
 
     ``plain`` is the source model's blueprint: its answers are what is agreed with. DataError if the
     copy fails on a sample.
     """
-    options, candidate = run.options, len(sliced.cuts) - 1
+    sliced, run = timed.sliced, timed.run
+    candidate = len(sliced.cuts) - 1
     graph = _built(sliced)
     principal, agrees, mask = _answered(sliced, graph, plain, run.parts)
-    ((cost_ms,),) = time_heads(
-        sliced,
-        {candidate: [graph]},
-        plain.timer.samples,
-        threads=options.threads,
-        batch_sizes=[options.reference_batch_size],
-        progress=run.progress,
-    )[0]
-    cost = replace(alone(times, candidate, cost_ms, options), source_begins=len(sliced.cuts))
-    bound = options.max_disagreement
+    ((cost_ms,),) = timed.time_heads({candidate: [graph]})[0]
+    cost = replace(timed.alone(candidate, cost_ms), source_begins=len(sliced.cuts))
+    bound = run.options.max_disagreement
     judged = judge(OWN, principal, agrees, cost, max_disagreement=bound, mask=mask)
     tokens, tail = _mask_of(sliced), _tail_of(sliced)
     read = dict.fromkeys([sliced.cuts[candidate].name, *([tail.taught.output] if tail else [])])

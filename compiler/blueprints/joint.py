@@ -32,19 +32,14 @@ from offramp.bundle.schema.parts import HeadScore
 from offramp.bundle.schema.serde import from_plain, to_plain
 from offramp.calibration.torch.joint_state import JointState
 from offramp.calibration.torch.joint_training import JointModel, JointOptions, train_jointly
-from offramp.compiler.blueprints.blueprint import (
-    Blueprint,
-    CompileRun,
-    draw,
-    measure_copy,
-    own_exit,
-)
+from offramp.compiler.blueprints.blueprint import Blueprint, draw, own_exit, time_copy
 from offramp.compiler.blueprints.cascade import PREFIX, slice_twin
 from offramp.compiler.blueprints.precision import LEAST_GAIN
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.endings import exit_prefix
 from offramp.compiler.exits.exits import BuiltExit, FoundExits
+from offramp.compiler.exits.timed_model import TimedModel
 from offramp.compiler.graphs.graph import hoisted, rename_graph, serialised
 from offramp.compiler.graphs.tail import giving
 from offramp.engine.common.environment import available_cores, package_version
@@ -57,9 +52,7 @@ TRAINED_EXITS: Final = 6
 time. Those that net most with the frozen model, whether that is anything or not."""
 
 
-def choose_training(
-    plain: Blueprint, found: FoundExits, run: CompileRun, folder: JointFolder
-) -> Blueprint:
+def choose_training(plain: Blueprint, found: FoundExits, folder: JointFolder) -> Blueprint:
     """Train a copy with its exits, and give what is predicted to save more: that, or ``plain``.
 
     A warning says so if it is ``plain``. ``folder`` keeps what was trained so far.
@@ -73,7 +66,8 @@ def choose_training(
     exits.sort(key=attrgetter("candidate"))
     if not exits:
         return _without(plain, "there is no place for an exit")
-    model, options = plain.sliced.whole_model(), run.options
+    model, run = plain.sliced.whole_model(), plain.timed.run
+    options = run.options
     source, taught = serialised(hoisted(model.proto)), model.taught
     prefixes = ["", *(exit_prefix(e.candidate) for e in exits)]
     own, *scores = [prefix + taught.output for prefix in prefixes]
@@ -106,7 +100,7 @@ def choose_training(
     weights = {tensor.name: tensor for tensor in trained.proto.graph.initializer}
     copy = _with_weights(source, weights)
     learned = [replace(e, graph=_with_weights(e.graph, weights)) for e in exits]
-    joint = _drawn(plain, learned, copy, run)
+    joint = _drawn(plain, learned, copy)
     told = f"the model trained with its exits {trained.training.describe()}"
     compared = (
         f"exits of the frozen model are predicted to save {plain.predicted_savings:.1%} of its "
@@ -124,14 +118,11 @@ def _without(plain: Blueprint, reason: str) -> Blueprint:
     return replace(plain, reason=reason)
 
 
-def _drawn(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes, run: CompileRun) -> Blueprint:
+def _drawn(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes) -> Blueprint:
     """Put the trained copy before the model, with the exits that learned with it."""
     sliced = slice_twin(plain.sliced, copy).without_weights()
-    timer, times = measure_copy(sliced, copy, run)
-    moved = [_moved(sliced, exit_) for exit_ in exits]
-    return draw(
-        sliced, [*moved, own_exit(sliced, times, plain, run)], run, timer=timer, times=times
-    )
+    timed = time_copy(sliced, copy, plain.timed.run)
+    return draw(timed, [*(_moved(sliced, exit_) for exit_ in exits), own_exit(timed, plain)])
 
 
 def _moved(sliced: Sliced, exit_: BuiltExit) -> BuiltExit:
@@ -173,13 +164,14 @@ class JointFolder:
     """Of model, data, options and versions."""
 
     @classmethod
-    def of(cls, sliced: Sliced, run: CompileRun) -> JointFolder:
-        """Name the folder of a run; nothing is written yet."""
-        options, parts = (
-            dataclasses.asdict(dataclasses.replace(run.options, data=Path())),
-            run.parts,
-        )
-        del options["threads"], options["training"]["threads"]  # they change no weight
+    def of(cls, timed: TimedModel) -> JointFolder:
+        """Name the folder of a run; nothing is written yet.
+
+        CompileError where there is something else already, which must not be replaced.
+        """
+        sliced, options, parts = timed.sliced, timed.run.options, timed.run.parts
+        plain = dataclasses.asdict(replace(options, data=Path()))
+        del plain["threads"], plain["training"]["threads"]  # they change no weight
         nodes = [(node.op_type, list(node.output)) for node in sliced.model.proto.graph.node]
         said = {
             "model": sliced.model.original_sha256,
@@ -187,21 +179,17 @@ class JointFolder:
             "cuts": [[tensor.name for tensor in cut.tensors] for cut in sliced.cuts],
             "data": parts.train.sha256,
             "samples": [len(parts.train), len(parts.tune), len(parts.certify)],
-            "options": {k: v for k, v in options.items() if k not in _PLACES},
+            "options": {k: v for k, v in plain.items() if k not in _PLACES},
             "versions": [package_version(name) for name in ("offramp", "torch", "onnxruntime")],
         }
         text = json.dumps(said, sort_keys=True, default=str)
-        output = run.options.output
-        path = output.with_name(output.name + ".training")
-        return cls(path=path, digest=hashlib.sha256(text.encode()).hexdigest())
-
-    def check(self) -> None:
-        """Refuse to replace what is no folder of a training: a CompileError."""
-        if self.path.exists() and not (self.path / _EXITS).is_file():
+        path = options.output.with_name(options.output.name + ".training")
+        if path.exists() and not (path / _EXITS).is_file():
             raise CompileError(
-                f"{self.path} is there, and is no folder of a training that was interrupted; it is "
+                f"{path} is there, and is no folder of a training that was interrupted; it is "
                 "where --train joint keeps what it has: move it, or name another --output"
             )
+        return cls(path=path, digest=hashlib.sha256(text.encode()).hexdigest())
 
     def exits(self, sliced: Sliced) -> FoundExits | None:
         """Read the exits that an earlier run found; ``None`` if there was none of this kind."""

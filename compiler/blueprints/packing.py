@@ -18,9 +18,9 @@ from offramp.bundle import (
     ExitPolicy,
     InputRanges,
     Manifest,
-    Measured,
-    Profile,
+    Padding,
     Segment,
+    SharingCost,
     TensorSpec,
     Variant,
     write_bundle,
@@ -28,17 +28,14 @@ from offramp.bundle import (
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT, bundle_name
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.schema.compilation import JointTraining
 from offramp.bundle.schema.inputs import INPUT_RANGES
 from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.bundle.schema.measured import MEASURED
-from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.choose.records import ExitRecords, dump_records
 from offramp.calibration.choose.trade_offs import RecordedVariant
-from offramp.calibration.data.dataset import Dataset, DataSplit
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.running import run_over
-from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
-from offramp.compiler.common.options import CompileOptions
+from offramp.calibration.rehearsal import REHEARSAL
 from offramp.compiler.common.rounding import fits_16_bits
 from offramp.compiler.cuts.slicing import SOURCE, Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
@@ -55,7 +52,8 @@ from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.common.environment import cpu_features, package_version
 from offramp.engine.stages.plan import Mode, Plan, plan_stages
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import torch, which writing a bundle without exits does not take
+    from offramp.compiler.blueprints.blueprint import Certified
     from offramp.compiler.exits.exits import BuiltExit
 
 
@@ -120,20 +118,16 @@ class BuiltVariant:
 
 
 def make_manifest(
-    sliced: Sliced,
-    built: Draft,
-    certify: ExitRecords,
-    parts: DataSplit,
-    options: CompileOptions,
+    certified: Certified,
     *,
-    reason: str,
-    training: JointTraining | None = None,
+    paddings: tuple[Padding, ...],
+    variants: Sequence[BuiltVariant],
+    sharing: tuple[SharingCost, ...],
 ) -> Manifest:
-    """Describe the bundle; hashes are filled in when it is written.
-
-    ``reason`` is why the model is of this precision, or has these weights, where others were looked
-    at; ``training`` how they were trained, if they were.
-    """
+    """Describe the bundle; hashes are filled in when it is written."""
+    chosen, certify = certified.chosen, certified.records
+    sliced, draft, run = chosen.sliced, chosen.draft, chosen.timed.run
+    options, parts = run.options, run.parts
     model, front = sliced.model, sliced.front or sliced.model
     quantised = sliced.copy == "quantised"
     truth, final = certify.labels, certify.final_prediction
@@ -152,8 +146,8 @@ def make_manifest(
         unread=model.unread,
         outputs=model.outputs,
         answer=model.answer,
-        segments=sized_segments(built, built.read, row),
-        exits=tuple(judged(exit_, certify) for exit_ in built.exits),
+        segments=sized_segments(draft, draft.read, row),
+        exits=tuple(judged(exit_, certify) for exit_ in draft.exits),
         calibration=Calibration(
             data_sha256=parts.train.sha256,
             train_samples=len(parts.train),
@@ -172,61 +166,62 @@ def make_manifest(
         precision="int8" if quantised else "fp32",
         cpu=cpu_features() if quantised else None,
         weights_of_7_bits=quantised and fits_16_bits(front.proto),
-        precision_reason=reason,
-        training=training,
+        precision_reason=chosen.reason,
+        training=chosen.training,
         custom_ops=libraries_of(model.proto),
+        batch_effect=run.batch_effect,
+        paddings=paddings,
+        value_bounds=run.value_bounds,
+        variants=tuple(built.variant for built in variants),
+        weight_sharing=sharing,
+        idle_reason="" if certified.limit is None else certified.limit.message,
     )
 
 
 def pack(
     manifest: Manifest,
-    policy: ExitPolicy,
-    sliced: Sliced,
-    built: Draft,
-    *,
-    profile: Profile,
-    tune: ExitRecords,
-    certify: ExitRecords,
-    rehearsed: Rehearsed | None,
-    limit: BindingLimit | None = None,
-    measured: Measured | None = None,
+    certified: Certified,
     ranges: InputRanges,
-    maps: Sequence[EarlyMap] = (),
     variants: Sequence[BuiltVariant] = (),
 ) -> Mapping[str, FileContent]:
-    """Give the content of every file but manifest and policy, by path.
+    """Return the content of every file but manifest and policy, by path.
 
     Graphs name their large weights in one file, which is given piece by piece.
     """
-    graphs = {**built.files, manifest.source.file: sliced.model.as_declared().SerializeToString()}
+    chosen, policy, certify = certified.chosen, certified.policy, certified.records
+    sliced, draft, profile = chosen.sliced, chosen.draft, chosen.choice.profile
+    graphs = {**draft.files, manifest.source.file: sliced.model.as_declared().SerializeToString()}
     for variant in variants:
         graphs |= variant.graphs
     if variants:
         graphs = in_parts(graphs, sliced.weights)
     packed = pack_weights(graphs, sliced.weights)
+    some = chosen.timed.run.parts.certify
     report = render_report(
         manifest,
         policy,
         profile,
         certify,
-        rehearsed,
-        limit=limit,
-        measured=measured,
-        maps=maps,
+        certified.rehearsed,
+        limit=certified.limit,
+        measured=certified.measured,
+        maps=early_maps(draft, policy, chosen.timed.timer.source, some),
         weights=packed.sizes,
         variants=[
-            (RecordedVariant.of(manifest, policy, profile, tune), certify),
+            (RecordedVariant.of(manifest, policy, profile, chosen.tune), certify),
             *((variant.recorded, variant.certify) for variant in variants),
         ],
     )
     small = {
         PROFILE: dump(profile),
-        RECORDS: dump_records(tune, certify),
+        RECORDS: dump_records(chosen.tune, certify),
         REPORT: report.encode(),
         INPUT_RANGES: dump(ranges),
-        **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),
-        **({} if measured is None else {MEASURED: dump(measured)}),
     }
+    if certified.rehearsed is not None:
+        small[REHEARSAL] = certified.rehearsed.dump()
+    if certified.measured is not None:
+        small[MEASURED] = dump(certified.measured)
     for variant in variants:
         small |= variant.files
     weights = {WEIGHTS: packed.pieces()} if packed.sizes.file_bytes else {}

@@ -9,9 +9,9 @@ quantised where that pays. What each saves is predicted from times that were mea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
@@ -22,18 +22,13 @@ from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.calibration.precision.mixing import Mix, best_mix
 from offramp.calibration.precision.quantization import RANGE_SAMPLES
-from offramp.compiler.blueprints.blueprint import (
-    Blueprint,
-    CompileRun,
-    draw,
-    measure_copy,
-    own_exit,
-)
+from offramp.compiler.blueprints.blueprint import Blueprint, draw, own_exit, time_copy
 from offramp.compiler.blueprints.cascade import PREFIX, slice_cascade
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.exits import BuiltExit, build_on, reads_of
+from offramp.compiler.exits.timed_model import CompileRun
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.common.environment import cpu_features
@@ -49,15 +44,8 @@ LEAST_GAIN: Final = 0.01
 """Share of the source model's time that a copy must be predicted to save beyond exits alone. A
 second model costs memory, audits through all of the first one, and time where nothing exits."""
 
-Quantise: TypeAlias = Callable[[SourceModel, Dataset], bytes]
-"""Makes a quantised copy of a model, by samples of its training data."""
 
-
-def choose_precision(
-    plain: Blueprint,
-    exits: Sequence[BuiltExit],
-    run: CompileRun,
-) -> Blueprint:
+def choose_precision(plain: Blueprint, exits: Sequence[BuiltExit]) -> Blueprint:
     """Give what saves most on this machine: the model as it is, or a copy of it before it.
 
     ``plain`` is the float32 model with the ``exits``. Where no copy brings anything the answer is
@@ -67,6 +55,7 @@ def choose_precision(
         CompileError: A copy was asked for and cannot be cut, or its pieces differ from it.
         DataError: A copy fails on samples.
     """
+    run = plain.timed.run
     _say_what_the_cpu_has(cpu_features())
     choice = fastest_kind(plain.sliced.whole_model(), run)
     if choice.kind is None:
@@ -74,7 +63,7 @@ def choose_precision(
     wholes: dict[CpuPrecision, Blueprint] = {}
     for tried in _tried(choice):
         try:
-            wholes[tried] = on_copy(plain, exits, choice.graphs[tried], run)
+            wholes[tried] = on_copy(plain, exits, choice.graphs[tried])
         except CompileError as error:
             if run.options.precision == "int8":
                 raise
@@ -83,7 +72,7 @@ def choose_precision(
         return _without(plain, f"no copy can be cut ({choice.reason})", run.options)
     kind = max(wholes, key=lambda kind: wholes[kind].predicted_savings)
     described = next(found.describe() for found in choice.measured if found.kind is kind)
-    best = _mixed(plain, wholes[kind], exits, replace(choice, kind=kind), run) or wholes[kind]
+    best = _mixed(plain, wholes[kind], exits, replace(choice, kind=kind)) or wholes[kind]
     float32, int8 = plain.predicted_savings, best.predicted_savings
     compared = f"exits alone are predicted to save {float32:.1%} of its time, with int8 {int8:.1%}"
     if int8 < float32 + LEAST_GAIN:
@@ -155,20 +144,15 @@ def _ranges(parts: DataSplit) -> Dataset:
     return parts.train.subset(np.arange(min(len(parts.train), RANGE_SAMPLES)))
 
 
-def on_copy(
-    plain: Blueprint,
-    exits: Sequence[BuiltExit],
-    copy: bytes,
-    run: CompileRun,
-) -> Blueprint:
+def on_copy(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes) -> Blueprint:
     """Put a copy before the model, and the model's exits on the copy; its answer is the last one.
 
     Raises as :func:`choose_precision` does.
     """
+    run = plain.timed.run
     sliced = slice_cascade(plain.sliced, copy, run.options)
-    timer, times = measure_copy(sliced, copy, run)
-    moved = [*_moved(sliced, exits), own_exit(sliced, times, plain, run)]
-    return draw(sliced, moved, run, timer=timer, times=times)
+    timed = time_copy(sliced, copy, run)
+    return draw(timed, [*_moved(sliced, exits), own_exit(timed, plain)])
 
 
 def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
@@ -188,11 +172,7 @@ def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
 
 
 def _mixed(
-    plain: Blueprint,
-    whole: Blueprint,
-    exits: Sequence[BuiltExit],
-    found: PrecisionChoice,
-    run: CompileRun,
+    plain: Blueprint, whole: Blueprint, exits: Sequence[BuiltExit], found: PrecisionChoice
 ) -> Blueprint | None:
     """Put a copy before the model that is quantised only where that is predicted to pay.
 
@@ -202,6 +182,7 @@ def _mixed(
     names = [PREFIX + cut.name for cut in plain.sliced.cuts]
     if names != [cut.name for cut in whole.sliced.cuts[:-1]]:
         return None
+    run = plain.timed.run
     options = run.options
     size = options.reference_batch_size
     mix = best_mix(
@@ -225,7 +206,7 @@ def _mixed(
         )
     except PrecisionError:  # what is left has nothing that could be quantised
         return None
-    mixed = on_copy(plain, exits, copy, run)
+    mixed = on_copy(plain, exits, copy)
     better = mixed.predicted_savings > whole.predicted_savings
     _log.info(
         "A copy of %s is predicted to save %.1f %%, %.1f %% if int8 throughout.",

@@ -30,22 +30,18 @@ from offramp.calibration.choose.records import dump_records
 from offramp.calibration.choose.trade_offs import RecordedVariant
 from offramp.calibration.measure.estimates import widest_ratio
 from offramp.calibration.measure.profiling import TimedGraph
-from offramp.compiler.blueprints.blueprint import (
-    Blueprint,
-    CompileRun,
-    draw,
-    measure_copy,
-    own_exit,
-)
+from offramp.compiler.blueprints.blueprint import Blueprint, draw, own_exit, time_copy
 from offramp.compiler.blueprints.cascade import slice_subnet
 from offramp.compiler.blueprints.packing import PROFILE, BuiltVariant, judged
+from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.exits import find_exits
 from offramp.compiler.exits.policy import record_exits
+from offramp.compiler.exits.timed_model import CompileRun
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.part_sizes import sized_segments
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.weight_parts import in_parts
-from offramp.compiler.graphs.weights import LEAST_BYTES, WeightFile
+from offramp.compiler.graphs.weights import LEAST_BYTES
 from offramp.engine.common.timing import Effort, time_rounds
 from offramp.engine.graphs.external_weights import WeightForm
 
@@ -85,21 +81,13 @@ def draw_variant(
         CompileError: The subnet's pieces differ from it.
         DataError: It fails on samples.
     """
-    options, parts = run.options, run.parts
     copy = serialised(subnet)
-    sliced = slice_subnet(plain.sliced, copy, options)
-    timer, times = measure_copy(sliced, copy, run)
-    found = find_exits(
-        replace(sliced, cuts=sliced.cuts[:-1]),  # behind the last is the subnet's own answer
-        parts,
-        options,
-        times,
-        samples=timer.samples,
-        progress=run.progress,
-        scratch=run.scratch,
-    )
-    exits = [*found.built, own_exit(sliced, times, plain, run)]
-    blueprint = draw(sliced.without_weights(), exits, run, timer=timer, times=times)
+    sliced = slice_subnet(plain.sliced, copy, run.options)
+    timed = time_copy(sliced, copy, run)
+    # behind the last cut is the subnet's own answer
+    found = find_exits(replace(timed, sliced=replace(sliced, cuts=sliced.cuts[:-1])))
+    exits = [*found.built, own_exit(timed, plain)]
+    blueprint = draw(replace(timed, sliced=sliced.without_weights()), exits)
     weights = plain.sliced.weights
     kept = subnet if weights is None else weights.light(subnet)
     return DrawnVariant(name=name, blueprint=blueprint, proto=kept)
@@ -149,16 +137,18 @@ _PACKING: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", 
 
 
 def measure_sharing(
-    protos: Sequence[onnx.ModelProto], weights: WeightFile | None, run: CompileRun
+    sliced: Sliced, drawn: Sequence[DrawnVariant], run: CompileRun
 ) -> tuple[SharingCost, ...]:
-    """Time models with shared weights beside packed ones, and count what would be shared.
+    """Time a model and its variants with shared weights and with packed ones; nothing without any.
 
-    ``protos`` are the full model and its variants, as they go into a bundle. They name their large
-    weights in ``weights``, which is mapped meanwhile, as all models do that are compiled
-    (:func:`~offramp.compiler.graphs.weights.weight_file`).
+    All name their large weights in one file, which is mapped meanwhile, as all models do that are
+    compiled (:func:`~offramp.compiler.graphs.weights.weight_file`).
     """
-    graphs = in_parts({str(n): serialised(proto) for n, proto in enumerate(protos)}, weights)
-    found = []
+    protos = [sliced.model.proto, *(variant.proto for variant in drawn)]
+    if not drawn or not packed_bytes(protos[0]):
+        return ()
+    named = {str(n): serialised(proto) for n, proto in enumerate(protos)}
+    graphs, found = in_parts(named, sliced.weights), []
     with run.progress.step("Measure shared weights", len(protos)) as advance:
         for number, proto in enumerate(protos):
             found.append(_measured(number, graphs[str(number)], packed_bytes(proto), run))

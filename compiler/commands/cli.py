@@ -178,9 +178,9 @@ def _rehearse(options: argparse.Namespace, console: Console) -> int:
 
 
 def _profile(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.blueprints.profile import profile_bundle  # noqa: PLC0415
     from offramp.compiler.commands.printing import print_profiled  # noqa: PLC0415
     from offramp.compiler.common.options import ProfileOptions  # noqa: PLC0415
+    from offramp.compiler.steps.profile import profile_bundle  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         done = profile_bundle(read_options(ProfileOptions, options), progress)

@@ -38,7 +38,7 @@ from offramp.engine.models.whole_promise import end_evidence, whole_policy
 from offramp.engine.stages.plan import exit_label
 
 if TYPE_CHECKING:
-    from offramp.compiler.blueprints.profile import Profiled
+    from offramp.compiler.steps.profile import Profiled
     from offramp.compiler.steps.rehearse import Rehearsing
 
 

@@ -27,13 +27,11 @@ import onnx
 from onnx import TensorProto
 
 from offramp.bundle import Answer, Head, TensorSpec
-from offramp.calibration.data.dataset import Dataset, DataSplit
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.errors import UntrainableError
-from offramp.calibration.measure.estimates import BackboneTimes
 from offramp.calibration.torch.bridge_training import TrainedBridge, count_samples, train_bridges
 from offramp.calibration.torch.torch_graph import REMEDY, check_trainable
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.common.progress import Progress
 from offramp.compiler.cuts.cut_points import CutPoint
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.endings import (
@@ -45,8 +43,9 @@ from offramp.compiler.exits.endings import (
     add_principal,
     exit_prefix,
 )
-from offramp.compiler.exits.exits import BuiltExit, FoundExits, Samples, alone, judge, time_heads
+from offramp.compiler.exits.exits import BuiltExit, FoundExits, judge
 from offramp.compiler.exits.recording import augmentation
+from offramp.compiler.exits.timed_model import TimedModel
 from offramp.compiler.graphs.graph import Dataflow, rename_graph
 from offramp.compiler.graphs.shapes import TensorType, declared_types
 from offramp.compiler.graphs.source_model import SourceModel
@@ -107,19 +106,12 @@ def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
     return options
 
 
-def find_bridged_exits(
-    sliced: Sliced,
-    parts: DataSplit,
-    options: CompileOptions,
-    backbone: BackboneTimes,
-    *,
-    samples: Samples,
-    progress: Progress,
-) -> FoundExits:
+def find_bridged_exits(timed: TimedModel) -> FoundExits:
     """Try a bridge at every candidate, train the best, and keep those that net anything.
 
     :func:`check_bridges` has looked at their operators. DataError if the model fails on a sample.
     """
+    sliced = timed.sliced
     bridges = bridges_of(sliced)
     names = {name for bridge in bridges for name in bridge.reads}
     given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
@@ -128,16 +120,7 @@ def find_bridged_exits(
     graphs: Sequence[bytes] = sliced.graphs
     if sliced.model.tail is not None:
         graphs = [giving(graph, scores) for graph in graphs]
-    source = assemble(graphs, wanted)
-    search = _BridgeSearch(
-        sliced=sliced,
-        source=source,
-        parts=parts,
-        options=options,
-        backbone=backbone,
-        samples=samples,
-        progress=progress,
-    )
+    search = BridgeSearch(timed, assemble(graphs, wanted))
     exits = search.train(search.screen(bridges))
     exits = [max(of, key=_net) for of in _grouped((e.candidate for e in exits), exits).values()]
     return FoundExits(built=tuple(exits), best=tuple(exit_.best for exit_ in exits))
@@ -147,18 +130,13 @@ def _net(exit_: BuiltExit) -> float:
     return exit_.best.net_savings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BridgeSearch:
+@dataclass(frozen=True, slots=True)
+class BridgeSearch:
     """Trains all bridges a little, and to the end those that look best, as pooled heads are."""
 
-    sliced: Sliced
+    timed: TimedModel
     source: bytes
     """The source model, which gives what bridges read and learn."""
-    parts: DataSplit
-    options: CompileOptions
-    backbone: BackboneTimes
-    samples: Samples
-    progress: Progress
 
     def screen(self, bridges: Sequence[Bridge]) -> list[Bridge]:
         """Train all on some samples; gives those that net most, in depth order, as trained.
@@ -167,10 +145,10 @@ class _BridgeSearch:
         """
         if len(bridges) <= TRAINED_BRIDGES:
             return list(bridges)
-        some = self.parts.train
+        some = self.timed.run.parts.train
         if len(some) > SCREENING_SAMPLES:
             some = some.subset(np.arange(SCREENING_SAMPLES, dtype=np.intp))
-        epochs = min(SCREENING_EPOCHS, self.options.training.epochs)
+        epochs = min(SCREENING_EPOCHS, self.timed.run.options.training.epochs)
         title = f"Try {len(bridges)} bridges"
         tried = self._trained(bridges, some, title, epochs)
         netted = [_net(exit_) for exit_ in self._built(bridges, tried)]
@@ -184,22 +162,25 @@ class _BridgeSearch:
 
     def train(self, bridges: Sequence[Bridge]) -> list[BuiltExit]:
         """Train bridges on all samples, and build their exits."""
-        title, epochs = f"Train {len(bridges)} bridges", self.options.training.epochs
-        return self._built(bridges, self._trained(bridges, self.parts.train, title, epochs))
+        title, epochs = f"Train {len(bridges)} bridges", self.timed.run.options.training.epochs
+        return self._built(
+            bridges, self._trained(bridges, self.timed.run.parts.train, title, epochs)
+        )
 
     def _trained(
         self, bridges: Sequence[Bridge], train: Dataset, title: str, epochs: int
     ) -> list[TrainedBridge]:
-        options = replace(self.options.training, epochs=epochs)
-        with self.progress.step(title, count_samples(len(train), options)) as advance:
+        sliced, run = self.timed.sliced, self.timed.run
+        options = replace(run.options.training, epochs=epochs)
+        with run.progress.step(title, count_samples(len(train), options)) as advance:
             return train_bridges(
                 self.source,
                 bridges,
-                self.sliced.model.taught,
+                sliced.model.taught,
                 train=train,
-                tune=self.parts.tune,
+                tune=run.parts.tune,
                 options=options,
-                made=augmentation(self.sliced, train, self.options),
+                made=augmentation(sliced, train, run.options),
                 progress=advance,
             )
 
@@ -208,29 +189,38 @@ class _BridgeSearch:
     ) -> list[BuiltExit]:
         """Time bridges, judge them, and make exits of them."""
         graphs = [
-            _served(self.sliced, bridge, of, 1.0)
+            _served(self.timed.sliced, bridge, of, 1.0)
             for bridge, of in zip(bridges, trained, strict=True)
         ]
-        times = time_heads(
-            self.sliced,
-            _grouped((bridge.candidate for bridge in bridges), graphs),
-            self.samples,
-            threads=self.options.threads,
-            batch_sizes=[self.options.reference_batch_size],
-            progress=self.progress,
-        )
+        times = self.timed.time_heads(_grouped((bridge.candidate for bridge in bridges), graphs))
         return [
-            _built(
-                self.sliced,
-                bridge,
-                of,
-                backbone=self.backbone,
-                cost_ms=cost_ms,
-                tune=self.parts.tune,
-                options=self.options,
-            )
+            self.judged(bridge, of, cost_ms)
             for bridge, of, (cost_ms,) in zip(bridges, trained, chain(*times), strict=True)
         ]
+
+    def judged(self, bridge: Bridge, of: TrainedBridge, cost_ms: float) -> BuiltExit:
+        """Judge a trained bridge with no other exit beside it, and make an exit of it."""
+        sliced, run = self.timed.sliced, self.timed.run
+        mask = sliced.model.answer.task.mask
+        judged = judge(
+            BRIDGE,
+            of.principal,
+            of.agrees,
+            self.timed.alone(bridge.candidate, cost_ms),
+            max_disagreement=run.options.max_disagreement,
+            mask=None if mask is None else run.parts.tune.column(mask, slice(None)),
+        )
+        return BuiltExit(
+            candidate=bridge.candidate,
+            cut=sliced.cuts[bridge.candidate],
+            graph=_served(sliced, bridge, of, judged.share),
+            # The confidence counts by the mask, whether the bridge itself reads it or not.
+            reads=tuple(dict.fromkeys((*bridge.reads, *([mask] if mask else [])))),
+            weights={},
+            heads=(judged.score,),
+            best=judged.score,
+            share=judged.share,
+        )
 
 
 def bridges_of(sliced: Sliced) -> list[Bridge]:
@@ -268,38 +258,6 @@ def _grouped(candidates: Iterable[int], values: Iterable[_T]) -> dict[int, list[
     for candidate, value in zip(candidates, values, strict=True):
         groups.setdefault(candidate, []).append(value)
     return groups
-
-
-def _built(
-    sliced: Sliced,
-    bridge: Bridge,
-    of: TrainedBridge,
-    *,
-    backbone: BackboneTimes,
-    cost_ms: float,
-    tune: Dataset,
-    options: CompileOptions,
-) -> BuiltExit:
-    mask = sliced.model.answer.task.mask
-    judged = judge(
-        BRIDGE,
-        of.principal,
-        of.agrees,
-        alone(backbone, bridge.candidate, cost_ms, options),
-        max_disagreement=options.max_disagreement,
-        mask=None if mask is None else tune.column(mask, slice(None)),
-    )
-    return BuiltExit(
-        candidate=bridge.candidate,
-        cut=sliced.cuts[bridge.candidate],
-        graph=_served(sliced, bridge, of, judged.share),
-        # The confidence counts by the mask, whether the bridge itself reads it or not.
-        reads=tuple(dict.fromkeys((*bridge.reads, *([mask] if mask else [])))),
-        weights={},
-        heads=(judged.score,),
-        best=judged.score,
-        share=judged.share,
-    )
 
 
 def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> bytes:

@@ -8,7 +8,7 @@ are trained on all samples, made ones included.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from offramp.bundle import Head
 from offramp.bundle.schema.parts import HeadScore
 from offramp.calibration.choose.selection import net_savings_alone
-from offramp.calibration.data.dataset import DataSplit
-from offramp.calibration.data.scratch import ScratchSpace
 from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.calibration.heads.families import family_of, masks_of
@@ -29,15 +27,13 @@ from offramp.calibration.heads.learned_certainty import fit_certainty
 from offramp.calibration.heads.learners import Preconditioners, view_of
 from offramp.calibration.heads.objectives import Objective, objective_of, truth_of
 from offramp.calibration.heads.training import TrainedHead, count_steps, train_heads
-from offramp.calibration.measure.estimates import BackboneTimes
-from offramp.calibration.measure.profiling import profile_heads
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.common.progress import Progress
 from offramp.compiler.common.resources import feature_folder
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
-from offramp.compiler.exits.heads import build_empty, build_exit
+from offramp.compiler.exits.heads import build_exit
 from offramp.compiler.exits.recording import FeatureRecorder
+from offramp.compiler.exits.timed_model import TimedModel
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.answers.certainty import sure_by
@@ -53,8 +49,6 @@ COUNT_SHARES = (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5)
 """Of the principal values, that have to reach the threshold: the count thresholds that are tried
 (PAME 6.1 tries ten)."""
 
-Samples = Callable[[int], Mapping[str, NDArray[Any]]]
-"""Gives model inputs of a batch size."""
 _AS_IT_IS = (1.0, 0.0, 0.0, 0.0)
 """Weights of ``learned`` for exits that are only timed."""
 _net = attrgetter("net_savings")
@@ -109,40 +103,27 @@ class FoundExits:
         return FoundExits(built=in_order, best=(*self.best, *other.best))
 
 
-def find_exits(
-    sliced: Sliced,
-    parts: DataSplit,
-    options: CompileOptions,
-    backbone: BackboneTimes,
-    *,
-    samples: Samples,
-    progress: Progress,
-    scratch: ScratchSpace | None = None,
-) -> FoundExits:
+def find_exits(timed: TimedModel) -> FoundExits:
     """Record features, choose a head for every candidate, and train it.
 
     Exits that net nothing are left out. Candidates whose features do not fit on the disk together
-    take turns; DataError where even that is not enough. ``scratch`` counts what they take.
+    take turns; DataError where even that is not enough.
     """
     exits: list[BuiltExit] = []
-    scratch = scratch or ScratchSpace(options.scratch)
-    recorder = FeatureRecorder.of(sliced, parts, options)
-    with feature_folder(options.scratch) as directory, scratch.taking(recorder.size_bytes):
+    run = timed.run
+    recorder = FeatureRecorder.of(timed.sliced, run)
+    with feature_folder(run.options.scratch) as directory, run.scratch.taking(recorder.size_bytes):
         recorder.check(directory)
-        projections = recorder.fit(progress)
+        projections = recorder.fit()
         for number, group in enumerate(recorder.plan.groups):
             place = directory / str(number)
-            train, tune = recorder.record(number, place, projections, progress)
+            train, tune = recorder.record(number, place, projections)
             search = _HeadSearch(
-                sliced=sliced,
+                timed=timed,
                 group=frozenset(group),
                 train=train,
                 tune=tune,
-                truth=truth_of(sliced.model.taught, tune.answers),
-                options=options,
-                backbone=backbone,
-                samples=samples,
-                progress=progress,
+                truth=truth_of(timed.sliced.model.taught, tune.answers),
             )
             exits += search.build(search.screen(recorder.plan.counts.train))
             # Nothing may hold the features of this pass when the next one begins.
@@ -155,7 +136,7 @@ def find_exits(
 class _HeadSearch:
     """Trains heads, and judges each by the time that it would save with no other exit beside it."""
 
-    sliced: Sliced
+    timed: TimedModel
     group: frozenset[int]
     """The candidates that features were recorded of."""
     train: Recording
@@ -163,29 +144,28 @@ class _HeadSearch:
     tune: Recording
     truth: NDArray[np.generic]
     """[tune samples, …]: what the source model's scores are compared by."""
-    options: CompileOptions
-    backbone: BackboneTimes
-    samples: Samples
-    progress: Progress
     preconditioners: Preconditioners = field(default_factory=dict)
+
+    @property
+    def _sliced(self) -> Sliced:
+        return self.timed.sliced
+
+    @property
+    def _options(self) -> CompileOptions:
+        return self.timed.run.options
 
     def screen(self, real_samples: int) -> dict[int, list[HeadScore]]:
         """Train all heads a little, on real samples alone; time and judge them, by candidate."""
         samples = min(real_samples, SCREENING_SAMPLES)
-        epochs = min(max(round(SCREENING_VISITS / samples), 1), self.options.training.epochs)
-        families = [self._family(candidate) for candidate in range(len(self.sliced.cuts))]
-        options = replace(self.options.training, epochs=epochs)
+        epochs = min(max(round(SCREENING_VISITS / samples), 1), self._options.training.epochs)
+        families = [self._family(candidate) for candidate in range(len(self._sliced.cuts))]
+        options = replace(self._options.training, epochs=epochs)
         title = f"Try {sum(map(len, families))} heads"
         trained = self._train(title, families, self.train.subset(slice(samples)), options)
         candidates = sorted({t.candidate for t in trained})
         heads = {c: [t for t in trained if t.candidate == c] for c in candidates}
-        times = time_heads(
-            self.sliced,
-            {candidate: [self._build(t) for t in tried] for candidate, tried in heads.items()},
-            self.samples,
-            threads=self.options.threads,
-            batch_sizes=[self.options.reference_batch_size],
-            progress=self.progress,
+        times = self.timed.time_heads(
+            {candidate: [self._build(t) for t in tried] for candidate, tried in heads.items()}
         )
         return {
             candidate: [self._judge(t, ms).score for t, (ms,) in zip(tried, costs, strict=True)]
@@ -200,10 +180,10 @@ class _HeadSearch:
         views = {c: view_of(c, max(heads, key=_net).head) for c, heads in screened.items()}
         families = [
             [h for h in self._family(candidate) if view_of(candidate, h) == views.get(candidate)]
-            for candidate in range(len(self.sliced.cuts))
+            for candidate in range(len(self._sliced.cuts))
         ]
         title = f"Train {sum(map(len, families))} heads"
-        trained = self._train(title, families, self.train, self.options.training)
+        trained = self._train(title, families, self.train, self._options.training)
         exits = []
         for candidate, briefly in screened.items():
             costs = {tried.head: tried.cost_ms for tried in briefly}
@@ -213,8 +193,8 @@ class _HeadSearch:
             exits.append(
                 BuiltExit(
                     candidate=candidate,
-                    cut=self.sliced.cuts[candidate],
-                    reads=reads_of(self.sliced.cuts[candidate], best.score.head),
+                    cut=self._sliced.cuts[candidate],
+                    reads=reads_of(self._sliced.cuts[candidate], best.score.head),
                     graph=self._build(ended[best.score.head], best.share, best.certainty),
                     weights=ended[best.score.head].weights,
                     heads=tuple(judged.score for judged in heads),
@@ -232,26 +212,26 @@ class _HeadSearch:
         train: Recording,
         options: TrainingOptions,
     ) -> list[TrainedHead]:
-        with self.progress.step(title, count_steps(families, options)) as advance:
+        with self.timed.run.progress.step(title, count_steps(families, options)) as advance:
             return train_heads(
                 train,
                 self.tune,
-                cuts=self.sliced.cuts,
+                cuts=self._sliced.cuts,
                 families=families,
-                objective=_objective(self.sliced.model, train.answers),
+                objective=_objective(self._sliced.model, train.answers),
                 options=options,
                 known=self.preconditioners,
                 progress=advance,
             )
 
     def _family(self, candidate: int) -> tuple[Head, ...]:
-        return family_of(self.sliced.cuts[candidate]) if candidate in self.group else ()
+        return family_of(self._sliced.cuts[candidate]) if candidate in self.group else ()
 
     def _build(
         self, trained: TrainedHead, share: float = 1.0, certainty: Sequence[float] = _AS_IT_IS
     ) -> bytes:
         return build_on(
-            self.sliced,
+            self._sliced,
             trained.candidate,
             trained.head,
             trained.weights,
@@ -260,11 +240,11 @@ class _HeadSearch:
         )
 
     def _judge(self, trained: TrainedHead, cost_ms: float) -> JudgedHead:
-        agrees = agreement_of(self.sliced.model.taught).agree(trained.said, self.truth)
-        cost = alone(self.backbone, trained.candidate, cost_ms, self.options)
-        bound = self.options.max_disagreement
+        agrees = agreement_of(self._sliced.model.taught).agree(trained.said, self.truth)
+        cost = self.timed.alone(trained.candidate, cost_ms)
+        bound = self._options.max_disagreement
         principal, certainty = trained.principal, tuple[float, ...]()
-        criterion = self.sliced.model.answer.criterion
+        criterion = self._sliced.model.answer.criterion
         if trained.statistics is not None and not criterion.on_host:
             if criterion.name == "learned":
                 certainty = fit_certainty(trained.statistics, agrees)
@@ -346,44 +326,3 @@ def build_on(
 def _objective(model: SourceModel, scores: NDArray[np.float32]) -> Objective:
     levels = model.tail is not None and model.tail.takes_levels
     return objective_of(model.taught, scores, levels=levels)
-
-
-def alone(
-    backbone: BackboneTimes, candidate: int, cost_ms: float, options: CompileOptions
-) -> CostModel:
-    """Costs of one exit with no other beside it, at the reference batch size."""
-    column = backbone.batch_sizes.index(options.reference_batch_size)
-    return CostModel(
-        source_ms=backbone.source_ms[column],
-        segments_ms=tuple(row[column] for row in backbone.segments_ms),
-        stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
-        after_segment=(candidate,),
-        exits_ms=(cost_ms,),
-    )
-
-
-def time_heads(
-    sliced: Sliced,
-    graphs: Mapping[int, Sequence[bytes]],
-    samples: Samples,
-    *,
-    threads: int,
-    batch_sizes: Sequence[int],
-    progress: Progress,
-) -> list[list[list[float]]]:
-    """Time exits by candidate, against a graph that reads the same tensor and does nothing.
-
-    In milliseconds, [candidates][heads of it][batch sizes].
-    """
-    cuts, versions = sliced.cuts, sliced.versions
-    empty = [build_empty(cuts[c].read, "offramp_empty/", **versions) for c in graphs]
-    with progress.step("Profile the heads", len(graphs)) as advance:
-        return profile_heads(
-            list(graphs.values()),
-            empty,
-            sliced.graphs,
-            samples,
-            threads=threads,
-            batch_sizes=batch_sizes,
-            progress=advance,
-        )

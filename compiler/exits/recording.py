@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.calibration.data.augmentation import MadeSamples, Method, makes_sense, method_for
-from offramp.calibration.data.dataset import Dataset, DataSplit
+from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.scratch import describe_bytes
 from offramp.calibration.heads.feature_plan import GIB, FeaturePlan, SampleCounts, plan_features
 from offramp.calibration.heads.features import (
@@ -27,6 +27,7 @@ from offramp.compiler.common.progress import Progress
 from offramp.compiler.common.resources import check_room
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.heads import attach_poolings
+from offramp.compiler.exits.timed_model import CompileRun
 from offramp.engine.common.environment import available_cores
 
 _log = logging.getLogger(__name__)
@@ -45,13 +46,16 @@ class FeatureRecorder:
     tune: Dataset
     made: MadeSamples | None
     plan: FeaturePlan
+    progress: Progress
 
     @classmethod
-    def of(cls, sliced: Sliced, parts: DataSplit, options: CompileOptions) -> FeatureRecorder:
+    def of(cls, sliced: Sliced, run: CompileRun) -> FeatureRecorder:
         """Plan the passes, within what was allowed; DataError if too few samples would be left."""
+        parts, options = run.parts, run.options
         graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
         sizes = sample_sizes(graph, outputs, sliced.cuts, parts.train, threads=available_cores())
-        made = _made_samples(sliced, parts.train, options)
+        method = augmentation(sliced, parts.train, options)
+        made = None if method is None else MadeSamples.draw(parts.train, method, seed=options.seed)
         counts = SampleCounts(
             train=len(parts.train), made=0 if made is None else len(made), tune=len(parts.tune)
         )
@@ -72,6 +76,7 @@ class FeatureRecorder:
             tune=parts.tune,
             made=made,
             plan=plan,
+            progress=run.progress,
         )
 
     @property
@@ -91,12 +96,12 @@ class FeatureRecorder:
         """Check that a pass has room in a folder; DataError if not."""
         check_room(directory.parent, self.size_bytes)
 
-    def fit(self, progress: Progress) -> Projections:
+    def fit(self) -> Projections:
         """Find the components of tokens, of all candidates in one run over some samples."""
         samples = projected_samples(self.outputs, self.sliced.cuts, len(self.train))
         if not samples:
             return {}
-        with progress.step("Find components of tokens", samples) as advance:
+        with self.progress.step("Find components of tokens", samples) as advance:
             return fit_projections(
                 self.graph,
                 self.outputs,
@@ -107,14 +112,14 @@ class FeatureRecorder:
             )
 
     def record(
-        self, number: int, directory: Path, projections: Projections, progress: Progress
+        self, number: int, directory: Path, projections: Projections
     ) -> tuple[Recording, Recording]:
         """Record what one pass is for, of the training samples and of those that tune."""
         group, passes = self.plan.groups[number], len(self.plan.groups)
         outputs = tuple(names if i in group else {} for i, names in enumerate(self.outputs))
         title = "Record features" + (f" ({number + 1} of {passes})" if passes > 1 else "")
         directory.mkdir()
-        with progress.step(title, self.plan.counts.total) as advance:
+        with self.progress.step(title, self.plan.counts.total) as advance:
             train, tune = (
                 record(
                     self.graph,
@@ -140,11 +145,6 @@ def augmentation(sliced: Sliced, train: Dataset, options: CompileOptions) -> Met
     """Say how samples are made of others to train on, if they are (``--augment``)."""
     method = method_for(sliced.model.inputs) if options.augment == "auto" else None
     return method if method is not None and makes_sense(method, train) else None
-
-
-def _made_samples(sliced: Sliced, train: Dataset, options: CompileOptions) -> MadeSamples | None:
-    method = augmentation(sliced, train, options)
-    return None if method is None else MadeSamples.draw(train, method, seed=options.seed)
 
 
 def _spread(samples: int, kept: int) -> NDArray[np.intp]:

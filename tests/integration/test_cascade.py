@@ -27,15 +27,15 @@ from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice
 from offramp.calibration.precision.independence import BatchDependence
 from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.certify.decision import MODEL_END
-from offramp.compiler.blueprints.blueprint import CompileRun
-from offramp.compiler.blueprints.profile import profile_bundle
 from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import EngineOptionsError, ExportError
 from offramp.compiler.common.options import ProfileOptions, RehearseOptions
 from offramp.compiler.engines.build import BuildOptions, build_bundle
 from offramp.compiler.engines.options import EngineBuildOptions
+from offramp.compiler.exits.timed_model import CompileRun
 from offramp.compiler.export.export import ExportOptions, export_bundle
 from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.steps.profile import profile_bundle
 from offramp.compiler.steps.rehearse import rehearse_bundle
 from offramp.engine.backends import make_backend
 from offramp.engine.backends.onnxruntime import make_session

@@ -36,7 +36,7 @@ def test_the_bundle_serves_the_unmodified_model_and_says_why(
     np.savez(tmp_path / "data.npz", x=_vectors(1400, 0))
     asked = []
 
-    def measured(_chosen: Any, policy: Any, *_: Any) -> Measured:
+    def measured(_chosen: Any, policy: Any, _certify: Any) -> Measured:
         asked.append(policy.active)
         return Measured(device="cpu", threads=1, samples=600, agreement=1.0, sizes=(LOSS,))
 

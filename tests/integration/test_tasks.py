@@ -17,18 +17,17 @@ from tests import models
 from tests.bundles import compile_tiny
 from tests.loopback import MODEL, ask, check, serving
 from tests.padded import Arrays, answers
-from tests.sliced import slice_proto
+from tests.sliced import slice_proto, timed
 from tests.tasks import CASES, SAMPLES, compiled, images
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration.data.dataset import Dataset, split
-from offramp.calibration.measure.estimates import BackboneTimes
 from offramp.calibration.torch import torch_graph
 from offramp.calibration.torch.bridge_training import TrainedBridge
 from offramp.certify import MODEL_END
 from offramp.compiler.commands.printing import print_bundle
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.exits.bridges import _built, bridges_of
+from offramp.compiler.exits.bridges import BridgeSearch, bridges_of
 from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.stages.plan import Mode
@@ -173,11 +172,7 @@ def test_an_exit_reads_the_mask_that_its_confidence_counts_by(tmp_path: Path) ->
     pieces = dataclasses.replace(pieces, model=model)
     asked = CompileOptions(model=tmp_path, data=tmp_path, output=tmp_path)
     parts = split(Dataset(inputs=data(400), labels=None, sha256=""), certify_at_least=100, seed=0)
-    costs = BackboneTimes(
-        batch_sizes=(8,),
-        source_ms=(1e3,),
-        segments_ms=tuple((1e3 / len(pieces.segments),) for _ in pieces.segments),
-    )
+    search = BridgeSearch(timed(pieces, parts, asked), b"")
     bridges = [b for b in bridges_of(pieces) if "attention_mask" not in b.reads]
     assert bridges, "behind the last attention nothing reads the mask"
     for bridge in bridges:
@@ -187,9 +182,7 @@ def test_an_exit_reads_the_mask_that_its_confidence_counts_by(tmp_path: Path) ->
             agrees=np.ones(len(parts.tune), np.bool_),
             losses=[0.0],
         )
-        built = _built(
-            pieces, bridge, trained, backbone=costs, cost_ms=1.0, tune=parts.tune, options=asked
-        )
+        built = search.judged(bridge, trained, 1.0)
         session = ort.InferenceSession(built.graph)
         assert {tensor.name for tensor in session.get_inputs()} == set(built.reads)
 

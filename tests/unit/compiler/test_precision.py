@@ -34,6 +34,7 @@ class Drawn:
 
     copy: bytes
     sliced: Any
+    timed: Any
     predicted_savings: float
     candidates: Any
     path: Any
@@ -65,7 +66,7 @@ class Bench:
         monkeypatch.setattr(precision, "choose_kind", self.choose_kind)
         monkeypatch.setattr(precision, "best_mix", lambda *_, **__: self.mix)
         monkeypatch.setattr(precision, "quantise", self.quantise)
-        monkeypatch.setattr(precision, "on_copy", lambda _p, _e, copy, _r: self.blueprint(copy))
+        monkeypatch.setattr(precision, "on_copy", lambda _p, _e, copy: self.blueprint(copy))
 
     def choose_kind(
         self, graph: bytes, answer: str, calibration: Any, judged: Any, **more: Any
@@ -99,6 +100,7 @@ class Bench:
         front = SimpleNamespace(cuts=[*cuts, SimpleNamespace(name="own")])
         return Drawn(
             copy=copy,
+            timed=SimpleNamespace(run=self.run),
             sliced=pieces if copy == b"float32" else front,
             predicted_savings=self.predicted[copy],
             candidates=None,
@@ -107,7 +109,7 @@ class Bench:
         )
 
     def chosen(self) -> bytes:
-        found: Any = choose_precision(self.blueprint(b"float32"), (), self.run)
+        found: Any = choose_precision(self.blueprint(b"float32"), ())
         copy: bytes = found.copy
         self.reason = found.reason
         return copy

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from tests import models
 from tests.bundles import compile_tiny
-from tests.sliced import Sliced, dataset_of, slice_proto, sliced
+from tests.sliced import Sliced, dataset_of, run_of, slice_proto, sliced, timed
 
 from offramp.calibration.data import running
 from offramp.calibration.data.dataset import DataError, DataSplit, split
@@ -21,9 +21,7 @@ from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.heads import features
 from offramp.calibration.heads.feature_plan import GIB, MOST_PASSES
 from offramp.calibration.measure import profiling
-from offramp.calibration.measure.estimates import BackboneTimes
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.common.progress import SILENT
 from offramp.compiler.common.resources import find_scratch
 from offramp.compiler.exits.exits import FoundExits, find_exits
 from offramp.compiler.exits.recording import FeatureRecorder
@@ -44,14 +42,7 @@ def parts_of(pieces: Sliced, samples: int) -> DataSplit:
 
 
 def found(pieces: Sliced, parts: DataSplit, options: CompileOptions) -> FoundExits:
-    segments = len(pieces.segments)
-    times = BackboneTimes(
-        batch_sizes=(8,), source_ms=(float(segments),), segments_ms=((1.0,),) * segments,
-        source_widths=(0.0,), segment_widths=((0.0,),) * segments, rounds=(1,), disturbed=(),
-    )  # fmt: skip
-    return find_exits(
-        pieces, parts, options, times, samples=lambda n: parts.train.take(slice(n)), progress=SILENT
-    )
+    return find_exits(timed(pieces, parts, options))
 
 
 @pytest.mark.parametrize("name", ["mlp", "bert", "residual"])
@@ -62,10 +53,10 @@ def test_exits_of_many_passes_are_those_of_one(
     pieces = sliced(name)
     parts = parts_of(pieces, 120)
     one, options = found(pieces, parts, options_for(tmp_path)), options_for(tmp_path)
-    whole = FeatureRecorder.of(pieces, parts, options).plan
+    whole = FeatureRecorder.of(pieces, run_of(parts, options)).plan
     assert len(whole.groups) == 1
     few = options_for(tmp_path, scratch_limit=0.5 * whole.size_bytes / GIB)
-    plan = FeatureRecorder.of(pieces, parts, few).plan
+    plan = FeatureRecorder.of(pieces, run_of(parts, few)).plan
     assert len(plan.groups) > 1
     assert plan.counts == whole.counts
     assert plan.size_bytes <= 0.5 * whole.size_bytes
@@ -85,12 +76,12 @@ def test_samples_that_are_left_out_are_told(
 ) -> None:
     pieces = sliced("mlp")
     parts = parts_of(pieces, 200)
-    plan = FeatureRecorder.of(pieces, parts, options_for(tmp_path)).plan
+    plan = FeatureRecorder.of(pieces, run_of(parts, options_for(tmp_path))).plan
     assert plan.counts.made == plan.counts.train
     each = plan.size_bytes / plan.counts.total / len(pieces.cuts)
     alone = max(1, -(-len(pieces.cuts) // 4)) * each
     room = (plan.counts.total - 10) * alone / GIB
-    recorder = FeatureRecorder.of(pieces, parts, options_for(tmp_path, scratch_limit=room))
+    recorder = FeatureRecorder.of(pieces, run_of(parts, options_for(tmp_path, scratch_limit=room)))
     assert recorder.plan.counts.made == plan.counts.made - 10
     assert recorder.made is not None
     assert len(recorder.made) == plan.counts.made - 10
@@ -101,8 +92,8 @@ def test_samples_that_are_left_out_are_told(
 def test_a_recording_leaves_no_names_on_the_disk(tmp_path: Path) -> None:
     """So that nothing is left even if the process is killed."""
     pieces = sliced("bert")
-    recorder = FeatureRecorder.of(pieces, parts_of(pieces, 120), options_for(tmp_path))
-    train, _ = recorder.record(0, tmp_path / "0", {}, SILENT)
+    recorder = FeatureRecorder.of(pieces, run_of(parts_of(pieces, 120), options_for(tmp_path)))
+    train, _ = recorder.record(0, tmp_path / "0", {})
     assert all(len(array) for of_exit in train.features for array in of_exit.values())
     assert [place for place in tmp_path.rglob("*") if place.is_file()] == []
 
@@ -110,8 +101,8 @@ def test_a_recording_leaves_no_names_on_the_disk(tmp_path: Path) -> None:
 def test_the_plan_knows_the_size_of_what_is_recorded(tmp_path: Path) -> None:
     for name in ("mlp", "bert", "residual"):
         pieces = sliced(name)
-        recorder = FeatureRecorder.of(pieces, parts_of(pieces, 120), options_for(tmp_path))
-        recorded = recorder.record(0, tmp_path / name, {}, SILENT)
+        recorder = FeatureRecorder.of(pieces, run_of(parts_of(pieces, 120), options_for(tmp_path)))
+        recorded = recorder.record(0, tmp_path / name, {})
         arrays = [a for part in recorded for e in part.features for a in e.values()]
         assert recorder.plan.size_bytes == sum(array.nbytes for array in arrays)
 
@@ -121,7 +112,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_recorded(
 ) -> None:
     pieces = sliced("mlp")
     parts = parts_of(pieces, 120)
-    needed = FeatureRecorder.of(pieces, parts, options_for(tmp_path)).plan.size_bytes
+    needed = FeatureRecorder.of(pieces, run_of(parts, options_for(tmp_path))).plan.size_bytes
 
     class Usage(NamedTuple):
         free: int
@@ -177,9 +168,11 @@ def test_the_source_model_runs_over_the_data_six_times_at_most(
     monkeypatch.setattr(features, "_PROJECTED_SAMPLES", 20)
     data = dataset_of(pieces, 800)
     parts = split(data, certify_at_least=10, seed=0)
-    whole = FeatureRecorder.of(pieces, parts, options_for(tmp_path)).plan
+    whole = FeatureRecorder.of(pieces, run_of(parts, options_for(tmp_path))).plan
     limit = whole.size_bytes / MOST_PASSES / GIB
-    plan = FeatureRecorder.of(pieces, parts, options_for(tmp_path, scratch_limit=limit)).plan
+    plan = FeatureRecorder.of(
+        pieces, run_of(parts, options_for(tmp_path, scratch_limit=limit))
+    ).plan
     assert (len(plan.groups), plan.counts) == (MOST_PASSES, whole.counts)
     rows.clear()
     compile_tiny(

@@ -6,38 +6,33 @@ times. What the policy is predicted to save does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import onnx
 
-from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
+from offramp.bundle import Bundle, Exit, ExitPolicy, Profile
 from offramp.bundle.bundle import REPORT, bundle_name
 from offramp.bundle.files import dump
 from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.choose.trade_offs import RecordedVariant, kept_variants
 from offramp.calibration.heads.cut_tensors import CutTensor
-from offramp.calibration.measure.estimates import BackboneTimes
-from offramp.calibration.measure.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.blueprints.packing import PROFILE, rewrite
 from offramp.compiler.common.options import ProfileOptions
 from offramp.compiler.common.progress import SILENT, Progress
-from offramp.compiler.exits.exits import Samples
 from offramp.compiler.exits.heads import build_empty
+from offramp.compiler.exits.timed_model import ProfileTimer
 from offramp.compiler.graphs.graph import default_opset
 from offramp.compiler.graphs.weights import WeightSizes
 from offramp.compiler.report import render_report
 from offramp.engine.backends.custom_ops import open_runnable
-from offramp.engine.common.timing import Effort
 from offramp.engine.graphs.assembly import assemble
 from offramp.engine.models.profile_check import predicted_savings
 from offramp.engine.stages.pipeline import zeros
-from offramp.engine.stages.plan import ModelStructure, plan_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,90 +79,9 @@ def measure(
     times = timer.backbone()
     graphs = [bundle.read(exit_.file) for exit_ in manifest.exits]
     given = [spec.name for spec in manifest.inputs]
-    with progress.step("Profile the heads", len(graphs)) as advance:
-        heads = profile_heads(
-            [[graph] for graph in graphs],
-            [_empty(e, g, given) for e, g in zip(manifest.exits, graphs, strict=True)],
-            timer.segments,
-            timer.samples,
-            threads=threads,
-            batch_sizes=batch_sizes,
-            progress=advance,
-        )
+    empty = [_empty(e, g, given) for e, g in zip(manifest.exits, graphs, strict=True)]
+    heads = timer.heads([[graph] for graph in graphs], empty, batch_sizes)
     return timer.finish(times, [tuple(of_exit) for (of_exit,) in heads], manifest, bundle.read)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileTimer:
-    """Times the parts of a model on this machine's CPU, and puts its profile together."""
-
-    source: bytes
-    """The unmodified model."""
-    segments: Sequence[bytes]
-    samples: Samples
-    threads: int
-    """Of ONNX Runtime."""
-    batch_sizes: Sequence[int]
-    progress: Progress
-    quantised: bytes | None = None
-    """In a cascade the quantised model, which all segments but the last are of."""
-
-    def backbone(self) -> BackboneTimes:
-        """Time the source model and its segments."""
-        with self.progress.step("Profile the segments", Effort().least) as advance:
-            return profile_backbone(
-                self.source,
-                self.segments,
-                self.samples,
-                threads=self.threads,
-                batch_sizes=self.batch_sizes,
-                quantised=self.quantised,
-                progress=advance,
-            )
-
-    def finish(
-        self,
-        times: BackboneTimes,
-        exits_ms: Sequence[tuple[float, ...]],
-        structure: ModelStructure,
-        read: Callable[[str], bytes],
-    ) -> Profile:
-        """Time all exits at work together, and put the profile together.
-
-        ``exits_ms`` is [exits][batch sizes], each exit alone; ``read`` gives the content of a file.
-        """
-        until = np.cumsum(times.segments_ms, axis=0)
-        is_cascade = self.quantised is not None
-        until_ms = [until[e.after_segment].tolist() for e in structure.exits if is_cascade]
-        with self.progress.step("Profile the stages", Effort().least) as advance:
-            stages = profile_stages(
-                self.source,
-                lambda used: plan_stages(
-                    structure, read, [ActiveExit(exit=e, threshold=NEVER) for e in used]
-                ),
-                self.samples,
-                exits_ms=exits_ms,
-                until_ms=until_ms,
-                threads=self.threads,
-                batch_sizes=self.batch_sizes,
-                progress=advance,
-            )
-        return Profile(
-            device="cpu",
-            threads=self.threads,
-            batch_sizes=times.batch_sizes,
-            source_ms=times.source_ms,
-            segments_ms=times.segments_ms,
-            exits_ms=tuple(exits_ms),
-            stages_ms=stages.stages_ms,
-            spread=Spread(
-                rounds=tuple(map(min, times.rounds, stages.rounds)) if exits_ms else times.rounds,
-                source=times.source_widths,
-                segments=times.segment_widths,
-                added=stages.added_widths,
-            ),
-            disturbed=times.disturbed + stages.disturbed,
-        )
 
 
 def _empty(exit_: Exit, graph: bytes, model_inputs: Sequence[str]) -> bytes:
