@@ -8,8 +8,8 @@ from typing import Final
 from rich.console import Console
 
 from offramp.cluster.command.arguments import plan_parser
+from offramp.compiler.commands.arguments import Command
 from offramp.compiler.commands.compiling import read_options
-from offramp.compiler.commands.extension import Command
 from offramp.compiler.common.errors import CompileError
 
 

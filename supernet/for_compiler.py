@@ -8,10 +8,8 @@ from typing import Final
 
 from rich.console import Console
 
-from offramp.compiler.commands.compile_arguments import SHORT, add_compiling
+from offramp.compiler.commands.arguments import SHORT, Command, add_compiling, make_parser
 from offramp.compiler.commands.compiling import run_compile
-from offramp.compiler.commands.extension import Command
-from offramp.compiler.commands.shared_arguments import make_parser
 from offramp.compiler.common.options import COMPILE
 from offramp.supernet.combinations import COMBINATIONS
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from offramp.cluster.planning.goal import SLACK
 from offramp.compiler.commands import values
-from offramp.compiler.commands.shared_arguments import add_bundle, add_json, make_parser
+from offramp.compiler.commands.arguments import add_bundle, add_json, make_parser
 
 _DESCRIPTION: Final = """\
 Plan a bundle on a cluster (E3): how many splits, which segments and exits in

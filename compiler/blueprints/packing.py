@@ -59,18 +59,10 @@ if TYPE_CHECKING:  # they import torch, which writing a bundle without exits doe
 
 PROFILE = "profiles/cpu.json"
 """Of the machine that compiled."""
-
-
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
-
-
 LOOKED_AT: Final = 64
 """Samples that those to show are taken from."""
-
-
 _SHOWN: Final = 4
-
-
 _MOST_CLASSES: Final = 256
 
 

@@ -1,32 +1,329 @@
-"""Command lines of the commands of ``eecompile`` that read a bundle, and of ``inspect``."""
+"""Command lines of ``eecompile`` and its commands: their options, their help, and extensions."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
 
-from offramp.compiler.commands import help_texts, values
-from offramp.compiler.commands.engine_arguments import add_engine_arguments
-from offramp.compiler.commands.shared_arguments import (
-    REPLACED,
-    add_bundle,
-    add_dry_run,
-    add_grouping,
-    add_json,
-    add_model,
-    add_promise,
-    add_rehearsing,
-    add_seed,
-    add_target,
-    make_parser,
-)
-from offramp.compiler.common.options import BUILD, EXPORT
+from rich.console import Console
+
+from offramp.bundle.engines import PRECISIONS
+from offramp.bundle.schema.answers import TASK_KINDS
+from offramp.bundle.schema.compilation import COPIES_WITHIN
+from offramp.commands.parser import LayeredParser
+from offramp.compiler.commands import values
+from offramp.compiler.common.errors import EngineOptionsError
+from offramp.compiler.common.options import BUILD, COMPILE, EXPORT
 from offramp.compiler.data.arguments import add_data
+from offramp.compiler.engines.options import (
+    DEFAULT_BATCHES,
+    OPTIMIZATION_LEVELS,
+    EngineBuildOptions,
+    parse_batches,
+    parse_buckets,
+    parse_parts,
+    parse_units,
+)
+from offramp.engine.common.extensions import extensions_for
+
+REPLACED = "folder to write to (default: BUNDLE is replaced)"
+SHORT = ("--data", "--output", "--overwrite", "--max-disagreement", "--confidence", "--task",
+         "--answer", "--group", "--exits", "--backend", "--seed")  # fmt: skip
+"""Options that nine of ten people need."""
+SUMMARIES: Final = {
+    "inspect": "list the cut points of a model, or the content of a bundle",
+    "verify": "compare a bundle with its model on any data",
+    "rehearse": "adapt a bundle to a load that has changed",
+    "profile": "measure a bundle again, on this machine",
+    "build": "build a bundle's TensorRT engines, on the machine with the GPU",
+    "export": "write a bundle as one ONNX file, for any ONNX Runtime",
+    "wrap": "make a bundle of a model as it is, without exits and data",
+}
+"""The other commands, a line each."""
+_GIB = 2**30
+_ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts", "units",
+                     "workspace", "optimization_level", "accept_disagreement")  # fmt: skip
+_WRAP = """\
+Make a bundle of an ONNX model as it is, without exits: no data are needed, and
+it takes seconds. eeserve does so by itself where it is given an ONNX file."""
+MISSING = "serving an ONNX file needs the packages of the extra `onnx`: pip install 'offramp[onnx]'"
+"""What to do where a package is missing."""
+
+
+class Command(NamedTuple):
+    """A subcommand of ``eecompile``: its parser, and the function that runs it."""
+
+    parser: Callable[[], argparse.ArgumentParser]
+    run: Callable[[argparse.Namespace, Console], int]
+    summary: str
+    """A line for the list of commands."""
+
+
+class CompilerExtension(Protocol):
+    """The object ``EXTENSION`` of an extension's module ``for_compiler``."""
+
+    commands: Mapping[str, Command]
+    """By name."""
+
+
+def commands_of_extensions() -> dict[str, Command]:
+    """Return the subcommands that the extensions add."""
+    return {
+        name: command
+        for extension in extensions_for("compiler")
+        for name, command in extension.commands.items()
+    }
+
+
+def make_parser(name: str, description: str, **layers: Any) -> LayeredParser:
+    """Make the parser of a command with the options that all of them have.
+
+    ``layers`` are those of :class:`LayeredParser`.
+    """
+    parser = LayeredParser(prog=f"eecompile {name}".strip(), description=description, **layers)
+    parser.add_argument("--custom-ops", type=Path, action="append", default=[], metavar="LIB.so",
+                        help="library of operators that ONNX Runtime lacks; may be "
+                        "repeated")  # fmt: skip
+    parser.add_argument("--criterion-module", action="append", default=[], metavar="FILE.py:NAME",
+                        help="criterion of your own: a function from answers [batch, classes], "
+                        "float32, to confidences [batch] from 0 to 1; may be repeated")  # fmt: skip
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser, what: str = "model, an ONNX file") -> None:
+    """Add the model, and how to read it."""
+    parser.add_argument("model", type=Path, metavar="MODEL.onnx", help=what)
+    parser.add_argument("--task", choices=["auto", *TASK_KINDS], default="auto", metavar="TASK",
+                        help="kind of the answer (default: by its shape).\nIt decides when two "
+                        f"answers agree: {', '.join(TASK_KINDS)}; auto infers it from shape and "
+                        "activation, or asks for it")  # fmt: skip
+    parser.add_argument("--answer", metavar="NAME",
+                        help="output that exits imitate (default: the only one)")  # fmt: skip
+    reading = parser.add_argument_group("reading the model")
+    reading.add_argument("--class-map", action="store_true",
+                         help="answer with the classes of pixels or tokens, a byte each, instead "
+                         "of their scores")  # fmt: skip
+    reading.add_argument("--answer-tokens", type=values.tokens, default=(), metavar="ID,ID,…",
+                         help="tokens that a decoder [batch, tokens, vocabulary] answers with "
+                         "after the last token of its prompt, such as those of yes and "
+                         "no")  # fmt: skip
+    reading.add_argument("--no-simplify", action="store_true",
+                         help="do not run onnxslim on the model")  # fmt: skip
+    reading.add_argument("--simplify-limit", type=values.seconds, default=180.0, metavar="SECONDS",
+                         help="most time for onnxslim")  # fmt: skip
+    reading.add_argument("--max-cut-tensors", type=values.positive, default=4, metavar="K",
+                         help="most tensors of a cut point, where no single tensor carries all "
+                         "data, as in parallel branches")  # fmt: skip
+
+
+def add_grouping(
+    parser: argparse.ArgumentParser, group: argparse._ActionsContainer, within: float | None
+) -> None:
+    """Add which samples are not independent of each other."""
+    parser.add_argument("--group", metavar="KEY",
+                        help="array of the data that tells dependent samples.\nSamples with equal "
+                        "values (integers or texts), such as those of one person or recording, "
+                        "are in one split and count once in the certificate, as copies "
+                        "do")  # fmt: skip
+    default = "" if within is not None else " (default: as the bundle was made)"
+    group.add_argument("--copies-within", type=values.share_from_0, default=within, metavar="SHARE",
+                       help="largest distance of copies, as a share of the usual distance between "
+                       "samples, where a gap follows; 0: only equal samples are copies, and "
+                       f"consecutive similar samples are not one film{default}")  # fmt: skip
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add a file for machines."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write it to as well")
+
+
+def add_bundle(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add the bundle that a command reads."""
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help=f"bundle to {purpose}")
+
+
+def add_target(parser: argparse.ArgumentParser, where: str, replaced: str) -> None:
+    """Add where to write."""
+    parser.add_argument("--output", type=Path, metavar="DIR", help=where)
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {replaced}")
+
+
+def add_dry_run(parser: argparse._ActionsContainer, what: str) -> None:
+    """Add a run that writes nothing."""
+    parser.add_argument("--dry-run", action="store_true", help=what)
+
+
+def add_seed(parser: argparse._ActionsContainer, what: str) -> None:
+    """Add the seed of random numbers."""
+    parser.add_argument("--seed", type=values.seed, default=0, metavar="N", help=what)
+
+
+def add_promise(
+    parser: argparse.ArgumentParser,
+    group: argparse._ActionsContainer,
+    disagreement: float | None,
+    confidence_level: float | None,
+) -> None:
+    """Add the promise; without defaults it is the bundle's own."""
+    own = "" if disagreement is not None else " (default: as the bundle was made)"
+    parser.add_argument("--max-disagreement", type=values.share, default=disagreement,
+                        metavar="SHARE",
+                        help=f"largest share of answers unlike the model's{own}")  # fmt: skip
+    parser.add_argument("--confidence", dest="confidence_level", type=values.share, metavar="SHARE",
+                        default=confidence_level,
+                        help=f"certainty of that on unseen data{own}")  # fmt: skip
+    group.add_argument("--max-class-disagreement", type=values.share, metavar="SHARE",
+                       help="the same bound for each class of the model's by itself, where its "
+                       "samples suffice to certify it (default: no class is bounded)")  # fmt: skip
+
+
+def add_rehearsing(
+    group: argparse._ActionsContainer, batch: int | None, violations: float | None
+) -> None:
+    """Add the settings of PAME's rehearsal; without defaults they are the bundle's own."""
+    own = "" if batch is not None else " (default: as the bundle was made)"
+    group.add_argument("--rehearsal-batch", type=values.positive, default=batch, metavar="N",
+                       help=f"rows of a batch that is rehearsed{own}")  # fmt: skip
+    group.add_argument("--max-violations", type=values.share_from_0, default=violations,
+                       metavar="SHARE",
+                       help="largest share of such batches that an exit may make later than the "
+                       f"unmodified model would{own}")  # fmt: skip
+
+
+def compile_parser() -> LayeredParser:
+    """Make the parser of ``eecompile MODEL.onnx``."""
+    added = {name: command.summary for name, command in commands_of_extensions().items()}
+    every = {**SUMMARIES, **added}
+    parser = make_parser(
+        "",
+        """\
+Add exits to an ONNX model, train them on samples, and certify how often answers
+may differ from the model's. Writes a bundle, which eeserve serves.""",
+        short=SHORT,
+        illegal=COMPILE,
+        examples={
+            "eecompile model.onnx": "what it is, what compiling takes",
+            "eecompile model.onnx --data samples.npz": "writes model.ee",
+            "eecompile model.onnx --data random": "a dry run that certifies nothing",
+        },
+        commands=every,
+    )
+    add_compiling(parser)
+    return parser
+
+
+def add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False) -> None:
+    """Add all options of compiling a model."""
+    add_model(parser)
+    add_target(parser, "bundle to write (default: MODEL.ee)", "a bundle that is there")
+    parser.add_argument("--backend", choices=["auto", "onnxruntime", "tensorrt"], default="auto",
+                        metavar="NAME",
+                        help="auto, onnxruntime or tensorrt (default: auto).\ntensorrt builds the "
+                        "bundle's engines too, as eecompile build does, with its defaults; auto "
+                        "does so where a GPU and TensorRT are there")  # fmt: skip
+    add_seed(parser, "seed of splits and training")
+    promise = parser.add_argument_group("promise")
+    add_promise(parser, promise, 0.01, 0.95)
+    add_grouping(parser, promise, COPIES_WITHIN)
+    promise.add_argument("--agree-share", type=values.share_up_to_1, metavar="X",
+                         help="share of its tokens, pixels or key points that an answer needs to "
+                         "agree (default: 0.98 of tokens, 0.95 of pixels, all key "
+                         "points)")  # fmt: skip
+    promise.add_argument("--agree-within", type=values.distance, metavar="D",
+                         help="how far values of a regression may differ, or key points be apart "
+                         "(default: 0.1 standard deviations of the model's answers; 0.05 of the "
+                         "map's longer side)")  # fmt: skip
+    _add_exits(parser)
+    _add_choice(parser.add_argument_group("choice of the exits in use"))
+    _add_measuring(parser.add_argument_group("measuring"))
+    add_data(parser, "samples like those that will be served; without, the model is described.\n"
+             "npz, images, texts, tables or a function, see docs/data.md; labels (optional) are "
+             "for the report. random: made inputs, a dry run that certifies nothing",
+             required=needs_data)  # fmt: skip
+    parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
+
+
+def _add_exits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--exits", metavar="A,B,…",
+                        help="places of exits, such as 25%%,10%%-60%% (default: chosen).\nNumbers "
+                        "or names of cut points as inspect lists them, patterns of names (*/Add*), "
+                        "shares of the work before them (25%%: the nearest; 10%%-60%%: all "
+                        "between)")  # fmt: skip
+    exits = parser.add_argument_group("exits")
+    exits.add_argument("--heads", choices=["auto", "pooled", "bridges", "both"], default="auto",
+                       help="pooled: heads that pool; bridges: some of the model's own blocks, "
+                       "then its own head (PAME); both: at each place what saves more; auto: "
+                       "bridges where answers have places, else pooled")  # fmt: skip
+    exits.add_argument("--criterion", default="probability", metavar="NAME",
+                       help="measure of how sure an exit is: probability, its largest; entropy, "
+                       "reversed; margin, between the two largest; learned, a regression over "
+                       "these; patience, how many exits in a row agree (PABEE); or your "
+                       "own")  # fmt: skip
+    exits.add_argument("--candidates", type=values.positive, default=12, metavar="N",
+                       help="most exits that are built")  # fmt: skip
+    exits.add_argument("--mask", metavar="NAME",
+                       help="input that says which tokens count (default: found by its "
+                       "name)")  # fmt: skip
+    exits.add_argument("--epochs", type=values.positive, default=8, metavar="N",
+                       help="epochs of training")  # fmt: skip
+    exits.add_argument("--augment", choices=["auto", "off"], default="auto",
+                       help="auto: heads train on samples made from the data too, labelled by the "
+                       "model: mixed images and vectors, spliced texts")  # fmt: skip
+    exits.add_argument("--precision", choices=["fp32", "int8", "auto"], default="fp32",
+                       help="auto and int8, for CPUs: exits follow an int8 copy of the model, if "
+                       "that saves more here; its own answer is the last exit, and the unmodified "
+                       "model answers the rest, under the same promise")  # fmt: skip
+    exits.add_argument("--train", choices=["frozen", "joint"], default="frozen",
+                       help="frozen: exits on the model as it is; joint: then a copy of the model "
+                       "together with them (PAME), which is used if it saves more: its own answer "
+                       "is the last exit, and the unmodified model answers the rest, under the "
+                       "same promise")  # fmt: skip
+    exits.add_argument("--teach", choices=["model", "labels"], default="model",
+                       help="teacher of --train joint: the model's own answers, or the data's "
+                       "labels")  # fmt: skip
+    exits.add_argument("--joint-rate", type=values.share, default=1e-4, metavar="X",
+                       help="learning rate of --train joint")  # fmt: skip
+
+
+def _add_choice(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--selection", choices=["savings", "pame"], default="savings",
+                       help="savings: exits that save most time together; pame: one by one, by "
+                       "rehearsing batches, so that batches do not become late. Thresholds are "
+                       "certified alike")  # fmt: skip
+    group.add_argument("--max-overhead", type=values.share, metavar="SHARE",
+                       help="limit on the time that exits may add where none is taken, at the "
+                       "reference batch size (default: no limit, that time is a price in the "
+                       "savings)")  # fmt: skip
+    add_rehearsing(group, 32, 0.02)
+
+
+def _add_measuring(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--reference-batch-size", type=values.positive, default=8, metavar="N",
+                       help="batch size that savings are predicted at")  # fmt: skip
+    group.add_argument("--threads", type=values.positive, default=1, metavar="N",
+                       help="threads of each graph while profiling")  # fmt: skip
+    group.add_argument("--tolerance", type=values.share, metavar="X",
+                       help="largest relative difference between slices and model (default: 1e-5; "
+                       "1e-2 of fp16 models, 5e-2 of bfloat16 and int8 ones)")  # fmt: skip
+    group.add_argument("--scratch", type=Path, metavar="DIR",
+                       help="folder where features are recorded, and removed again (default: the "
+                       "system's folder for temporary files)")  # fmt: skip
+    group.add_argument("--scratch-limit", type=values.gib, default=4.0, metavar="GIB",
+                       help="most space for features there at once; the rest is recorded in later "
+                       "passes over the data")  # fmt: skip
 
 
 def inspect_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile inspect``."""
-    parser = make_parser("inspect", help_texts.INSPECT)
+    parser = make_parser(
+        "inspect",
+        """\
+List where a model can be cut, and why it cannot be cut elsewhere; of a bundle,
+its content.""",
+    )
     add_model(parser, "model to slice, or a bundle")
     add_json(parser)
     return parser
@@ -34,7 +331,15 @@ def inspect_parser() -> argparse.ArgumentParser:
 
 def verify_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile verify``."""
-    parser = make_parser("verify", help_texts.VERIFY, short=("--data", "--threads", "--json"))
+    parser = make_parser(
+        "verify",
+        """\
+Compare a bundle with its unmodified model: its files, the answers of its stages
+in batches of many sizes, and its promise, on data of your choice. Exit status 1
+if the model's end answers differently, or if more samples disagree than the
+promise makes likely.""",
+        short=("--data", "--threads", "--json"),
+    )
     add_bundle(parser, "verify")
     add_data(parser, "samples, best ones that the bundle was not made of; labels (optional) are "
              "for its accuracy")  # fmt: skip
@@ -48,7 +353,14 @@ def rehearse_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile rehearse``."""
     short = ("--data", "--output", "--overwrite", "--dry-run", "--anew", "--max-disagreement",
              "--confidence", "--group")  # fmt: skip
-    parser = make_parser("rehearse", help_texts.REHEARSE, short=short)
+    parser = make_parser(
+        "rehearse",
+        """\
+Adapt a bundle to a load that has changed: exits that would make batches late
+move towards the model's end, thresholds are raised as far as the promise needs
+on the new data, and certified on a part of it. Graphs and profile stay.""",
+        short=short,
+    )
     add_bundle(parser, "adapt")
     add_data(parser, "samples of the new load; labels (optional) are for the report")
     add_grouping(parser, parser, None)
@@ -65,7 +377,12 @@ def rehearse_parser() -> argparse.ArgumentParser:
 
 def profile_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile profile``."""
-    parser = make_parser("profile", help_texts.PROFILE)
+    parser = make_parser(
+        "profile",
+        """\
+Measure a bundle's profile again on this machine, print what its policy is
+predicted to save here, and write it. Graphs, policy and promise stay.""",
+    )
     add_bundle(parser, "measure")
     add_target(parser, REPLACED, "a bundle that is at --output")
     add_dry_run(parser, "only print what was measured")
@@ -79,10 +396,19 @@ def build_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile build``."""
     parser = make_parser(
         "build",
-        help_texts.BUILD,
+        """\
+Build the TensorRT engines of a bundle, on the machine that will serve it: of
+the unmodified model, of the stages of its policy, and of every segment. They
+are kept in BUNDLE/engines, by GPU, version of TensorRT and precision; engines
+that still fit are not built again. Each is compared with ONNX Runtime before it
+is kept.""",
         short=("--device", "--precision", "--data", "--batch-profiles", "--dry-run"),
         illegal=BUILD,
-        examples=help_texts.BUILD_EXAMPLES,
+        examples={
+            "eecompile build model.ee": "fp32, on the first GPU",
+            "eecompile build model.ee --precision fp16 --device cuda:1": "",
+            "eecompile build model.ee --batch-profiles 1,2-8,9-64 --buckets sequence=32,64": "",
+        },
     )
     add_bundle(parser, "build for")
     add_data(parser, "calibration data of the bundle.\nEngines are verified on it, and it shows "
@@ -107,10 +433,19 @@ def export_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile export``."""
     parser = make_parser(
         "export",
-        help_texts.EXPORT,
+        """\
+Write a bundle as one ONNX file, which runs wherever ONNX Runtime does, without
+Offramp: inputs and output are the source model's, and easy samples leave early
+inside the file. It is compared with the bundle on every sample of --data, and
+written only if it gives the same answers at the same exits. Other servers take
+it from a model repository; they do not audit answers, watch for drift or renew
+certificates, as eeserve does.""",
         short=("--data", "--output", "--overwrite", "--with-exits", "--triton", "--kserve"),
         illegal=EXPORT,
-        examples=help_texts.EXPORT_EXAMPLES,
+        examples={
+            "eecompile export model.ee --data samples.npz --output fast.onnx": "",
+            "eecompile export model.ee --data samples.npz --triton models --with-exits": "",
+        },
     )
     add_bundle(parser, "export")
     # Not required=True: a repository may be all that is asked for.
@@ -134,4 +469,82 @@ def export_parser() -> argparse.ArgumentParser:
                          "copy of DIR at URI; needs --triton")  # fmt: skip
     servers.add_argument("--name", metavar="NAME",
                          help="name of the model there (default: that of the bundle)")  # fmt: skip
+    return parser
+
+
+def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options; one that is not given is absent from the namespace."""
+    add = partial(group.add_argument, default=argparse.SUPPRESS)
+    add("--device", metavar="DEVICE",
+        help="GPU to build on and for (default: cuda:0)")  # fmt: skip
+    add("--precision", choices=["auto", *PRECISIONS],
+        help="arithmetic inside the engines (default: fp32).\nInputs, outputs and exits stay "
+        "fp32. auto: the precision that saves most time of those that --data certify, timed "
+        "here")  # fmt: skip
+    add("--batch-profiles", metavar="A,B-C,…",
+        help=f"batch sizes that an engine takes (default: {DEFAULT_BATCHES}).\nEach range is tuned "
+        "for its upper end")  # fmt: skip
+    add("--buckets", metavar="NAME=A,B,…", action="append",
+        help="upper ends of ranges of another symbolic size, such as sequence=32,64,128; may be "
+        "repeated (default: up to the size of the calibration data)")  # fmt: skip
+    add("--parts", metavar="A,B",
+        help="parts to build engines of: source, stages, segments (default: all)")  # fmt: skip
+    add("--units", metavar="NAME,NAME",
+        help="single engines to build, by their names in the table that a build prints, such as "
+        "00-01-exit1: needed when other exits come into use")  # fmt: skip
+    add("--workspace", type=values.gib, metavar="GIB",
+        help="most GPU memory for scratch (default: all that is free)")  # fmt: skip
+    add("--optimization-level", type=int, metavar="N",
+        help="0 to 5: how long TensorRT searches for faster engines (default: 3)")  # fmt: skip
+    add("--accept-disagreement", action="store_true",
+        help="build although fp16 or int8 alone uses up the bundle's promise, and serve its policy "
+        "as it is")  # fmt: skip
+
+
+def chooses_precision(options: argparse.Namespace) -> bool:
+    """Whether engines of several precisions are to be tried."""
+    return getattr(options, "precision", None) == "auto"
+
+
+def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
+    """Read the engine options, and fill in the defaults; EngineOptionsError if malformed."""
+    given = {name: value for name, value in vars(options).items() if name in _ENGINE_ARGUMENTS}
+    if chooses_precision(options):
+        del given["precision"]  # each build that is tried has another one
+    readers: dict[str, tuple[str, Callable[[Any], Any]]] = {
+        "batch_profiles": ("batches", parse_batches),
+        "buckets": ("buckets", lambda texts: tuple(parse_buckets(texts).items())),
+        "parts": ("parts", parse_parts),
+        "units": ("units", parse_units),
+        "workspace": ("workspace_bytes", lambda gib: max(round(gib * _GIB), 1)),
+        "optimization_level": ("optimization_level", _level),
+    }
+    for name, (field, read) in readers.items():
+        if name in given:
+            given[field] = read(given.pop(name))
+    return EngineBuildOptions(**given)
+
+
+def _level(level: int) -> int:
+    if level not in OPTIMIZATION_LEVELS:
+        raise EngineOptionsError(f"--optimization-level {level} is not in 0 to 5")
+    return level
+
+
+def wrap_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``eecompile wrap``."""
+    parser = LayeredParser(prog="eecompile wrap", description=_WRAP)
+    parser.add_argument("model", type=Path, metavar="MODEL.onnx", help="model to serve")
+    parser.add_argument("--output", type=Path, metavar="DIR",
+                        help="bundle to write (default: MODEL.ee)")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+    parser.add_argument("--answer", metavar="NAME",
+                        help="output to serve (default: the only one)")  # fmt: skip
+    parser.add_argument("--task", choices=["auto", *TASK_KINDS], default="auto", metavar="TASK",
+                        help="kind of the answer, for the status page (default: by its shape): "
+                        f"{', '.join(TASK_KINDS)}")  # fmt: skip
+    parser.add_argument("--custom-ops", type=Path, action="append", default=[], metavar="LIB.so",
+                        help="library of operators that ONNX Runtime lacks; may be "
+                        "repeated")  # fmt: skip
+    parser.set_defaults(criterion_module=[], missing=MISSING)
     return parser

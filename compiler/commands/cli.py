@@ -20,20 +20,23 @@ from offramp.calibration.data.dataset import DataError
 from offramp.calibration.data.errors import UntrainableError
 from offramp.calibration.data.scratch import ScratchError
 from offramp.commands.completion import complete
-from offramp.compiler.commands import arguments, engine_arguments, help_texts
-from offramp.compiler.commands.compile_arguments import compile_parser
+from offramp.compiler.commands import arguments
+from offramp.compiler.commands.arguments import (
+    SUMMARIES,
+    Command,
+    commands_of_extensions,
+    compile_parser,
+)
 from offramp.compiler.commands.compiling import (
     build_and_print,
     output_of,
     read_options,
     run_compile,
 )
-from offramp.compiler.commands.extension import Command, commands_of_extensions
 from offramp.compiler.commands.interruption import Target, raising_signals, status_of
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.progress import TerminalProgress
 from offramp.compiler.data.arguments import source_of
-from offramp.compiler.plain.command import describe_wrapped, wrap_parser
 from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.errors import BackendError
 
@@ -116,37 +119,9 @@ def _target_of(options: argparse.Namespace) -> Path:
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
-    from offramp.compiler.commands.looking import (  # noqa: PLC0415
-        describe_bundle,
-        describe_model,
-    )
+    from offramp.compiler.commands.looking import inspect  # noqa: PLC0415
 
-    if options.model.is_dir():
-        from offramp.bundle import Bundle  # noqa: PLC0415
-        from offramp.compiler.commands.printing import print_bundle  # noqa: PLC0415
-
-        bundle = Bundle.open(options.model)
-        print_bundle(bundle, Console())
-        _write_json(options.json, describe_bundle(bundle))
-        return 0
-    from offramp.compiler.commands.looking import print_inspection  # noqa: PLC0415
-    from offramp.compiler.common.options import AskedTask  # noqa: PLC0415
-    from offramp.compiler.cuts.cuts import find_cuts  # noqa: PLC0415
-    from offramp.compiler.frontend.model import read_model  # noqa: PLC0415
-
-    with console.status("reading and simplifying the model"):
-        model = read_model(
-            options.model,
-            answer=options.answer,
-            task=AskedTask(kind=options.task, class_map=options.class_map),
-            answer_tokens=options.answer_tokens,
-            simplify=not options.no_simplify,
-            simplify_limit=options.simplify_limit,
-            max_cut_tensors=options.max_cut_tensors,
-        )
-        analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
-    print_inspection(model, analysis, Console())
-    _write_json(options.json, describe_model(model, analysis))
+    _write_json(options.json, inspect(options, console))
     return 0
 
 
@@ -198,7 +173,9 @@ def _wrap(options: argparse.Namespace, console: Console) -> int:
         bundle = wrap_model(asked, progress, note=notes.append)
     for text in notes:
         print(f"{NOTE}{text}")
-    print(describe_wrapped(bundle))
+    alone, name = bundle.manifest.no_batching, bundle.manifest.source.original_name
+    batches = f"every sample by itself: {alone}" if alone else "in batches"
+    print(f"{bundle.path}: {name} as it is, without exits; served {batches}")
     return 0
 
 
@@ -217,9 +194,9 @@ def _export(options: argparse.Namespace, console: Console) -> int:
 def _build(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.engines.build import BuildOptions  # noqa: PLC0415
 
-    engines = engine_arguments.engine_options(options)
+    engines = arguments.engine_options(options)
     asked = read_options(BuildOptions, options, engines=engines)
-    return build_and_print(asked, console, chooses=engine_arguments.chooses_precision(options))
+    return build_and_print(asked, console, chooses=arguments.chooses_precision(options))
 
 
 _RUN = {
@@ -229,11 +206,11 @@ _RUN = {
     "profile": (arguments.profile_parser, _profile),
     "build": (arguments.build_parser, _build),
     "export": (arguments.export_parser, _export),
-    "wrap": (wrap_parser, _wrap),
+    "wrap": (arguments.wrap_parser, _wrap),
 }
 COMPILE = Command(compile_parser, run_compile, "")
 COMMANDS = {
-    **{name: Command(*found, help_texts.COMMANDS[name]) for name, found in _RUN.items()},
+    **{name: Command(*found, SUMMARIES[name]) for name, found in _RUN.items()},
     **commands_of_extensions(),
 }
 """The subcommands by name; any other argument is a model to compile, also ./NAME."""

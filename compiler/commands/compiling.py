@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rich.console import Console
 
 from offramp.commands.combinations import Illegal
-from offramp.compiler.commands.compile_arguments import compile_parser
+from offramp.compiler.commands.arguments import compile_parser
 from offramp.compiler.commands.interruption import status_of
 from offramp.compiler.common.errors import CompileError, EnginesUnavailableError, ModelError
 from offramp.compiler.common.options import NO_ENGINES

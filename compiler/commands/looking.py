@@ -27,16 +27,10 @@ if TYPE_CHECKING:
 
 STATUS: Final = 2
 """Exit status: data are missing, as with any other required option."""
-
-
 SERVE_WELL: Final = 10_000
 """Samples beyond which exits improve little."""
-
-
 _INPUTS: Final = 6
 """Most inputs that are listed."""
-
-
 _KINDS: Final = """\
 npz or folder of npy · folder of images · CSV or JSONL of texts
 parquet · Hugging Face data set · module:function"""
@@ -154,10 +148,22 @@ def _rejected_table(rejected: Sequence[Rejection]) -> Table:
     return table
 
 
-def show_first_look(options: argparse.Namespace, console: Console) -> int:
-    """Print the screen; return the exit status."""
+def inspect(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Print a model with its cut points, or a bundle, and return the same as plain data."""
+    if options.model.is_dir():
+        from offramp.compiler.commands.printing import print_bundle  # noqa: PLC0415
+
+        bundle = Bundle.open(options.model)
+        print_bundle(bundle, Console())
+        return describe_bundle(bundle)
+    model, analysis = _read(options, console)
+    print_inspection(model, analysis, Console())
+    return describe_model(model, analysis)
+
+
+def _read(options: argparse.Namespace, console: Console) -> tuple[SourceModel, CutAnalysis]:
+    """Read a model, and find where it may be cut."""
     from offramp.compiler.cuts.cuts import find_cuts  # noqa: PLC0415
-    from offramp.compiler.cuts.placement import choose_candidates  # noqa: PLC0415
     from offramp.compiler.frontend.model import read_model  # noqa: PLC0415
 
     with console.status("reading and simplifying the model"):
@@ -170,7 +176,14 @@ def show_first_look(options: argparse.Namespace, console: Console) -> int:
             simplify_limit=options.simplify_limit,
             max_cut_tensors=options.max_cut_tensors,
         )
-        analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
+        return model, find_cuts(model, max_tensors=options.max_cut_tensors)
+
+
+def show_first_look(options: argparse.Namespace, console: Console) -> int:
+    """Print the screen; return the exit status."""
+    from offramp.compiler.cuts.placement import choose_candidates  # noqa: PLC0415
+
+    model, analysis = _read(options, console)
     rules = options.exits.split(",") if options.exits else None
     chosen = choose_candidates(analysis, limit=options.candidates, exits=rules)
     out = Console()

@@ -44,24 +44,16 @@ if TYPE_CHECKING:
 
 _MOST_CLASSES = 5
 """Classes that are listed, those that lose the largest share first."""
-
-
 _BROKEN = (
     "THE PROMISE DOES NOT HOLD on data like these: so many would be unlikely. Compile the model "
     "with samples of them, or serve with --mode audit, which notices by itself."
 )
-
-
 _VERDICTS = {
     "kept": ("green", "That contradicts nothing that was promised."),
     "contradicted": ("bold red", _BROKEN),
     "nothing promised": ("dim", "Nothing was promised: no exit is in use."),
 }
-
-
 _MIB = 2**20
-
-
 _STYLES = {"built": "green", "fresh": "dim", "failed": "bold red"}
 
 

@@ -4,80 +4,51 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TypeVar
 
 from offramp.compiler.common.options import SEEDS
 from offramp.engine.models.options import MOST_SHARE
 
 _INF = float("inf")
+_T = TypeVar("_T")
 
 
-def _number(text: str, fits: Callable[[float], bool], reason: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not fits(value):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} {reason}")
-    return value
+def _reader(
+    kind: Callable[[str], _T], fits: Callable[[_T], bool], reason: str
+) -> Callable[[str], _T]:
+    """Return a reader of values of a kind, which refuses those that do not fit with a reason."""
+
+    def read(text: str) -> _T:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r:.80} {reason}")
+        return value
+
+    return read
 
 
-def share(text: str) -> float:
-    """Read a number above 0 and below 1, by :data:`.MOST_SHARE`."""
-    reason = "is not a share: a number above 0, and below 1 by 1e-9 or more"
-    return _number(text, lambda value: 0 < value <= MOST_SHARE, reason)
-
-
-def share_from_0(text: str) -> float:
-    """Read a number of at least 0 and less than 1."""
-    return _number(text, lambda value: 0 <= value < 1, "is not 0 or between 0 and 1")
-
-
-def share_up_to_1(text: str) -> float:
-    """Read a number above 0, and at most 1."""
-    return _number(text, lambda value: 0 < value <= 1, "is not above 0, and at most 1")
-
-
-def distance(text: str) -> float:
-    """Read a finite number of at least 0."""
-    return _number(text, lambda value: 0 <= value < _INF, "is no distance; give 0 or more")
-
-
-def seconds(text: str) -> float:
-    """Read a finite number above 0."""
-    reason = "is no number of seconds; give for instance 60"
-    return _number(text, lambda value: 0 < value < _INF, reason)
-
-
-def above_0(text: str) -> float:
-    """Read a finite number above 0."""
-    return _number(text, lambda value: 0 < value < _INF, "is not a number above 0")
-
-
-def gib(text: str) -> float:
-    """Read a number of GiB."""
-    reason = "is no number of GiB; give for instance 4"
-    return _number(text, lambda value: 0 < value < _INF, reason)
-
-
-def _whole(text: str, fits: Callable[[int], bool], reason: str) -> int:
-    try:
-        value: int | None = int(text)
-    except ValueError:
-        value = None
-    if value is None or not fits(value):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} {reason}")
-    return value
-
-
-def positive(text: str) -> int:
-    """Read a whole number of at least 1."""
-    return _whole(text, lambda value: value >= 1, "is not a whole number above 0")
-
-
-def seed(text: str) -> int:
-    """Read a seed of random numbers."""
-    reason = f"is not a whole number from 0 to {SEEDS - 1}"
-    return _whole(text, lambda value: 0 <= value < SEEDS, reason)
+share = _reader(
+    float,
+    lambda value: 0 < value <= MOST_SHARE,
+    "is not a share: a number above 0, and below 1 by 1e-9 or more",
+)
+"""Number above 0 and below 1, by :data:`.MOST_SHARE`."""
+share_from_0 = _reader(float, lambda value: 0 <= value < 1, "is not 0 or between 0 and 1")
+share_up_to_1 = _reader(float, lambda value: 0 < value <= 1, "is not above 0, and at most 1")
+distance = _reader(float, lambda value: 0 <= value < _INF, "is no distance; give 0 or more")
+seconds = _reader(
+    float, lambda value: 0 < value < _INF, "is no number of seconds; give for instance 60"
+)
+above_0 = _reader(float, lambda value: 0 < value < _INF, "is not a number above 0")
+gib = _reader(float, lambda value: 0 < value < _INF, "is no number of GiB; give for instance 4")
+positive = _reader(int, lambda value: value >= 1, "is not a whole number above 0")
+seed = _reader(
+    int, lambda value: 0 <= value < SEEDS, f"is not a whole number from 0 to {SEEDS - 1}"
+)
+"""Seed of random numbers."""
 
 
 def tokens(text: str) -> tuple[int, ...]:

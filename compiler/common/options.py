@@ -26,20 +26,14 @@ from offramp.engine.answers.criteria import CriterionError, known_criterion
 from offramp.engine.models.options import MOST_SHARE, refuse_unless
 
 AskedKind: TypeAlias = TaskKind | Literal["auto"]
-
-
 SHARES: Final[dict[TaskKind, float]] = {"token-classification": 0.98, "segmentation": 0.95}
 """Least shares of equal tokens and pixels, where none is asked for; of key points it is all.
 
 Pixels at the borders of objects come out one way or the other, however good the model: where two
 answers to an image differ in 5 % of its pixels, either is about as right.
 """
-
-
 WITHIN_SPREAD: Final = 0.1
 """How far values may differ where nothing is asked for: as a share of their standard deviation."""
-
-
 WITHIN_MAP: Final = 0.05
 """How far key points may be apart, as a share of the map's longer side."""
 
@@ -94,27 +88,15 @@ class VariantSource(Protocol):
 
 SEEDS = 2**63
 """Number of possible seeds: torch takes no larger one, numpy no negative one."""
-
-
 _INF = float("inf")
-
-
 DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of a promise, where nothing else is asked for or promised."""
-
-
 Selection: TypeAlias = Literal["savings", "pame"]
 """How the exits in use are chosen among those that were built."""
-
-
 AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
 """What ``eecompile --precision`` takes for bundles."""
-
-
 Training: TypeAlias = Literal["frozen", "joint"]
 """What is trained: exits on the model as it is, or then a copy of it together with them."""
-
-
 HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges", "both"]
 
 
@@ -320,14 +302,8 @@ _READING: Final = tuple(
             why="it says how data are read; leave it out, or add --data")
     for flag in ("--preprocessing", *(option.flag for option in OPTIONS))
 )  # fmt: skip
-
-
 _ONE_MODEL = "it is for exits of the float32 model as it is; take probability, entropy or margin"
-
-
 _UNCERTIFIED = "nothing is certified on made inputs; leave it out, or give samples"
-
-
 NO_ENGINES: Final = (
     Illegal(option="--criterion", beside="--backend tensorrt", when=_is_on_host,
             why="the host computes this criterion, which is for CPUs; choose probability, "
@@ -342,8 +318,6 @@ NO_ENGINES: Final = (
             "onnxruntime, for serving too"),
 )  # fmt: skip
 """Options of a bundle that has no engines: ``--backend auto`` builds none then."""
-
-
 COMPILE: Final[tuple[Illegal, ...]] = (
     *NO_ENGINES,
     *_READING,
@@ -381,14 +355,8 @@ COMPILE: Final[tuple[Illegal, ...]] = (
       for option in ("--max-disagreement", "--confidence", "--max-class-disagreement", "--group",
                      "--copies-within", "--teach labels")),
 )  # fmt: skip
-
-
 _AS_THERE = "the engines that are there say it; leave one of them out"
-
-
 _KEPT = "auto keeps what is certified; leave one of them out"
-
-
 BUILD: Final = (
     *_READING,
     Illegal(option="--units", beside="--parts",
@@ -409,8 +377,6 @@ BUILD: Final = (
             why="the ranges of activations are measured on calibration data; give that which the "
             "bundle was compiled with"),
 )  # fmt: skip
-
-
 EXPORT: Final = (
     *_READING,
     Illegal(option="--kserve", without="--triton",

@@ -53,26 +53,14 @@ from offramp.compiler.graphs.tail import giving
 from offramp.engine.graphs.assembly import assemble
 
 _log = logging.getLogger(__name__)
-
-
 _T = TypeVar("_T")
-
-
 BRIDGE = Head(kind="bridge")
-
-
 _OURS = re.compile(r"offramp_exit_\d+/bridge/")
 """What names of operators begin with in a bridge."""
-
-
 TRAINED_BRIDGES = 4
 """Bridges that are trained to the end where there are more: each learns as long as some blocks of
 the model."""
-
-
 SCREENING_SAMPLES = 1500
-
-
 SCREENING_EPOCHS = 2
 """Samples, and how often each is seen, that all bridges are tried on."""
 

@@ -98,8 +98,6 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
 
 CONFIDENCE = "confidence"
 """Name of the output with the confidence, after the exit's prefix."""
-
-
 _STEP = 1e-3
 """That a share of a number of tokens, in float32, may be above the whole number that it is."""
 

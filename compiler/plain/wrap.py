@@ -44,18 +44,10 @@ from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.common.environment import available_cores
 
 _log = logging.getLogger(__name__)
-
-
 Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
-
-
 _ROWS: Final = 3
-
-
 _SECONDS: Final = 1.0
 """Time after which no larger batch is timed."""
-
-
 _RUNS: Final = 3
 """Timed runs of a batch size, of which the median counts."""
 

@@ -20,7 +20,7 @@ from offramp.api.compiling import CompileKeywords
 from offramp.api.torch_export import ExampleCall, export_module
 from offramp.bundle import BundleExistsError, TensorSpec
 from offramp.calibration.data.scratch import ScratchSpace
-from offramp.compiler.commands.compile_arguments import compile_parser
+from offramp.compiler.commands.arguments import compile_parser
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import CompileOptions
 from offramp.engine.answers.criteria import CriterionError
