@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.common import make_parser, time_ms
 from tests.unit.certify.problems import greedy_loops, realistic, tree_optimum, unstructured
 
-from offramp.certify import Records, common_path, evaluate, walk
-from offramp.engine.control.published.search import beam_search
-from offramp.engine.control.published.thresholds import count_allowed, tune
+from offramp.baselines.thresholds import beam_search, tune
+from offramp.certify import AgreementCurve, Records, common_path, evaluate, walk
+from offramp.certify.binomial import count_allowed
 from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def best_known(problem: Problem, allowed: int) -> float:
 
 def walk_largest() -> Callable[[], object]:
     confidence, agrees, _ = realistic(0, exits=20, samples=10_000)
-    path = common_path(None, exits=20)
+    path = common_path([AgreementCurve(slope=1.0, intercept=0.0)] * 20)
     return lambda: walk(path, confidence, agrees)
 
 

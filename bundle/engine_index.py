@@ -12,8 +12,7 @@ from offramp.bundle.files import entry_of
 from offramp.bundle.schema.manifest import FileEntry, Manifest
 from offramp.bundle.schema.policy import ExitPolicy
 from offramp.bundle.schema.serde import check_numbers
-from offramp.certify.binomial import upper_bound
-from offramp.certify.shared_risk import half_risk
+from offramp.certify.binomial import half_risk, upper_bound
 
 INDEX = "index.json"
 """The index's file in a target's folder."""

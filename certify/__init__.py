@@ -38,12 +38,12 @@ may look after every sample, and change thresholds as often as one likes. *Assum
 exchangeable while a path is in use, and audits are drawn by q alone. A change in the inputs breaks
 the first one: whoever notices it has to start a new path, with a share of α of its own.
 
-The rooms, from the ground up: :mod:`.decision` (who exits where), :mod:`.records` and
-:mod:`.observations` (samples recorded at all exits, and samples as they were served),
-:mod:`.window` (the last of them), :mod:`.path` (what every level of a path does), :mod:`.agreement`
-and :mod:`.fitting` (where paths come from), :mod:`.binomial` and :mod:`.betting` (tests),
-:mod:`.learn_then_test` and :mod:`.threshold_path` (tested paths). It imports nothing else of
-Offramp, so that the compiler, calibration, bundles and the engine may all import it.
+The modules, from the ground up: :mod:`.decision` (who exits where), :mod:`.records` and
+:mod:`.observations` (samples recorded at all exits, and samples as they were served), :mod:`.path`
+(what every level of a path does), :mod:`.agreement` (where paths come from), :mod:`.binomial` and
+:mod:`.betting` (tests), :mod:`.learn_then_test` and :mod:`.threshold_path` (tested paths). It
+imports nothing else of Offramp, so that the compiler, calibration, bundles and the engine may all
+import it.
 """
 
 from offramp.certify.agreement import (
@@ -51,7 +51,6 @@ from offramp.certify.agreement import (
     common_path,
     fit_agreement,
     fit_curves,
-    path_levels,
     tuning_path,
 )
 from offramp.certify.binomial import allowed_errors, binomial_cdf, samples_needed, upper_bound
@@ -69,11 +68,10 @@ from offramp.certify.decision import (
     reaches,
 )
 from offramp.certify.learn_then_test import Certificate, Stratum, certify
-from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify.observations import UNKNOWN, Observations, Weighted, Window
 from offramp.certify.path import Walk, walk
 from offramp.certify.records import Evaluation, Records, evaluate, savings_of
 from offramp.certify.threshold_path import ThresholdPath
-from offramp.certify.window import Weighted, Window
 
 __all__ = [
     "MODEL_END",
@@ -104,7 +102,6 @@ __all__ = [
     "fit_agreement",
     "fit_curves",
     "leaves",
-    "path_levels",
     "reaches",
     "samples_needed",
     "savings_of",

@@ -3,16 +3,22 @@
 A head's softmax is no probability of agreement: early heads are over- or underconfident in their
 own way. One logistic curve per exit puts them on one scale, so that a single level u means the
 same at every exit. Isotonic curves were tried and need far more data.
+
+Levels to test are chosen near the bound on risk (:func:`lay_path`). They lie on this one smooth
+path, since a path fitted closely to few samples is never certified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from offramp.certify.decision import NEVER, BoolArray, ConfidenceArray, FloatArray
+from offramp.certify.decision import NEVER, BoolArray, ConfidenceArray, Float32Array, FloatArray
+from offramp.certify.observations import Weighted
+from offramp.certify.path import Outlook, outlook
 from offramp.certify.records import check_confidence
 
 _LEAST = 1e-7
@@ -21,6 +27,10 @@ _MOST = 1.0 - 2.0**-25
 """What a confidence of 1 counts as: halfway between 1 and the float32 below it."""
 _LEAST_SLOPE = 0.05
 """Keeps the curve rising where confidence says nothing about agreement."""
+_PATH_LEVELS = np.concatenate([[1.0], 1.0 - np.geomspace(1e-6, 0.5, 399)])
+"""Levels u of a path, float64[400], falling from 1 (no exits): geometric in 1 − u. These are even
+steps in the error that a level admits, which is where thresholds of a percent or less of
+disagreement lie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +61,19 @@ class AgreementCurve:
         return np.where(feature <= _logit(_MOST), reached, NEVER)
 
 
-def fit_agreement(
-    confidence: ConfidenceArray, agrees: BoolArray, *, ridge: float = 1.0
-) -> AgreementCurve:
+def fit_agreement(confidence: ConfidenceArray, agrees: BoolArray) -> AgreementCurve:
     """Fit the logistic curve of one exit by Newton's method (Platt 1999, on the logit).
 
     Of float[samples] confidences in [0, 1], at least one, and bool[samples]. The penalty
-    ``ridge / 2 · ((slope − 1)² + intercept²)``, worth about one sample, draws towards "confidence
-    is the probability"; it keeps the fit finite where all samples agree.
+    ``((slope − 1)² + intercept²) / 2``, worth about one sample, draws towards "confidence is the
+    probability"; it keeps the fit finite where all samples agree.
     """
     check_confidence(np.atleast_2d(confidence), np.atleast_2d(agrees))
-    if not ridge > 0:
-        raise ValueError(f"ridge must be above 0, got {ridge}")
     feature = _feature(np.asarray(confidence).ravel())
     target = np.asarray(agrees).ravel().astype(np.float64)
-    slope, intercept = _newton(feature, target, ridge, fixed_slope=None)
+    slope, intercept = _newton(feature, target, fixed_slope=None)
     if slope < _LEAST_SLOPE:
-        slope, intercept = _newton(feature, target, ridge, fixed_slope=_LEAST_SLOPE)
+        slope, intercept = _newton(feature, target, fixed_slope=_LEAST_SLOPE)
     return AgreementCurve(slope=slope, intercept=intercept)
 
 
@@ -85,47 +91,14 @@ def tuning_path(confidence: ConfidenceArray, agrees: BoolArray) -> FloatArray:
     return common_path(fit_curves(confidence, agrees))
 
 
-def path_levels(
-    count: int = 400, *, conservative: float = 1e-6, aggressive: float = 0.5
-) -> FloatArray:
-    """Levels u of the path, float64[count], falling from 1 (no exits).
+def common_path(curves: Sequence[AgreementCurve]) -> FloatArray:
+    """Thresholds of all exits along one number u: float64[levels, exits], no exit's rising.
 
-    Geometric in 1 − u from ``conservative`` to ``aggressive``: even steps in the error that a level
-    admits, which is where thresholds of a percent or less of disagreement lie.
+    A sample exits where P(agree | confidence) >= u. At the first level, 1, no exit answers. Every
+    threshold is a float32 value, so a check in float32 decides like one in float64.
     """
-    if count < 2 or not 0 < conservative < aggressive < 1:
-        raise ValueError(
-            "expected count >= 2 and 0 < conservative < aggressive < 1, "
-            f"got {count}, {conservative}, {aggressive}"
-        )
-    return np.concatenate([[1.0], 1.0 - np.geomspace(conservative, aggressive, count - 1)])
-
-
-def common_path(
-    curves: Sequence[AgreementCurve] | None,
-    levels: FloatArray | None = None,
-    *,
-    exits: int | None = None,
-    enabled: Sequence[bool] | BoolArray | None = None,
-) -> FloatArray:
-    """Thresholds of all exits along one number u: float64[levels, exits].
-
-    With ``curves``, a sample exits where P(agree | confidence) >= u; without, where its raw
-    confidence >= u (``exits`` must be given then). A level of 1 switches every exit off. Every
-    threshold is a float32 value, so a check in float32 decides like one in float64. ``levels``,
-    float64[levels], fall, in (0, 1]; an exit that is not ``enabled`` stays at NEVER.
-    """
-    levels = path_levels() if levels is None else np.asarray(levels, dtype=np.float64)
-    if levels.ndim != 1 or not ((levels > 0) & (levels <= 1)).all() or (np.diff(levels) > 0).any():
-        raise ValueError("levels must be a falling row of numbers in (0, 1]")
-    count = _count_exits(curves, exits, enabled)
-    if curves is None:
-        path = np.repeat(float32_at_least(levels)[:, None], count, axis=1)
-    else:
-        path = np.stack([curve.threshold(levels) for curve in curves], axis=1)
-    path[levels >= 1.0] = NEVER
-    if enabled is not None:
-        path[:, ~np.asarray(enabled, dtype=np.bool_)] = NEVER
+    path = np.stack([curve.threshold(_PATH_LEVELS) for curve in curves], axis=1)
+    path[0] = NEVER
     return path
 
 
@@ -137,33 +110,20 @@ def float32_at_least(values: FloatArray) -> FloatArray:
     return np.where(nearest >= values, nearest, above).astype(np.float64)
 
 
-def _count_exits(
-    curves: Sequence[AgreementCurve] | None,
-    exits: int | None,
-    enabled: Sequence[bool] | BoolArray | None,
-) -> int:
-    given: dict[str, Sized | None] = {"curves": curves, "enabled": enabled}
-    counts = {name: len(known) for name, known in given.items() if known is not None}
-    counts |= {} if exits is None else {"exits": exits}
-    if len(set(counts.values())) != 1 or 0 in counts.values():
-        raise ValueError(f"the number of exits must be given once or alike, above 0; got {counts}")
-    return next(iter(counts.values()))
-
-
 def _newton(
-    feature: FloatArray, target: FloatArray, ridge: float, fixed_slope: float | None
+    feature: FloatArray, target: FloatArray, *, fixed_slope: float | None
 ) -> tuple[float, float]:
     """Minimise the penalised log loss; convex, so damped Newton steps find the one minimum."""
     design = np.stack([feature, np.ones_like(feature)], axis=1)
     prior = np.array([1.0, 0.0])
     free = np.array([fixed_slope is None, True])
     weights = prior.copy() if fixed_slope is None else np.array([fixed_slope, 0.0])
-    loss = _loss(design, target, weights, prior, ridge)
+    loss = _loss(design, target, weights, prior)
     for _ in range(100):
         probability = _sigmoid(design @ weights)
-        gradient = design.T @ (probability - target) + ridge * (weights - prior)
+        gradient = design.T @ (probability - target) + (weights - prior)
         curvature = (design * (probability * (1 - probability))[:, None]).T @ design
-        hessian = curvature + ridge * np.eye(2)
+        hessian = curvature + np.eye(2)
         step = np.zeros(2)
         step[free] = np.linalg.solve(hessian[np.ix_(free, free)], gradient[free])
         if np.abs(step).max() < 1e-10:
@@ -171,7 +131,7 @@ def _newton(
         scale = 1.0
         while scale > 1e-6:
             tried = weights - scale * step
-            tried_loss = _loss(design, target, tried, prior, ridge)
+            tried_loss = _loss(design, target, tried, prior)
             if tried_loss <= loss:
                 break
             scale /= 2
@@ -181,12 +141,10 @@ def _newton(
     return float(weights[0]), float(weights[1])
 
 
-def _loss(
-    design: FloatArray, target: FloatArray, weights: FloatArray, prior: FloatArray, ridge: float
-) -> float:
+def _loss(design: FloatArray, target: FloatArray, weights: FloatArray, prior: FloatArray) -> float:
     logit = design @ weights
     log_loss = np.logaddexp(0.0, logit) - target * logit
-    return float(log_loss.sum() + ridge / 2 * ((weights - prior) ** 2).sum())
+    return float(log_loss.sum() + ((weights - prior) ** 2).sum() / 2)
 
 
 def _feature(confidence: ConfidenceArray) -> FloatArray:
@@ -200,3 +158,119 @@ def _logit(probability: float) -> float:
 
 def _sigmoid(logit: FloatArray) -> FloatArray:
     return np.asarray(np.exp(-np.logaddexp(0.0, -logit)), dtype=np.float64)
+
+
+LEVELS: Final = 60
+_CONSERVATIVE, _AGGRESSIVE = 0.02, 8.0
+"""Expected disagreement of the first and last level, as multiples of the bound. Curves may be
+wrong about data that drifted; so they are wide apart."""
+_RIDGE: Final = 4.0
+"""Samples that the curves known so far count for."""
+_LEAST_FACTOR: Final = 0.05
+"""Least slope of a new curve, relative to the one known so far."""
+_NEWTON_STEPS: Final = 30
+_IDENTITY: Final = AgreementCurve(slope=1.0, intercept=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fitted:
+    """A path of thresholds to test, with what its curves expect of every level."""
+
+    curves: tuple[AgreementCurve, ...]
+    """Per exit of the path."""
+    thresholds: FloatArray
+    """float64[levels, exits], the first answers nothing."""
+    risk: FloatArray
+    """float64[levels]: disagreement that the curves expect, rising."""
+    shares: FloatArray
+    """float64[levels, exits + 1]: of samples answered at each exit, the last at the end."""
+
+
+def refit(curves: Sequence[AgreementCurve], samples: Weighted, bound: float) -> Fitted:
+    """Renew curves, one per exit, from recent samples (at least one), and lay a path on them.
+
+    What a tuning job runs; ``bound`` is ε.
+    """
+    rows = zip(curves, samples.confidence, samples.agrees, strict=True)
+    renewed = [_renew(curve, row, agrees, samples.weight) for curve, row, agrees in rows]
+    return lay_path(renewed, samples, bound=bound)
+
+
+def lay_path(
+    curves: Sequence[AgreementCurve],
+    samples: Weighted,
+    *,
+    bound: float,
+    anchored_at: FloatArray | None = None,
+) -> Fitted:
+    """Choose levels where the disagreement that curves expect is near the bound, ε.
+
+    Without curves the path has only the level that answers nothing. Expectations are weighed by
+    ``samples``, at least one. ``anchored_at``, float64[exits], is one policy that shall be a level:
+    more conservative levels are then nowhere below it, and more aggressive ones nowhere above.
+    """
+    if not curves:
+        nothing = np.zeros((1, 0))
+        return Fitted(curves=(), thresholds=nothing, risk=np.zeros(1), shares=np.ones((1, 1)))
+    path = common_path(curves)
+    if anchored_at is not None:
+        path = np.concatenate(
+            [np.maximum(path, anchored_at), anchored_at[None, :], np.minimum(path, anchored_at)]
+        )
+    found = expect(path, curves, samples)
+    risk = np.maximum.accumulate(found.risk)
+    targets = np.geomspace(_CONSERVATIVE, _AGGRESSIVE, LEVELS - 1) * bound
+    chosen = {0, *np.minimum(np.searchsorted(risk, targets), len(path) - 1).tolist()}
+    if anchored_at is not None:
+        chosen.add(len(path) // 2)
+    rows = np.array(sorted(chosen))
+    rows = rows[np.append(True, (path[rows[1:]] != path[rows[:-1]]).any(axis=1))]
+    return Fitted(
+        curves=tuple(curves), thresholds=path[rows], risk=risk[rows], shares=found.shares[rows]
+    )
+
+
+def expect(thresholds: FloatArray, curves: Sequence[AgreementCurve], samples: Weighted) -> Outlook:
+    """What curves say of every level of a path, float64[levels, exits], on some samples."""
+    loss = np.array(
+        [1 - c.probability(row) for c, row in zip(curves, samples.confidence, strict=True)]
+    )
+    return outlook(thresholds, samples.confidence, loss, samples.weight)
+
+
+def _renew(
+    curve: AgreementCurve, confidence: Float32Array, agrees: BoolArray, weight: FloatArray
+) -> AgreementCurve:
+    """Fit logit P = a · (what the curve says) + b, drawn towards a = 1, b = 0.
+
+    Weighted samples count for as many as they are worth (Kish), not for as many as they stand for.
+    """
+    clipped = _IDENTITY.probability(confidence)
+    known = curve.slope * (np.log(clipped) - np.log1p(-clipped)) + curve.intercept
+    scaled = weight * (float(weight.sum()) / float((weight**2).sum()))
+    design = np.stack([known, np.ones_like(known)])
+    prior = np.array([1.0, 0.0])
+    found = prior.copy()
+    loss = _log_loss(found, design, scaled, agrees)
+    for _ in range(_NEWTON_STEPS):
+        probability = np.exp(-np.logaddexp(0.0, -(found @ design)))
+        gradient = design @ (scaled * (probability - agrees)) + _RIDGE * (found - prior)
+        curvature = (design * (scaled * probability * (1 - probability))) @ design.T
+        step = np.linalg.solve(curvature + _RIDGE * np.eye(2), gradient)
+        while (tried := _log_loss(found - step, design, scaled, agrees)) > loss:
+            step = step / 2  # convex: some fraction of a Newton step always helps
+            if np.abs(step).max() < 1e-9:
+                break
+        if np.abs(step).max() < 1e-8:
+            break
+        found, loss = found - step, tried
+    slope, intercept = max(float(found[0]), _LEAST_FACTOR), float(found[1])
+    return AgreementCurve(slope=slope * curve.slope, intercept=slope * curve.intercept + intercept)
+
+
+def _log_loss(
+    weights: FloatArray, design: FloatArray, scaled: FloatArray, agrees: BoolArray
+) -> float:
+    logit = weights @ design
+    penalty = _RIDGE / 2 * ((weights[0] - 1) ** 2 + weights[1] ** 2)
+    return float(scaled @ (np.logaddexp(0.0, logit) - agrees * logit) + penalty)

@@ -1,8 +1,10 @@
-"""The binomial tail, and exact bounds on an error rate from it; standard library only."""
+"""The binomial tail, exact bounds on an error rate from it, and sizes of splits that certify."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Final
 
 
 def binomial_cdf(k: int, n: int, p: float) -> float:
@@ -47,6 +49,16 @@ def allowed_errors(samples: int, max_disagreement: float, confidence_level: floa
     return low
 
 
+def count_allowed(max_disagreement: float, samples: int) -> int:
+    """Return the most errors whose share of ``samples`` is within a bound, as division rounds."""
+    if not 0 <= max_disagreement <= 1:
+        raise ValueError(f"max_disagreement must be in [0, 1], got {max_disagreement}")
+    allowed = int(max_disagreement * samples) + 1
+    while allowed / samples > max_disagreement:
+        allowed -= 1
+    return allowed
+
+
 def upper_bound(errors: int, samples: int, confidence_level: float = 0.95) -> float:
     """One-sided Clopper-Pearson upper bound of an error rate.
 
@@ -84,3 +96,33 @@ def _sum_terms(ks: range, n: int, p: float) -> float:
         if terms[-1] < 1e-25 * terms[0]:
             break
     return min(1.0, math.fsum(terms))
+
+
+TUNE_SHARE: Final = 0.15
+CERTIFY_SHARE: Final = 0.25
+"""The shares of the data that do not train: heads gain most from more data, while certification
+flattens beyond some 5,000 samples."""
+
+
+def split_sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
+    """Return how many samples train and tune, where the others certify; ``None`` if too few."""
+    certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
+    tune = round(samples * TUNE_SHARE)
+    train = samples - certify - tune
+    return (train, tune) if train >= max(certify, 2) and tune >= 1 else None
+
+
+def least_to_split(certify_at_least: int) -> int:
+    """Return the fewest samples of which so many can certify, and the others train and tune."""
+    begin = math.floor(2 * certify_at_least)  # as many train as certify
+    return next(n for n in itertools.count(begin) if split_sizes(n, certify_at_least))
+
+
+def half_risk(confidence_level: float) -> float:
+    """The confidence level at which each of two statements holds, so that both do at the given."""
+    return 1 - (1 - confidence_level) / 2
+
+
+def both_hold(confidence_level: float) -> float:
+    """The confidence level of two statements that each hold at the given: undoes half_risk."""
+    return 1 - 2 * (1 - confidence_level)

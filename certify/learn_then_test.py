@@ -28,10 +28,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offramp.certify.binomial import allowed_errors, binomial_cdf
+from offramp.certify.binomial import allowed_errors, binomial_cdf, half_risk
 from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray, IntArray
 from offramp.certify.path import outlook, walk
-from offramp.certify.shared_risk import half_risk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

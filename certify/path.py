@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.certify.decision import NEVER, BoolArray, ConfidenceArray, FloatArray, IntArray
+from offramp.certify.observations import Weighted
 from offramp.certify.records import Records, check_confidence, savings_of
-from offramp.certify.window import Weighted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

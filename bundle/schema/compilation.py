@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from offramp.bundle.schema.serde import check_hash, check_numbers
-from offramp.certify.binomial import upper_bound
-from offramp.certify.shared_risk import half_risk
+from offramp.certify.binomial import half_risk, upper_bound
 
 COPIES_WITHIN: Final = 0.1
 """Share of the typical distance between rows within which rows may be copies, by default."""

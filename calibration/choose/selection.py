@@ -22,8 +22,8 @@ from offramp.certify import (
     tuning_path,
     walk,
 )
+from offramp.certify.binomial import count_allowed
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.thresholds import count_allowed
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

@@ -23,7 +23,7 @@ from offramp.calibration.data.errors import DataError as DataError  # noqa: PLC0
 from offramp.calibration.data.groups import Groups
 from offramp.calibration.data.key import GroupKey, group_hint
 from offramp.calibration.data.scratch import ScratchSpace
-from offramp.certify.splits import split_sizes
+from offramp.certify.binomial import split_sizes
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.common.validation import check_tensors
 

@@ -25,9 +25,9 @@ from offramp.bundle import NEVER, ActiveExit
 from offramp.calibration.rehearsal import rehearsal
 from offramp.calibration.rehearsal.load import Position, RehearsalLoad, forecast
 from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings, RehearsalStep
+from offramp.calibration.rehearsal.two_stage import StageTimes
 from offramp.certify import FloatArray, tuning_path, walk
-from offramp.engine.control.published.thresholds import count_allowed
-from offramp.engine.control.published.two_stage import StageTimes
+from offramp.certify.binomial import count_allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit
+from offramp.calibration.rehearsal.two_stage import StageTimes, is_late
 from offramp.certify import BoolArray, ConfidenceArray, Float32Array, IntArray, leaves
 from offramp.certify.records import check_confidence
-from offramp.engine.control.published.two_stage import StageTimes, is_late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

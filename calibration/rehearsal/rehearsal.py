@@ -8,7 +8,7 @@
     until precision or latency allow no further exit, or no sample is left to go on
 
 The time matrix belongs to the hardware, the pattern matrix to the load: whichever changes, the
-other one stays (:mod:`offramp.engine.control.published.two_stage`, :mod:`.adaptation`).
+other one stays (:mod:`offramp.calibration.rehearsal.two_stage`, :mod:`.adaptation`).
 
 Precision is agreement with the source model: the original model's is 1, so the paper's η is one
 minus the largest tolerated disagreement. An exit has one threshold, on confidence.
@@ -44,9 +44,9 @@ from offramp.calibration.rehearsal.result import (
     RehearsalStep,
     Verdict,
 )
+from offramp.calibration.rehearsal.two_stage import StageTimes, TimeMatrix
 from offramp.certify import FloatArray, IntArray
-from offramp.engine.control.published.thresholds import count_allowed
-from offramp.engine.control.published.two_stage import StageTimes, TimeMatrix
+from offramp.certify.binomial import count_allowed
 
 
 def rehearse(

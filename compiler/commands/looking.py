@@ -16,7 +16,7 @@ from offramp.bundle import Answer, Bundle
 from offramp.bundle.engines import list_targets
 from offramp.bundle.schema.serde import to_plain
 from offramp.certify import samples_needed
-from offramp.certify.splits import least_to_split
+from offramp.certify.binomial import least_to_split
 from offramp.compiler.common.options import AskedTask
 from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.graphs.source_model import SourceModel

@@ -24,8 +24,7 @@ from offramp.bundle.engines import Precision
 from offramp.calibration.choose.records import ExitRecords, dump_records, kept_records
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.quantization import Ranges
-from offramp.certify.binomial import upper_bound
-from offramp.certify.shared_risk import half_risk
+from offramp.certify.binomial import half_risk, upper_bound
 from offramp.compiler.common.errors import VerificationError
 from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.units import UnitGraphs

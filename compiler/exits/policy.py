@@ -28,13 +28,13 @@ from offramp.calibration.rehearsal import (
     forecast_policy,
     rehearse_records,
 )
+from offramp.calibration.rehearsal.two_stage import StageTimes
 from offramp.certify import Stratum
 from offramp.certify.agreement import tuning_path
 from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.common.progress import Progress
 from offramp.engine.common.environment import available_cores
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.two_stage import StageTimes
 from offramp.engine.stages.answering_graphs import answering_graphs
 from offramp.engine.stages.plan import ModelStructure
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from offramp.bundle.schema.compilation import BatchEffect
 from offramp.calibration.data.dataset import Dataset, DataSplit
 from offramp.calibration.data.running import BATCH_SIZE, run_over
-from offramp.certify.shared_risk import half_risk
+from offramp.certify.binomial import half_risk
 from offramp.compiler.common.errors import VerificationError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import Progress

@@ -32,8 +32,8 @@ from offramp.calibration.rehearsal import (
     raising_path,
 )
 from offramp.certify import samples_needed
+from offramp.certify.binomial import CERTIFY_SHARE, TUNE_SHARE
 from offramp.certify.learn_then_test import level_of_each
-from offramp.certify.splits import CERTIFY_SHARE, TUNE_SHARE
 from offramp.compiler.blueprints.packing import judged, rewrite
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.options import DEFAULT_CONFIDENCE_LEVEL, RehearseOptions

@@ -1,8 +1,8 @@
 """Extensions: packages beside the core that add to its commands, found by a table of names.
 
-The core imports none of them, and runs without. What one adds to a host (``engine``, ``server``,
-``compiler``) is the object ``EXTENSION`` of its module ``for_HOST``, imported when the host is
-used; by which protocol, each host says.
+The core imports none of them, and runs without. What one adds to a host (``engine``, ``control``,
+``server``, ``compiler``) is the object ``EXTENSION`` of its module ``for_HOST``, imported when the
+host is used; by which protocol, each host says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-EXTENSIONS: Final = ("offramp.cluster", "offramp.supernet")
+EXTENSIONS: Final = ("offramp.baselines", "offramp.cluster", "offramp.supernet")
 """Packages that are looked for."""
 
 

@@ -21,7 +21,7 @@ from offramp.certify import (
     Weighted,
     Window,
 )
-from offramp.certify.fitting import Fitted, expect, refit
+from offramp.certify.agreement import Fitted, expect, refit
 from offramp.certify.path import Outlook, look_ahead
 from offramp.engine.control.controller import Job
 from offramp.engine.control.costs import CostModel

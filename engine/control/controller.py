@@ -140,3 +140,19 @@ class Controller(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a kept state; ValueError if it does not fit this controller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerKind:
+    """A controller that an extension adds; ``EXTENSION`` of its module ``for_control`` has them.
+
+    It tunes thresholds of its own, so it suits no model that must keep to compiled ones.
+    """
+
+    name: str
+    """As on the command line."""
+    description: str
+    """For the help."""
+    make: Callable[..., Controller]
+    """Takes the policy to begin with, the :class:`.CostModel` of the bundle, and by name
+    ``max_overhead`` (the ramp budget), ``max_disagreement`` and ``confidence_level``."""

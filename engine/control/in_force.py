@@ -22,8 +22,8 @@ from offramp.certify import (
     Weighted,
     count_answers,
 )
+from offramp.certify.agreement import Fitted, lay_path
 from offramp.certify.betting import UpperBound
-from offramp.certify.fitting import Fitted, lay_path
 from offramp.certify.kept import kept_count, kept_flag, kept_part
 from offramp.certify.threshold_path import alpha_of
 from offramp.engine.control.controller import Evidence

@@ -14,7 +14,7 @@ from offramp.engine.control.controller import ControlEvent, ControlStatus, Evide
 from offramp.engine.control.counters import ControlCounters
 
 
-class PublishedController:
+class UncertifiedController:
     """A controller (:class:`..controller.Controller`) that never changes its policy by itself."""
 
     name: ClassVar[str]
@@ -110,7 +110,7 @@ def policy_of(version: int, exits: Sequence[int], thresholds: Sequence[float]) -
     return ExitPolicy(version=version, active=active)
 
 
-class StaticController(PublishedController):
+class StaticController(UncertifiedController):
     """Keeps the policy that it is given; counts and estimates, and acts on nothing."""
 
     name = "static"

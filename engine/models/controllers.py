@@ -8,7 +8,7 @@ from typing import Any, Final
 from offramp.bundle import Bundle, ExitPolicy, Profile
 from offramp.bundle.engines import PrecisionEvidence
 from offramp.bundle.schema.compilation import BatchEffect
-from offramp.certify.shared_risk import half_risk
+from offramp.certify.binomial import half_risk
 from offramp.engine.common.control_state import identity_of
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, ExitProposals
@@ -16,10 +16,9 @@ from offramp.engine.control.certified import CertifiedController, CertifiedSetti
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.initial import certified_on, within_budget
-from offramp.engine.control.published.apparate import ApparateController, ApparateSettings
 from offramp.engine.control.shift import ShiftGuard
 from offramp.engine.control.static import StaticController
-from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.options import ModelOptions, added_controllers
 from offramp.engine.models.whole_promise import end_evidence
 from offramp.engine.stages.plan import Mode
 
@@ -72,14 +71,13 @@ def make_controller(
     if options.controller == "static" or depends:
         audited = 1.0 if mode is Mode.RELEASE else STATIC_AUDIT_PROBABILITY
         controller = StaticController(policy, **limits, audit_probability=audited)
-    elif options.controller == "apparate":
+    elif kind := added_controllers().get(options.controller):
         if of_classes is not None:
             raise OptionsError(
                 f"{bundle.path} promises at most {of_classes:g} for each class, and controller "
-                "apparate tunes thresholds of its own; choose certified or static"
+                f"{kind.name} tunes thresholds of its own; choose certified or static"
             )
-        apparate = ApparateSettings(max_overhead=budget, **limits)
-        controller = ApparateController(policy, costs, apparate)
+        controller = kind.make(policy, costs, max_overhead=budget, **limits)
     else:
         controller = CertifiedController(
             policy,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from offramp.certify import samples_needed
+from offramp.certify.binomial import least_to_split
 from offramp.certify.learn_then_test import level_of_each
-from offramp.certify.splits import least_to_split
 
 DEFAULT_DISAGREEMENT: Final = 0.01
 """The constraint, where none is asked for."""

@@ -10,6 +10,8 @@ from offramp.bundle.engines import PRECISIONS, Precision
 from offramp.bundle.schema.answers import TASK_KINDS
 from offramp.engine.common.environment import available_cores
 from offramp.engine.common.errors import BackendError, OptionsError
+from offramp.engine.common.extensions import extensions_for
+from offramp.engine.control.controller import ControllerKind
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.models.devices import StreamDevices
 from offramp.engine.models.learning_options import LearnOptions
@@ -25,8 +27,6 @@ _INF = float("inf")
 _MOST_ROWS, MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
 """Of a batch, of a process, and of what is only counted: more is a slip of the hand, and would
 exhaust the machine before anything is served."""
-CONTROLLERS = ("certified", "apparate", "static")
-"""The controllers that a model may have in release and audit mode."""
 SHARE_WEIGHTS = ("auto", "always", "never")
 """What may be asked of weights in memory: that a bundle's models have one copy of them."""
 _ON_CPU = (
@@ -36,6 +36,16 @@ _ON_CPU = (
 """Why a backend is refused."""
 ON_CPU = ("onnxruntime", "openvino")
 """The backends whose streams are the machine's cores."""
+
+
+def added_controllers() -> dict[str, ControllerKind]:
+    """Return the controllers that extensions add, by name."""
+    return {kind.name: kind for kinds in extensions_for("control") for kind in kinds}
+
+
+def controller_names() -> tuple[str, ...]:
+    """Return the controllers that a model may have in release and audit mode."""
+    return "certified", *added_controllers(), "static"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +74,7 @@ class ModelOptions:
     weight: float = 1.0
     """Share of the device relative to the other models', while all are busy."""
     controller: str = "certified"
-    """One of :data:`CONTROLLERS`: ``certified`` moves thresholds and exits as far as evidence
+    """One of :func:`controller_names`: ``certified`` moves thresholds and exits as far as evidence
     carries, ``apparate`` as Apparate publishes it, ``static`` only measures."""
     max_disagreement: float | None = None
     """The constraint: largest tolerated share of answers unlike the unmodified model's;
@@ -121,13 +131,13 @@ class ModelOptions:
             )
         if self.scheduling.name == "cheapest" and not self.forced_exits:
             raise ValueError("policy cheapest forces exits, and forced_exits is false")
-        if self.controller not in CONTROLLERS:
-            known = ", ".join(CONTROLLERS)
+        if self.controller not in controller_names():
+            known = ", ".join(controller_names())
             raise ValueError(f"there is no controller {self.controller!r}; known: {known}")
-        if self.never_beyond_compiled and self.controller == "apparate":
+        if self.never_beyond_compiled and self.controller in added_controllers():
             raise ValueError(
                 "never_beyond_compiled keeps to thresholds that were compiled, and controller "
-                "apparate tunes its own; choose certified or static"
+                f"{self.controller} tunes its own; choose certified or static"
             )
         if self.share_weights not in SHARE_WEIGHTS:
             known = ", ".join(SHARE_WEIGHTS)

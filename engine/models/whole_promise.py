@@ -17,7 +17,7 @@ from typing import TypeAlias
 from offramp.bundle import Bundle, ExitPolicy
 from offramp.bundle.engines import PrecisionEvidence
 from offramp.bundle.schema.compilation import BatchEffect
-from offramp.certify.shared_risk import both_hold
+from offramp.certify.binomial import both_hold
 from offramp.engine.control.controller import ControlStatus
 
 EndEvidence: TypeAlias = PrecisionEvidence | BatchEffect

@@ -32,7 +32,12 @@ from offramp.bundle.engines import PRECISIONS
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.models.learning_options import LearnOptions
-from offramp.engine.models.options import CONTROLLERS, SHARE_WEIGHTS, EngineOptions, ModelOptions
+from offramp.engine.models.options import (
+    SHARE_WEIGHTS,
+    EngineOptions,
+    ModelOptions,
+    controller_names,
+)
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.stages.plan import Mode
 from offramp.server.arguments.extension import SettingError
@@ -189,7 +194,7 @@ _KINDS: Final[Mapping[type, _Kind]] = {
 }
 _KINDS_BY_FIELD: Final = {
     "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
-    "controller": _Kind("a string", (str,), _one_of(*CONTROLLERS)),
+    "controller": _Kind("a string", (str,), _one_of(*controller_names())),
     "precision": _Kind("a string", (str,), _one_of(*PRECISIONS)),
     "share_weights": _Kind("a string", (str,), _one_of(*SHARE_WEIGHTS)),
 }

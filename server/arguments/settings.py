@@ -17,11 +17,11 @@ from offramp.bundle.engines import PRECISIONS
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.models.learning_options import LearnOptions
 from offramp.engine.models.options import (
-    CONTROLLERS,
     MOST_SHARE,
     SHARE_WEIGHTS,
     EngineOptions,
     ModelOptions,
+    added_controllers,
 )
 from offramp.engine.models.weight_sharing import MOST_MORE_TIME
 from offramp.engine.scheduling.policies import PolicyName
@@ -178,12 +178,15 @@ MODES: Final[Mapping[Mode, str]] = {
 }
 """Descriptions of the modes in the help."""
 
-CONTROLLER_WORDS: Final[Mapping[str, str]] = {
-    "certified": "changes thresholds and exits only as far as evidence allows",
-    "apparate": "tunes to the latest samples, as Apparate publishes it; promises nothing",
-    "static": "changes nothing, only measures",
-}
-"""Descriptions of the controllers in the help."""
+
+def controller_words() -> dict[str, str]:
+    """Return descriptions of the controllers for the help."""
+    return {
+        "certified": "changes thresholds and exits only as far as evidence allows",
+        **{name: kind.description for name, kind in added_controllers().items()},
+        "static": "changes nothing, only measures",
+    }
+
 
 _WIDTH: Final = 78
 _INDENT: Final = 19
@@ -231,7 +234,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         "--controller",
         "what changes thresholds and exits while serving",
         metavar="NAME",
-        choices=CONTROLLERS,
+        choices=tuple(controller_words()),
     )
     options.add("--audit-budget", "largest share of all compute that audits may take", **_SHARE)
     options.add(
@@ -265,7 +268,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         "become more conservative",
     )
     parser.add_argument_group("modes", "\n".join(_describe(MODES)))
-    parser.add_argument_group("controllers", "\n".join(_describe(CONTROLLER_WORDS)))
+    parser.add_argument_group("controllers", "\n".join(_describe(controller_words())))
 
 
 def _describe(words: Mapping[Any, str]) -> Iterator[str]:

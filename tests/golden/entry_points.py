@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from benchmarks import adjustment, e3_halves, superserve
 
+from offramp.baselines.thresholds import tune
 from offramp.bundle import Bundle
 from offramp.bundle.records import CERTIFY, TUNE
 from offramp.bundle.schema.serde import to_plain
 from offramp.calibration.choose.selection import Candidates, certified_policy
 from offramp.certify.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.thresholds import tune
 from offramp.tools.bench.common.traces import bursty, constant
 
 CONFIDENCE = 0.95

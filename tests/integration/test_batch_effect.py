@@ -17,8 +17,7 @@ from tests.bundles import compile_tiny
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise, write_bundle
 from offramp.bundle.schema.compilation import BatchEffect
-from offramp.certify.binomial import upper_bound
-from offramp.certify.shared_risk import half_risk
+from offramp.certify.binomial import half_risk, upper_bound
 from offramp.compiler.commands.printing import print_bundle
 from offramp.compiler.common.errors import CompileError, VerificationError
 from offramp.compiler.common.options import RehearseOptions

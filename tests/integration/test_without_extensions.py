@@ -13,7 +13,7 @@ import pytest
 from offramp.tools.layers import read_modules
 
 ROOT = Path(__file__).parents[2]
-EXTENSIONS = ("cluster", "supernet")
+EXTENSIONS = ("baselines", "cluster", "supernet")
 USERS = ("testing", "tools")
 """Folders beside the core that have fakes of extensions, and commands for them."""
 LIMIT_S = 900
@@ -61,7 +61,8 @@ def test_all_modules_are_imported(core: Path) -> None:
         "import importlib, pkgutil, sys\n"
         f"for name in {[m for m in modules if '.tensorrt' not in m]}:\n"
         "    importlib.import_module(name)\n"
-        "assert not [m for m in sys.modules if m.startswith(('offramp.cluster', 'offramp.super'))]"
+        f"here = {tuple(f'offramp.{name}' for name in EXTENSIONS)}\n"
+        "assert not [m for m in sys.modules if m.startswith(here)]"
     )
     done = run(core, "-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -78,5 +79,6 @@ def test_the_commands_say_nothing_of_them(core: Path) -> None:
     done = run(core, "-c", "from offramp.start import eeserve; eeserve()", "--help-all")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "--cluster" not in done.stdout and "--slo-ms" in done.stdout
+    assert "apparate" not in done.stdout and "--controller" in done.stdout
     done = run(core, "-c", "from offramp.start import eecompile; eecompile()", "--help")
     assert "supernet" not in done.stdout and "--max-disagreement" in done.stdout

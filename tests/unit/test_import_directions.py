@@ -34,7 +34,7 @@ CORE = (
     *("bundle", "certify", "proto", "client", "engine", "compiler", "calibration", "server"),
     *("api", "commands"),
 )
-EXTENSIONS = ("offramp.cluster", "offramp.supernet")
+EXTENSIONS = ("offramp.baselines", "offramp.cluster", "offramp.supernet")
 MOST_FILES = 22
 SERVING = ("certify", "bundle", "engine", "proto", "server", "client")
 """Run where nothing of the compiler is installed."""

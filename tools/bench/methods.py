@@ -25,19 +25,19 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.baselines.thresholds import search_thresholds
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.records import TUNE
 from offramp.bundle.schema.answers import PATIENCE, Criterion
 from offramp.calibration.choose.records import ExitRecords, record_answers
 from offramp.calibration.data.dataset import Dataset
 from offramp.certify import FloatArray, Records, evaluate
+from offramp.certify.binomial import count_allowed
 from offramp.certify.path import best_common_thresholds
 from offramp.compiler.engines.verification import part_data
 from offramp.compiler.exits.endings import with_certainty
 from offramp.engine.answers.criteria import State, patience_of_classes
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.search import search_thresholds
-from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.models.controllers import MAX_DISAGREEMENT
 from offramp.engine.stages.answering_graphs import answering_graphs
 from offramp.engine.stages.plan import Plan, StageSpec, make_plan

@@ -12,8 +12,8 @@ from tests.unit.bundle.cascades import CASCADE_PROFILE, cascade_manifest
 from tests.unit.bundle.examples import PROFILE
 
 from offramp.calibration.choose.selection import net_savings_alone
+from offramp.calibration.rehearsal.two_stage import StageTimes
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.two_stage import StageTimes
 
 COST = CostModel(
     source_ms=10.0,

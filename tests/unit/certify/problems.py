@@ -83,7 +83,7 @@ def two_exit_optimum(problem: Problem, allowed: int) -> float:
 def tree_optimum(problem: Problem, allowed: int, most_states: int = 40_000) -> float:
     """Best savings over every allocation of errors to exits; exact, for few allowed errors.
 
-    The tree that :mod:`offramp.engine.control.published.search` describes, with nothing left
+    The tree that :mod:`offramp.baselines.thresholds` describes, with nothing left
     out. Held against :func:`grid_optimum` in the tests.
     """
     confidence, agrees, latency = problem

@@ -20,7 +20,6 @@ from offramp.certify import (
     common_path,
     evaluate,
     fit_agreement,
-    path_levels,
     samples_needed,
     upper_bound,
     walk,
@@ -85,6 +84,10 @@ def test_upper_bound_inverts_the_tail(n: int, share: float, level: float) -> Non
 
 def test_upper_bound_without_errors_is_the_rule_of_three_made_exact() -> None:
     assert upper_bound(0, 299, 0.95) == pytest.approx(1 - 0.05 ** (1 / 299), rel=1e-12)
+
+
+IDENTITY = AgreementCurve(slope=1.0, intercept=0.0)
+"""Confidence is the probability of agreement."""
 
 
 def draw_calibrated(
@@ -162,42 +165,21 @@ def test_curve_thresholds_decide_like_the_probability_in_float32(
         assert (np.float32(confidence) >= np.float32(threshold)) == (probability >= level)
 
 
-@pytest.mark.parametrize("curves", [None, [(1.0, 0.0), (2.0, -3.0), (0.3, 4.0)]])
-def test_common_path_goes_from_no_exits_to_aggressive_without_a_rise(curves) -> None:
-    made = curves and [AgreementCurve(slope=s, intercept=i) for s, i in curves]
-    path = common_path(made, exits=3)
+def test_common_path_goes_from_no_exits_to_aggressive_without_a_rise() -> None:
+    curves = [(1.0, 0.0), (2.0, -3.0), (0.3, 4.0)]
+    path = common_path([AgreementCurve(slope=s, intercept=i) for s, i in curves])
     assert path.shape == (400, 3)
     assert (path[0] == NEVER).all()
     assert (np.diff(path, axis=0) <= 0).all()
     assert np.array_equal(path, path.astype(np.float32))
-    if curves is None:
-        assert path[-1].tolist() == [0.5, 0.5, 0.5]
-    else:
-        assert path[-1, 0] == pytest.approx(0.5)  # the identity's threshold is the level
-        assert path[-1, 1] == pytest.approx(1 / (1 + math.exp(-1.5)))
+    assert path[-1, 0] == pytest.approx(0.5)  # the identity's threshold is the level
+    assert path[-1, 1] == pytest.approx(1 / (1 + math.exp(-1.5)))
 
 
-def test_an_exit_that_is_not_enabled_never_fires() -> None:
-    path = common_path(None, enabled=[True, False])
-    assert (path[:, 1] == NEVER).all()
-    assert path[-1, 0] == 0.5
-
-
-def test_common_path_refuses_counts_that_contradict_and_levels_that_rise() -> None:
-    with pytest.raises(ValueError, match="number of exits"):
-        common_path(None)
-    with pytest.raises(ValueError, match="number of exits"):
-        common_path(None, exits=2, enabled=[True])
-    with pytest.raises(ValueError, match="falling"):
-        common_path(None, np.array([0.5, 0.9]), exits=1)
-
-
-def test_path_levels_are_geometric_in_the_error() -> None:
-    levels = path_levels(5, conservative=1e-3, aggressive=0.1)
-    error = 1 - levels
-    assert levels[0] == 1.0
-    assert error[1] == pytest.approx(1e-3, rel=1e-12)
-    assert np.diff(np.log(error[1:])) == pytest.approx(np.full(3, math.log(100) / 3))
+def test_levels_of_a_path_are_geometric_in_the_error() -> None:
+    error = 1 - common_path([IDENTITY])[100:, 0]  # before, float32 has no value so near to 1
+    steps = np.diff(np.log(error))
+    assert steps == pytest.approx(np.full(299, math.log(0.5 / 1e-6) / 398), rel=0.05)
 
 
 @given(data=st.data())
@@ -243,7 +225,7 @@ def test_certify_does_not_jump_over_a_level_that_fails() -> None:
 
 
 def test_certify_promises_nothing_from_too_few_samples() -> None:
-    path = common_path(None, exits=1)
+    path = common_path([IDENTITY])
     for samples, promised in [(298, False), (299, True)]:
         confidence = np.full((1, samples), 0.9, dtype=np.float32)
         found = certify(path, confidence, np.ones((1, samples), bool), max_disagreement=0.01)
@@ -265,7 +247,7 @@ def test_certify_refuses_what_is_no_path(path: list[list[float]], message: str) 
 
 @pytest.mark.parametrize(("bound", "level"), [(0.0, 0.95), (1.0, 0.95), (0.01, 1.0), (0.01, 0.0)])
 def test_certify_refuses_promises_of_nothing(bound: float, level: float) -> None:
-    path = common_path(None, exits=1)
+    path = common_path([IDENTITY])
     with pytest.raises(ValueError, match="must be in"):
         certify(
             path,
@@ -283,11 +265,11 @@ def test_certified_policies_break_the_promise_as_seldom_as_stated(calibrated: bo
     So the true disagreement of every level is known, and the assumption holds exactly.
     """
     confidence, agrees, _ = realistic(0, exits=5, samples=60_000)
-    curves = None
+    curves = [IDENTITY] * 5
     if calibrated:
         fit = [realistic(0, exits=5, samples=2_000)[i] for i in (0, 1)]
         curves = [fit_agreement(c, a) for c, a in zip(*fit, strict=True)]
-    path = common_path(curves, exits=5)
+    path = common_path(curves)
     truth = walk(path, confidence, agrees).errors / 60_000
     rng = np.random.default_rng(0)
     broken, levels = 0, []

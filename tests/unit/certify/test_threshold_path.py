@@ -26,8 +26,8 @@ from offramp.certify import (
     evaluate,
     fit_curves,
 )
+from offramp.certify.agreement import LEVELS, lay_path, refit
 from offramp.certify.betting import Wealth
-from offramp.certify.fitting import LEVELS, lay_path, refit
 from offramp.certify.path import look_ahead
 from offramp.certify.threshold_path import alpha_of
 from offramp.engine.control.candidates import SavingsEstimator

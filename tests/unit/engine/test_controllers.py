@@ -11,7 +11,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.engine_index import addressed, model_digest
 from offramp.bundle.engines import PrecisionEvidence
 from offramp.bundle.schema.compilation import BatchEffect
-from offramp.certify.shared_risk import both_hold
+from offramp.certify.binomial import both_hold
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.control.costs import CostModel
 from offramp.engine.models.controllers import left_for_exits, make_controller, ramp_budget

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from tests.unit.certify.population import Population, feed, policy_of, synthetic, synthetic_costs
 
+from offramp.baselines.apparate import ApparateController
 from offramp.engine.common.control_state import load_state, save_state
 from offramp.engine.common.state_file import StateFile
 from offramp.engine.control.adjustment import ExitProposals
 from offramp.engine.control.certified import CertifiedController
 from offramp.engine.control.controller import Controller
-from offramp.engine.control.published.apparate import ApparateController
 from offramp.engine.control.shift import ShiftGuard
 from offramp.engine.models.served_model import ModelControl
 from offramp.engine.requests.recorder import Recorder

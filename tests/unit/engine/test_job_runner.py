@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offramp.baselines.thresholds import tune
 from offramp.engine.common import job_runner
 from offramp.engine.common.errors import EngineError
 from offramp.engine.common.job_runner import JobError, JobRunner
 from offramp.engine.common.job_worker import NICENESS, READY, read_message
 from offramp.engine.control.controller import Job
-from offramp.engine.control.published.thresholds import tune
 
 PATIENCE_S = 60.0
 """For what should be there at once; a test that waits that long has failed."""

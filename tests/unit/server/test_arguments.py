@@ -11,14 +11,14 @@ from tests.engines import engine_bundle
 from offramp.cluster.serving.options import NAME, ClusterOptions
 from offramp.cluster.serving.worker_devices import LocalWorkers
 from offramp.engine.common.errors import OptionsError
-from offramp.engine.models.options import CONTROLLERS, EngineOptions, ModelOptions
+from offramp.engine.models.options import EngineOptions, ModelOptions, controller_names
 from offramp.engine.scheduling.policies import POLICIES, PolicyName
 from offramp.engine.stages.plan import Mode
 from offramp.engine.tensorrt import probe
 from offramp.server import cli
 from offramp.server.arguments import make_parser, parse_arguments
 from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
-from offramp.server.arguments.settings import CONTROLLER_WORDS, MODES, POLICY_GROUPS
+from offramp.server.arguments.settings import MODES, POLICY_GROUPS, controller_words
 
 
 def help_all() -> str:
@@ -161,8 +161,8 @@ def test_every_mode_is_understood_and_described(mode: Mode) -> None:
 
 
 def test_every_controller_is_described() -> None:
-    assert tuple(CONTROLLER_WORDS) == CONTROLLERS
-    for name, text in CONTROLLER_WORDS.items():
+    assert tuple(controller_words()) == controller_names()
+    for name, text in controller_words().items():
         assert f" {name} {text}" in help_all()
 
 

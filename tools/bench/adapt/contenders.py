@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
-from offramp.bundle.records import TUNE
-from offramp.certify import Records
-from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
-from offramp.engine.control.controller import Controller
-from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.apparate import ApparateController, ApparateSettings
-from offramp.engine.control.published.pame import PameController, PameSettings
-from offramp.engine.control.published.thresholds import (
+from offramp.baselines.apparate import ApparateController, ApparateSettings
+from offramp.baselines.pame import PameController, PameSettings
+from offramp.baselines.thresholds import (
     Tuning,
     always_active,
     tune_separate,
     tune_shared,
 )
-from offramp.engine.control.published.two_stage import StageTimes
+from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
+from offramp.bundle.records import TUNE
+from offramp.calibration.rehearsal.two_stage import StageTimes
+from offramp.certify import Records
+from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
+from offramp.engine.control.controller import Controller
+from offramp.engine.control.costs import CostModel
 from offramp.engine.control.static import StaticController
 from offramp.engine.models.controllers import make_controller
 from offramp.engine.models.options import ModelOptions

@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
+from offramp.baselines.thresholds import tune
 from offramp.certify import BoolArray, FloatArray, IntArray
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.thresholds import tune
 from offramp.tools.bench.adapt.replay import ReplayTrace
 from offramp.tools.bench.adapt.sequence import SampleSequence, SegmentSpan
 

@@ -16,7 +16,7 @@ import numpy as np
 from offramp.bundle import Profile
 from offramp.calibration.rehearsal import RehearsalSettings
 from offramp.calibration.rehearsal.load import RehearsalLoad
-from offramp.engine.control.published.two_stage import StageTimes
+from offramp.calibration.rehearsal.two_stage import StageTimes
 
 SIZES = (1, 2, 3, 4)
 KNOWN = np.array(

@@ -20,8 +20,8 @@ from offramp.calibration.rehearsal.rehearsal import (
     expected_average_ms,
     rehearse,
 )
+from offramp.calibration.rehearsal.two_stage import StageTimes, TimeMatrix
 from offramp.certify import evaluate
-from offramp.engine.control.published.two_stage import StageTimes, TimeMatrix
 
 POINT_NINE = float(np.float32(0.9))
 

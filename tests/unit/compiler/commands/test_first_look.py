@@ -11,7 +11,7 @@ from tests import models
 
 from offramp.calibration.data.dataset import DataError, Dataset, split
 from offramp.certify import samples_needed
-from offramp.certify.splits import least_to_split
+from offramp.certify.binomial import least_to_split
 from offramp.compiler.commands.cli import main
 
 

@@ -18,12 +18,17 @@ from tests.unit.certify.problems import (
     unstructured,
 )
 
+from offramp.baselines import thresholds
+from offramp.baselines.thresholds import (
+    METHODS,
+    beam_search,
+    confidence_threshold,
+    greedy_error_thresholds,
+    tune,
+)
 from offramp.bundle.schema.policy import NEVER
 from offramp.certify import Records, evaluate
-from offramp.engine.control.published import thresholds
-from offramp.engine.control.published.greedy import confidence_threshold, greedy_error_thresholds
-from offramp.engine.control.published.search import beam_search
-from offramp.engine.control.published.thresholds import METHODS, count_allowed, tune
+from offramp.certify.binomial import count_allowed
 
 # few distinct confidences, so that ties are frequent; 1 and 0 included
 tied = st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0])

@@ -28,9 +28,9 @@ from typing import Any, Final
 import numpy as np
 
 from offramp.bundle import NEVER, ExitPolicy
+from offramp.calibration.rehearsal.two_stage import StageTimes
 from offramp.certify import MODEL_END, BoolArray, IntArray, Observations, first_exit
-from offramp.engine.control.published.two_stage import StageTimes
-from offramp.engine.control.static import PublishedController, policy_of
+from offramp.engine.control.static import UncertifiedController, policy_of
 
 _ROUNDING: Final = 1e-9
 """By how much a threshold may miss 1 through sums of steps."""
@@ -69,7 +69,7 @@ class PameSettings:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
 
 
-class PameController(PublishedController):
+class PameController(UncertifiedController):
     """Moves exits towards the end, and raises thresholds; never the other way round."""
 
     name = "pame"

@@ -11,13 +11,13 @@ import pytest
 from tests.unit.certify.problems import realistic
 from tests.unit.control.served import policy_of, serve
 
+from offramp.baselines.apparate import ApparateController, ApparateSettings
+from offramp.baselines.thresholds import tune
 from offramp.bundle import ExitPolicy
 from offramp.bundle.schema.policy import NEVER
 from offramp.engine.control.adjustment import Adjustment, Reason, evenly_spaced
 from offramp.engine.control.controller import Controller, Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.apparate import ApparateController, ApparateSettings
-from offramp.engine.control.published.thresholds import tune
 
 COSTS = CostModel(
     source_ms=40.0,

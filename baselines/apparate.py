@@ -26,13 +26,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from offramp.baselines.thresholds import METHODS, Tuning, tune
 from offramp.bundle import NEVER, ExitPolicy
 from offramp.certify import BoolArray, Float32Array, FloatArray, Observations, Weighted, Window
+from offramp.certify.binomial import count_allowed
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, Adjustment, adjust
 from offramp.engine.control.controller import Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.thresholds import METHODS, Tuning, count_allowed, tune
-from offramp.engine.control.static import PublishedController, policy_of
+from offramp.engine.control.static import UncertifiedController, policy_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class _Out:
     samples: int
 
 
-class ApparateController(PublishedController):
+class ApparateController(UncertifiedController):
     """Keeps thresholds and exits in use to the last samples."""
 
     name = "apparate"

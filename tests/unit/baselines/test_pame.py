@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tests.unit.calibration.rehearsal.rehearsals import times
 
+from offramp.baselines.pame import PameController, PameSettings
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.certify import MODEL_END, UNKNOWN, Observations, first_exit
 from offramp.engine.control.controller import Controller, Evidence
-from offramp.engine.control.published.pame import PameController, PameSettings
 
 PROMISE = Promise(
     max_disagreement=0.1,

@@ -1,1 +1,0 @@
-"""Controllers and threshold searches that others published, for comparison with ours."""
