@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -17,86 +18,8 @@ from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.learning.lifecycle import Phase
 from offramp.engine.requests.learning_status import LearningStatus
 from offramp.engine.requests.results import ModelInfo
-from offramp.engine.requests.statistics import Histogram, ModelStatistics, StageStatistics
+from offramp.engine.requests.statistics import ModelStatistics, StageStatistics
 from offramp.server.served import ServedEngine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitView:
-    """A row of the exit table."""
-
-    label: str
-    threshold: str
-    answered: int
-    share: float
-    """Of all answers, 0 to 1."""
-    forced: int
-    """Answers of samples that had to leave here."""
-    runs: int
-    """Of its stage; the means are over them, and shown if there are any."""
-    mean_batch: float
-    """Rows per run."""
-    mean_run_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariantView:
-    """A row of the table of variants."""
-
-    name: str
-    answered: int
-    share: float
-    """Of all answers, 0 to 1."""
-    forced: int
-    calibrated: str
-    """How often the whole subnet agreed with the full model at calibration."""
-    audited: int
-    agreed: str
-    """How often its answers did while serving."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelView:
-    """A model's part of the page."""
-
-    name: str
-    version: int
-    """1 until the model is replaced; the counts are those of this version."""
-    ready: bool
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    mode: str
-    backend: str
-    scheduling: str
-    max_batch_size: int
-    policy_version: int
-    streams: str
-    """How many of the device's streams are in service."""
-    uptime: str
-    exits: tuple[ExitView, ...]
-    variants: tuple[VariantView, ...]
-    learning: LearningView | None
-    """``None`` where no exits are learned."""
-    extensions: tuple[Markup, ...]
-    """What extensions show."""
-    promise: str | None
-    """The agreement promise in words; ``None`` where none is in force, or more is known."""
-    agreement: AgreementView | None
-    """What is observed while serving; ``None`` where nothing is."""
-    agrees: str | None
-    """When an answer agrees with the model's, where that is more than an equal class."""
-    by_class: str | None
-    """Which class of the model loses most; ``None`` where none loses any."""
-    warnings: tuple[str, ...]
-    """Why no input leaves early, or leaves without a promise, or cannot be run."""
-    forced: int
-    """Answers of samples that had to leave early, for the promise does not hold for them."""
-    counts: tuple[tuple[str, int], ...]
-    failures: tuple[tuple[str, int], ...]
-    """Samples that had to leave, those without an answer (all of them, then by cause), and what
-    was tried again."""
-    times: tuple[tuple[str, Histogram], ...]
-    """What is timed, and its histogram in seconds."""
 
 
 def render_status(engine: ServedEngine) -> str:
@@ -109,39 +32,37 @@ def render_status(engine: ServedEngine) -> str:
     return _template().render(models=models, version=__version__)
 
 
-def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) -> ModelView:
-    """Put one model into the words and figures of the page."""
+def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) -> dict[str, Any]:
+    """Put one model into the words and figures of the page, by the names that its template has.
+
+    ``model`` and ``statistics`` are shown as they are. ``counts`` are of the version that is served
+    now. ``failures`` are samples that had to leave, those without an answer (all of them, then by
+    cause), and what was tried again.
+    """
     task = model.answer.task
-    return ModelView(
-        name=model.name,
-        version=statistics.version,
-        ready=ready,
-        inputs=tuple(tensor.describe() for tensor in model.inputs),
-        outputs=tuple(tensor.describe() for tensor in model.outputs),
-        mode=statistics.mode,
-        backend=statistics.backend,
-        scheduling=statistics.scheduling,
-        max_batch_size=model.max_batch_size,
-        policy_version=statistics.policy_version,
-        streams=_describe_streams(statistics),
-        uptime=describe_duration(statistics.uptime_s),
-        exits=tuple(_view_exits(statistics)),
-        variants=tuple(_view_variants(statistics)),
-        learning=view_learning(statistics.learning),
-        extensions=tuple(
+    return {
+        "model": model,
+        "statistics": statistics,
+        "ready": ready,
+        "streams": _describe_streams(statistics),
+        "uptime": describe_duration(statistics.uptime_s),
+        "exits": _view_exits(statistics),
+        "variants": _view_variants(statistics),
+        "learning": view_learning(statistics.learning),
+        "extensions": [
             Markup(section)  # noqa: S704 - made by a template of ours
             for extension in extensions_for("server")
             for section in extension.sections(statistics)
-        ),
-        promise=_promise_in_force(model, statistics),
-        agreement=view_agreement(statistics, model.policy.promise),
-        agrees=None
+        ],
+        "promise": _active_promise(model, statistics),
+        "agreement": view_agreement(statistics, model.policy.promise),
+        "agrees": None
         if task.kind == "classification"
         else f"An answer agrees where {task.describe()}",
-        by_class=_worst_class(model),
-        warnings=tuple(_warnings(model, statistics)),
-        forced=_forced(statistics),
-        counts=(
+        "by_class": _worst_class(model),
+        "warnings": [*_warnings(model, statistics)],
+        "forced": _forced(statistics),
+        "counts": (
             ("requests", statistics.requests),
             ("samples", statistics.samples),
             ("answered", statistics.answered),
@@ -149,7 +70,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
             ("in flight", statistics.in_flight),
             *_lengths(statistics),
         ),
-        failures=(
+        "failures": (
             (f"forced ({_forced_share(statistics)})", _forced(statistics)),
             ("failed", sum(statistics.failed.values())),
             *((_describe_cause(cause), count) for cause, count in statistics.failed.items()),
@@ -157,8 +78,8 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
             *((("resumed", statistics.resumed),) if statistics.workers else ()),
             ("stream restarts", statistics.restarts),
         ),
-        times=(("request", statistics.latency_s), ("queue", statistics.queue_s)),
-    )
+        "times": (("request", statistics.latency_s), ("queue", statistics.queue_s)),
+    }
 
 
 def _lengths(statistics: ModelStatistics) -> Iterable[tuple[str, int]]:
@@ -181,37 +102,30 @@ def describe_duration(seconds: float) -> str:
     return " ".join(parts[:2]) or "0 s"
 
 
-def _view_exits(statistics: ModelStatistics) -> Iterable[ExitView]:
+def _view_exits(statistics: ModelStatistics) -> list[dict[str, Any]]:
+    """Rows of the table of exits; ``share`` is of all answers, 0 to 1."""
     answered = max(statistics.answered, 1)
-    return (
-        ExitView(
-            label=stage.label,
-            threshold=_describe_threshold(stage, last=stage is statistics.stages[-1]),
-            answered=stage.answered,
-            share=stage.answered / answered,
-            forced=stage.forced,
-            runs=stage.run_s.count,
-            mean_batch=stage.batch_size.mean,
-            mean_run_ms=stage.run_s.mean * 1e3,
-        )
+    return [
+        {
+            "threshold": _describe_threshold(stage, last=stage is statistics.stages[-1]),
+            "share": stage.answered / answered,
+            "stage": stage,
+        }
         for stage in statistics.stages
-    )
+    ]
 
 
-def _view_variants(statistics: ModelStatistics) -> Iterator[VariantView]:
-    for variant in statistics.variants:
-        agreed = "–"
-        if variant.audited:
-            agreed = percent(1 - variant.disagreed / variant.audited)
-        yield VariantView(
-            name=variant.name,
-            answered=variant.answered,
-            share=variant.answered / max(statistics.answered, 1),
-            forced=variant.forced,
-            calibrated=percent(variant.agreement),
-            audited=variant.audited,
-            agreed=agreed,
-        )
+def _view_variants(statistics: ModelStatistics) -> list[dict[str, Any]]:
+    """Rows of the table of variants; how often each agreed at calibration, and while serving."""
+    return [
+        {
+            "share": variant.answered / max(statistics.answered, 1),
+            "calibrated": percent(variant.agreement),
+            "agreed": percent(1 - variant.disagreed / variant.audited) if variant.audited else "–",
+            "variant": variant,
+        }
+        for variant in statistics.variants
+    ]
 
 
 def _describe_threshold(stage: StageStatistics, *, last: bool) -> str:
@@ -220,7 +134,7 @@ def _describe_threshold(stage: StageStatistics, *, last: bool) -> str:
     return "nothing now" if stage.threshold >= NEVER else f"confidence ≥ {stage.threshold:.4f}"
 
 
-def _promise_in_force(model: ModelInfo, statistics: ModelStatistics) -> str | None:
+def _active_promise(model: ModelInfo, statistics: ModelStatistics) -> str | None:
     promise = model.policy.promise
     if promise is None or statistics.control is not None or not exits_in_use(statistics):
         return None
@@ -440,19 +354,11 @@ def _figures(statistics: ModelStatistics, control: ControlStatus) -> tuple[Figur
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningView:
-    """The state of learning."""
+def view_learning(status: LearningStatus | None) -> dict[str, Any] | None:
+    """Put the state of learning into words and figures; ``None`` where nothing is learned.
 
-    text: str
-    """A sentence without its full stop."""
-    alarming: bool
-    """Whether an attempt failed, or learning stopped."""
-    figures: tuple[Figure, ...]
-
-
-def view_learning(status: LearningStatus | None) -> LearningView | None:
-    """Put the state of learning into words; ``None`` where nothing is learned."""
+    It is alarming where an attempt failed, or learning stopped.
+    """
     if status is None:
         return None
     counts = (
@@ -464,14 +370,14 @@ def view_learning(status: LearningStatus | None) -> LearningView | None:
         ("compilations begun", status.attempts, False),
         ("failed in a row", status.failures, True),
     )
-    return LearningView(
-        text=status.text,
-        alarming=status.phase in (Phase.WAITING, Phase.STOPPED),
-        figures=(
+    return {
+        "text": status.text,
+        "alarming": status.phase in (Phase.WAITING, Phase.STOPPED),
+        "figures": (
             *(
                 Figure(value=f"{count:,}", label=label, alarming=alarming and count > 0)
                 for label, count, alarming in counts
             ),
             Figure(value=f"{status.size_bytes / 2**20:,.1f} MiB", label="of recorded inputs"),
         ),
-    )
+    }

@@ -102,11 +102,11 @@ def test_a_failure_alarms_and_progress_does_not() -> None:
     assert view_learning(None) is None
     failed = view_learning(STATUS)
     assert failed is not None
-    assert failed.alarming
+    assert failed["alarming"]
     going = view_learning(replace(STATUS, phase="compiling", failures=0, dropped=0))
     assert going is not None
-    assert not going.alarming
-    assert not any(figure.alarming for figure in going.figures)
+    assert not going["alarming"]
+    assert not any(figure.alarming for figure in going["figures"])
 
 
 def test_metrics_tell_phase_and_counts() -> None:

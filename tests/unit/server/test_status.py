@@ -81,7 +81,7 @@ def text_of(engine: FakeEngine) -> str:
 
 def test_exits_come_in_depth_order_with_thresholds_and_shares() -> None:
     view = view_model(fake_model(), STATISTICS, ready=True)
-    assert [(e.label, e.threshold, e.share) for e in view.exits] == [
+    assert [(e["stage"].label, e["threshold"], e["share"]) for e in view["exits"]] == [
         ("exit 1", "confidence ≥ 0.9322", 0.75),
         ("exit 4", "confidence ≥ 0.5000", 0.0),
         ("final", "everything left", 0.25),
@@ -163,11 +163,11 @@ def test_the_last_window_of_the_batch_profile_is_shown_beside_its_forecast() -> 
 
 
 def test_lengths_are_counted_where_there_is_something_to_count() -> None:
-    assert dict(view_model(fake_model(), STATISTICS, ready=True).counts).keys() == {
+    assert dict(view_model(fake_model(), STATISTICS, ready=True)["counts"]).keys() == {
         "requests", "samples", "answered", "queued", "in flight",
     }  # fmt: skip
     now = dataclasses.replace(STATISTICS, padded=12, unseen_lengths=3)
-    counts = dict(view_model(fake_model(), now, ready=True).counts)
+    counts = dict(view_model(fake_model(), now, ready=True)["counts"])
     assert counts["padded to share a batch"] == 12
     assert counts["of lengths unseen in calibration"] == 3
 
@@ -240,7 +240,7 @@ def test_what_is_observed_stands_in_place_of_the_promise(evidence: Evidence) -> 
 def test_an_exit_that_looks_on_lets_nothing_leave() -> None:
     exits = (stage("exit 1", 0.93216, 750), stage("exit 4", NEVER, 0), stage("final", 0.0, 250))
     view = view_model(fake_model(), dataclasses.replace(STATISTICS, stages=exits), ready=True)
-    assert [e.threshold for e in view.exits] == [
+    assert [e["threshold"] for e in view["exits"]] == [
         "confidence ≥ 0.9322", "nothing now", "everything left",
     ]  # fmt: skip
 
