@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,16 +13,12 @@ from numpy.typing import NDArray
 
 from offramp.bundle.engines import ENGINES, PrecisionEvidence
 from offramp.bundle.files import (
-    check_file,
-    compare,
-    entry_of,
+    MEND,
+    CheckedFolder,
     moved_aside,
     names_under,
     parse_json,
     parse_versioned,
-    read_checked,
-    read_pieces,
-    read_regular,
 )
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.notebook import BundleReport, bundle_html
@@ -42,7 +37,7 @@ from offramp.bundle.schema.policy import ExitPolicy
 from offramp.bundle.schema.serde import from_plain
 from offramp.bundle.stored_graphs import (
     FileIdentity,
-    HeldFiles,
+    HeldFolder,
     check_graph,
     fill,
     identity_of_file,
@@ -56,9 +51,6 @@ RECORDS = "records.npz"
 REPORT = "report.html"
 
 _T = TypeVar("_T")
-MEND = "copy the bundle again, or compile the model again"
-_read_checked = partial(read_checked, listing="manifest", mend=MEND)
-_read = partial(read_regular, mend=MEND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -78,7 +70,7 @@ class Bundle:
     """Of the evidence."""
     _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
     """Of the file of weights as it was when it was opened, and hashed."""
-    _held: HeldFiles | None = field(default=None, compare=False, repr=False)
+    _held: HeldFolder | None = field(default=None, compare=False, repr=False)
     """Files that are read from then on, whatever is at the path, if they are held."""
 
     @classmethod
@@ -88,7 +80,7 @@ class Bundle:
         manifest = _read_manifest(root)
         weights = identity_of_file(root / WEIGHTS)  # before the hash: what is written later differs
         _check_files(root, manifest)
-        policy = _parse_policy(_read(root, POLICY), POLICY, manifest)
+        policy = _parse_policy(CheckedFolder(root).read_regular(POLICY), POLICY, manifest)
         bundle = cls(path=root, manifest=manifest, policy=policy, _weights=weights)
         bundle.variants()  # which reads their policies
         return bundle
@@ -102,13 +94,12 @@ class Bundle:
 
         BundleIntegrityError if it does already.
         """
-        root = self.path.resolve()
-        return replace(self, _held=HeldFiles(root, self.manifest.files, mend=MEND))
+        return replace(self, _held=HeldFolder(self.path, self.manifest.files))
 
     @property
     def folder(self) -> Path:
         """Absolute path of the folder; without links, if the files are held."""
-        return self._held.root if self._held else self.path.absolute()
+        return self._held.resolved if self._held else self.path.absolute()
 
     def variant(self, number: int) -> Bundle:
         """Show the bundle as one of its variants: a bundle of the same files, as a cascade.
@@ -136,20 +127,18 @@ class Bundle:
         graph names weights elsewhere than in the bundle's ``weights.bin``.
         """
         entry = self._entry(name)
-        content = self._content(entry)
+        content = self._files.read(entry)
         if name not in self.manifest.graphs:
             return content
-        size_bytes = self._weight_bytes
-        filled = fill(content, entry, self.path, size_bytes, mend=MEND, held=self._held)
-        return self._as_run(name, filled)
+        return self._as_run(name, fill(self._files, entry, content, self._weight_bytes))
 
     def graph(self, name: str) -> bytes:
         """Read a graph as it is stored: it may name weights in :meth:`weight_folder`.
 
         Each of them was checked to be there. Errors as of :meth:`read`.
         """
-        content = self._content(self._entry(name))
-        check_graph(content, self.path / name, self._weight_bytes, mend=MEND)
+        content = self._files.read(self._entry(name))
+        check_graph(self._files, name, content, self._weight_bytes)
         return self._as_run(name, content)
 
     def _as_run(self, name: str, graph: bytes) -> bytes:
@@ -168,7 +157,7 @@ class Bundle:
             return None
         if self._weights is None or identity_of_file(self.folder / WEIGHTS) != self._weights:
             try:
-                check_file(self.folder, self._entry(WEIGHTS), listing="manifest", mend=MEND)
+                CheckedFolder(self.folder).check(self._entry(WEIGHTS))
             except BundleIntegrityError:
                 if self._held is None:
                     raise
@@ -177,15 +166,11 @@ class Bundle:
 
     def stored(self, name: str) -> Iterator[bytes]:
         """Give a file as it is on the disk, piece by piece; raises as :meth:`read`, in the end."""
-        return read_pieces(self.path, self._entry(name), listing="manifest", mend=MEND)
+        return CheckedFolder(self.path).pieces(self._entry(name))
 
-    def _content(self, entry: FileEntry) -> bytes:
-        """Read a file as it is stored, and check it."""
-        if self._held is None:
-            return _read_checked(self.path, entry)
-        content = self._held.read(entry)
-        compare(self.path, entry_of(entry.path, content), entry, listing="manifest", mend=MEND)
-        return content
+    @property
+    def _files(self) -> CheckedFolder:
+        return self._held or CheckedFolder(self.path)
 
     def _entry(self, name: str) -> FileEntry:
         found = next((entry for entry in self.manifest.files if entry.path == name), None)
@@ -310,7 +295,8 @@ def _read_manifest(root: Path) -> Manifest:
         raise BundleNotFoundError(
             f"{root} is not a bundle (no {MANIFEST} there); make one with: eecompile MODEL.onnx"
         )
-    document, expected = _read(root, MANIFEST), _read(root, MANIFEST_HASH)
+    files = CheckedFolder(root)
+    document, expected = files.read_regular(MANIFEST), files.read_regular(MANIFEST_HASH)
     if expected != hash_line(document):
         raise BundleIntegrityError(
             f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {MEND}"
@@ -327,7 +313,7 @@ def hash_line(document: bytes) -> bytes:
 
 def _check_files(root: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
-        check_file(root, entry, listing="manifest", mend=MEND)
+        CheckedFolder(root).check(entry)
     listed = {entry.path for entry in manifest.files} | {MANIFEST, MANIFEST_HASH}
     foreign = sorted(names_under(root, without=ENGINES) - listed)
     if foreign:

@@ -35,14 +35,7 @@ from offramp.bundle.engine_index import (
     kernels_stem,
     parts_digest,
 )
-from offramp.bundle.files import (
-    dump,
-    inside,
-    parse_versioned,
-    read_checked,
-    read_regular,
-    write_whole,
-)
+from offramp.bundle.files import CheckedFolder, dump, parse_versioned, write_whole
 from offramp.bundle.schema.errors import (
     BundleBusyError,
     BundleError,
@@ -106,13 +99,13 @@ class EngineStore:
         """
         root = Path(bundle_path)
         name = f"{ENGINES}/{target.folder}/{INDEX}"
-        if not inside(root, name, mend=_mend(root)).exists():
+        if not _files(root).inside(name).exists():
             return cls.empty(root, target)
         index = _read_index(root, name)
         if index.target != target:
             raise BundleIntegrityError(
                 f"{root / name} is for {index.target.describe()}, not for {target.describe()}; "
-                f"{_mend(root)}"
+                f"{_files(root).mend}"
             )
         return cls(root, index)
 
@@ -220,7 +213,7 @@ class EngineStore:
 
     def _read(self, file: FileEntry) -> bytes:
         inner = replace(file, path=f"{self._name}/{file.path}")
-        return read_checked(self.bundle_path, inner, listing=INDEX, mend=_mend(self.bundle_path))
+        return _files(self.bundle_path).read(inner)
 
     def _commit(self, index: EngineIndex) -> None:
         """Swap the index, then remove what only the last one named."""
@@ -236,7 +229,7 @@ class EngineStore:
             write_whole(self.folder / name, content, durable=False, mode=0o644)
 
     def _make_folder(self) -> None:
-        inside(self.bundle_path, self._name, mend=_mend(self.bundle_path))
+        _files(self.bundle_path).inside(self._name)
         self.folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -350,16 +343,18 @@ def _remove(place: Path) -> None:
 
 
 def _read_index(root: Path, name: str) -> EngineIndex:
-    document = read_regular(root, name, mend=_mend(root))
-    plain = parse_versioned(document, str(root / name), ENGINES_SCHEMA_VERSION, _mend(root))
+    files = _files(root)
+    document = files.read_regular(name)
+    plain = parse_versioned(document, str(root / name), ENGINES_SCHEMA_VERSION, files.mend)
     try:
         return from_plain(EngineIndex, plain, name)
     except BundleSchemaError as error:
-        raise BundleSchemaError(f"{root / name} is damaged: {error}; {_mend(root)}") from error
+        raise BundleSchemaError(f"{root / name} is damaged: {error}; {files.mend}") from error
 
 
-def _mend(root: Path) -> str:
-    return f"build the engines again: eecompile build {root}"
+def _files(root: Path) -> CheckedFolder:
+    mend = f"build the engines again: eecompile build {root}"
+    return CheckedFolder(root, listing=INDEX, mend=mend)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, TypeAlias
+from typing import Any, BinaryIO, Final, TypeAlias
 
 from offramp.bundle.npz import open_regular
 from offramp.bundle.schema.errors import BundleIntegrityError, BundleSchemaError, BundleWriteError
@@ -27,76 +28,102 @@ from offramp.bundle.schema.serde import to_plain
 
 MAX_JSON_BYTES: Final = 2**26
 """Of a JSON file: read, it takes some ten times as much memory."""
+MEND: Final = "copy the bundle again, or compile the model again"
 _PIECE_BYTES: Final = 2**20
 
 FileContent: TypeAlias = bytes | Iterable[bytes]
 """What a file has, or will have: whole, or in pieces one after another."""
 
 
-def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> bytes:
-    """Read a file and check that it is what its entry says.
+class CheckedFolder:
+    """The files of a folder, which are read only after they were checked.
 
-    Messages name ``listing``, the file that has the entry, and the remedy ``mend``.
+    BundleIntegrityError for a file that is missing, altered, outside the folder, or no regular
+    file: a pipe or a device would never end, nor a file of zeros. Messages name ``listing``, the
+    file that has the entries, and the remedy ``mend``.
     """
-    content = read_regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
-    compare(root, entry_of(entry.path, content), entry, listing=listing, mend=mend)
-    return content
 
+    def __init__(self, root: Path, *, listing: str = "manifest", mend: str = MEND) -> None:
+        self.root = root
+        self.mend = mend
+        self._listing = listing
 
-def read_pieces(root: Path, entry: FileEntry, *, listing: str, mend: str) -> Iterator[bytes]:
-    """Read a file piece by piece; once all was given, raises as :func:`read_checked` does."""
-    place = _regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
-    digest, size = hashlib.sha256(), 0
-    with _reading(place, mend=mend), place.open("rb") as file:
-        for piece in iter(lambda: file.read(_PIECE_BYTES), b""):
-            digest.update(piece)
-            size += len(piece)
-            yield piece
-    found = FileEntry(path=entry.path, size_bytes=size, sha256=digest.hexdigest())
-    compare(root, found, entry, listing=listing, mend=mend)
-
-
-def check_file(root: Path, entry: FileEntry, *, listing: str, mend: str) -> None:
-    """Check a file as :func:`read_checked` does, piece by piece, and keep none of it."""
-    place = _regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
-    with _reading(place, mend=mend), place.open("rb") as file:
-        found = _described(entry.path, iter(lambda: file.read(_PIECE_BYTES), b""))
-    compare(root, found, entry, listing=listing, mend=mend)
-
-
-def compare(root: Path, found: FileEntry, entry: FileEntry, *, listing: str, mend: str) -> None:
-    """Refuse a file that is not what its entry says."""
-    place = root / entry.path
-    if found.size_bytes != entry.size_bytes:
-        raise BundleIntegrityError(
-            f"{place} has {found.size_bytes} bytes, the {listing} says {entry.size_bytes}; {mend}"
+    def inside(self, name: str) -> Path:
+        """Return the place of a file, which must not be outside, through links neither."""
+        pure = PurePosixPath(name)
+        place = self.root / pure
+        unsafe = (
+            pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not name
         )
-    if found.sha256 != entry.sha256:
-        raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {mend}")
+        try:
+            unsafe = unsafe or not place.resolve().is_relative_to(self.root.resolve())
+        except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, no Unicode
+            unsafe = True
+        if unsafe:
+            raise BundleIntegrityError(
+                f"{self.root}: the path {name!r} leaves the bundle; {self.mend}"
+            )
+        return place
 
+    def read_regular(self, name: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+        """Read a regular file that no entry describes, of at most ``most_bytes``."""
+        with self._opened(name, most_bytes) as file:
+            return file.read()
 
-def read_regular(root: Path, name: str, *, mend: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Read a regular file of the bundle; a pipe or a device would never end, nor a file of zeros.
+    def read(self, entry: FileEntry) -> bytes:
+        """Read a file and check that it is what its entry says."""
+        content = self.read_regular(entry.path, entry.size_bytes)
+        self.compare(entry_of(entry.path, content), entry)
+        return content
 
-    ``most_bytes`` are read; without it, as many as a JSON file may have.
-    """
-    place = _regular(root, name, mend=mend, most_bytes=most_bytes)
-    with _reading(place, mend=mend):
-        return place.read_bytes()
+    def pieces(self, entry: FileEntry) -> Iterator[bytes]:
+        """Read a file piece by piece; once all was given, raises as :meth:`read` does."""
+        digest, size = hashlib.sha256(), 0
+        with self._opened(entry.path, entry.size_bytes) as file:
+            for piece in iter(lambda: file.read(_PIECE_BYTES), b""):
+                digest.update(piece)
+                size += len(piece)
+                yield piece
+        found = FileEntry(path=entry.path, size_bytes=size, sha256=digest.hexdigest())
+        self.compare(found, entry)
 
+    def check(self, entry: FileEntry) -> None:
+        """Check a file as :meth:`read` does, piece by piece, and keep none of it."""
+        for _ in self.pieces(entry):
+            pass
 
-def _regular(root: Path, name: str, *, mend: str, most_bytes: int) -> Path:
-    """Give the place of a regular file that is not too large."""
-    place = inside(root, name, mend=mend)
-    with _reading(place, mend=mend):
-        found = place.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise BundleIntegrityError(f"{place} is not a regular file; {mend}")
-    if found.st_size > most_bytes:
-        raise BundleIntegrityError(
-            f"{place} has {found.st_size} bytes, at most {most_bytes} are expected; {mend}"
-        )
-    return place
+    def compare(self, found: FileEntry, entry: FileEntry) -> None:
+        """Refuse a file that is not what its entry says."""
+        place = self.root / entry.path
+        if found.size_bytes != entry.size_bytes:
+            raise BundleIntegrityError(
+                f"{place} has {found.size_bytes} bytes, the {self._listing} says "
+                f"{entry.size_bytes}; {self.mend}"
+            )
+        if found.sha256 != entry.sha256:
+            raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {self.mend}")
+
+    def opened(self, name: str) -> BinaryIO | FileIO:
+        """Open a file, to be read by place, and unchecked."""
+        return (self.root / name).open("rb", buffering=0)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str, most_bytes: int) -> Iterator[BinaryIO]:
+        """Open a regular file that is not too large."""
+        place = self.inside(name)
+        try:
+            found = place.stat()
+            if not stat.S_ISREG(found.st_mode):
+                raise BundleIntegrityError(f"{place} is not a regular file; {self.mend}")
+            if found.st_size > most_bytes:
+                raise BundleIntegrityError(
+                    f"{place} has {found.st_size} bytes, at most {most_bytes} are expected; "
+                    f"{self.mend}"
+                )
+            with place.open("rb") as file:
+                yield file
+        except OSError as error:
+            raise BundleIntegrityError(f"{place}: {error.strerror}; {self.mend}") from error
 
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
@@ -110,28 +137,6 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
     return content
-
-
-@contextlib.contextmanager
-def _reading(place: Path, *, mend: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BundleIntegrityError(f"{place}: {error.strerror}; {mend}") from error
-
-
-def inside(root: Path, name: str, *, mend: str) -> Path:
-    """Give the place of a file, which must not be outside the bundle, through links neither."""
-    pure = PurePosixPath(name)
-    place = root / pure
-    unsafe = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not name
-    try:
-        unsafe = unsafe or not place.resolve().is_relative_to(root.resolve())
-    except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, no Unicode
-        unsafe = True
-    if unsafe:
-        raise BundleIntegrityError(f"{root}: the path {name!r} leaves the bundle; {mend}")
-    return place
 
 
 def names_under(root: Path, *, without: str) -> set[str]:

@@ -1,6 +1,6 @@
 """Graph files of a bundle as they are on the disk, and with the weights that they name.
 
-What is read may be held (:class:`HeldFiles`), whatever the bundle's path names later.
+What is read may be held (:class:`HeldFolder`), whatever the bundle's path names later.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
-from offramp.bundle.files import inside, read_checked
+from offramp.bundle.files import CheckedFolder, entry_of
 from offramp.bundle.graph_weights import WEIGHTS, filled_parts, named_weights
 from offramp.bundle.onnx_wire import Place, WireError
 from offramp.bundle.schema.errors import BundleIntegrityError, BundleSchemaError
@@ -37,32 +36,24 @@ def identity_of_file(place: Path) -> FileIdentity | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def check_graph(graph: bytes, place: Path, size_bytes: int, *, mend: str) -> None:
+def check_graph(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) -> None:
     """Refuse a graph that names weights where there are none: BundleSchemaError.
 
-    ``place`` is the graph's, for messages; ``size_bytes`` are those of the weights.
+    ``size_bytes`` are those of the weights.
     """
     try:
         named_weights(graph, size_bytes)
     except WireError as error:
-        raise BundleSchemaError(f"{place}: {error}; {mend}") from error
+        raise BundleSchemaError(f"{files.root / name}: {error}; {files.mend}") from error
 
 
-def fill(
-    graph: bytes,
-    entry: FileEntry,
-    root: Path,
-    size_bytes: int,
-    *,
-    mend: str,
-    held: HeldFiles | None = None,
-) -> bytes:
-    """Give a graph of a bundle with the weights that it names, from a file that is held if any is.
+def fill(files: CheckedFolder, entry: FileEntry, graph: bytes, size_bytes: int) -> bytes:
+    """Return a graph of a bundle with the weights that it names.
 
     BundleSchemaError if it names some where there are none; BundleIntegrityError if graph and
     weights are not together what ``entry`` says.
     """
-    pieces = _filled(graph, root, entry.path, size_bytes, mend=mend, held=held)
+    pieces = _filled(files, entry.path, graph, size_bytes)
     if pieces is None:
         return graph
     whole, digest = io.BytesIO(), hashlib.sha256()
@@ -71,14 +62,14 @@ def fill(
         digest.update(piece)
     if digest.hexdigest() != entry.filled_sha256:
         raise BundleIntegrityError(
-            f"{root / entry.path} has other weights in {WEIGHTS} than the manifest says (SHA-256 "
-            f"of both differs); {mend}"
+            f"{files.root / entry.path} has other weights in {WEIGHTS} than the manifest says "
+            f"(SHA-256 of both differs); {files.mend}"
         )
     return whole.getvalue()
 
 
 def describe_filled(
-    root: Path, entries: Sequence[FileEntry], graphs: Sequence[str], *, mend: str
+    files: CheckedFolder, entries: Sequence[FileEntry], graphs: Sequence[str]
 ) -> Iterator[FileEntry]:
     """Add to the entries of graphs what these are with the weights that they name."""
     sizes = {entry.path: entry.size_bytes for entry in entries}
@@ -86,8 +77,8 @@ def describe_filled(
     for entry in entries:
         pieces = None
         if size_bytes and entry.path in graphs:
-            graph = (root / entry.path).read_bytes()
-            pieces = _filled(graph, root, entry.path, size_bytes, mend=mend)
+            graph = (files.root / entry.path).read_bytes()
+            pieces = _filled(files, entry.path, graph, size_bytes)
         if pieces is None:
             yield entry
             continue
@@ -98,49 +89,38 @@ def describe_filled(
 
 
 def _filled(
-    graph: bytes,
-    root: Path,
-    name: str,
-    size_bytes: int,
-    *,
-    mend: str,
-    held: HeldFiles | None = None,
+    files: CheckedFolder, name: str, graph: bytes, size_bytes: int
 ) -> Iterator[bytes | memoryview] | None:
     """Give a graph with its weights, piece by piece; ``None`` if it names none."""
     try:
         parts = filled_parts(graph, size_bytes)
     except WireError as error:
-        raise BundleSchemaError(f"{root / name}: {error}; {mend}") from error
-    return None if parts is None else _read(parts, root / WEIGHTS, mend, held)
+        raise BundleSchemaError(f"{files.root / name}: {error}; {files.mend}") from error
+    return None if parts is None else _read(files, parts)
 
 
 def _read(
-    parts: Sequence[memoryview | Place], weights: Path, mend: str, held: HeldFiles | None
+    files: CheckedFolder, parts: Sequence[memoryview | Place]
 ) -> Iterator[bytes | memoryview]:
     # Not mapped: a file that somebody makes shorter meanwhile gives an error, and no signal.
+    weights = files.root / WEIGHTS
     try:
-        with _opened(weights, held) as file:
+        with files.opened(WEIGHTS) as file:
             for part in parts:
-                if isinstance(part, Place):
-                    yield from _pieces(file.fileno(), part, weights, mend)
-                else:
+                if not isinstance(part, Place):
                     yield part
+                    continue
+                at, end = part.offset, part.offset + part.length
+                while at < end:
+                    piece = os.pread(file.fileno(), min(_PIECE_BYTES, end - at), at)
+                    if not piece:
+                        raise BundleIntegrityError(
+                            f"{weights} ends at byte {at}, expected {end}; {files.mend}"
+                        )
+                    at += len(piece)
+                    yield piece
     except OSError as error:
-        raise BundleIntegrityError(f"{weights}: {error.strerror}; {mend}") from error
-
-
-def _opened(weights: Path, held: HeldFiles | None) -> BinaryIO | FileIO:
-    return weights.open("rb", buffering=0) if held is None else held.opened(WEIGHTS)
-
-
-def _pieces(descriptor: int, place: Place, weights: Path, mend: str) -> Iterator[bytes]:
-    at, end = place.offset, place.offset + place.length
-    while at < end:
-        piece = os.pread(descriptor, min(_PIECE_BYTES, end - at), at)
-        if not piece:
-            raise BundleIntegrityError(f"{weights} ends at byte {at}, expected {end}; {mend}")
-        at += len(piece)
-        yield piece
+        raise BundleIntegrityError(f"{weights}: {error.strerror}; {files.mend}") from error
 
 
 _SMALL_BYTES: Final = 2**20
@@ -149,44 +129,45 @@ _SMALL_BYTES: Final = 2**20
 _MOST_PIECE: Final = 2**24
 
 
-class HeldFiles:
-    """The files of a bundle at ``root``, which are checked as they are read.
-
-    BundleIntegrityError if one is not what its entry says by now.
+class HeldFolder(CheckedFolder):
+    """The files of a bundle as they are now, whatever its path names later.
 
     A server reads graphs again while it serves: for exits that it tries, and for workers that start
     in place of lost ones. By then another bundle may be at the path, or none. Small files are kept
     in memory, large ones open: what is open can be read though its name is gone.
     """
 
-    def __init__(self, root: Path, entries: Sequence[FileEntry], *, mend: str) -> None:
-        self.root = root
-        """Folder that the path led to, without links."""
-        self._mend = mend
+    def __init__(self, root: Path, entries: Sequence[FileEntry]) -> None:
+        super().__init__(root)
+        self.resolved = root.resolve()
+        """Folder that the path leads to, without links."""
         self._small: dict[str, bytes] = {}
         self._open: dict[str, int] = {}
         weakref.finalize(self, _close, self._open)
+        files = CheckedFolder(self.resolved)
         for entry in entries:
             if entry.size_bytes <= _SMALL_BYTES and entry.path != WEIGHTS:
-                self._small[entry.path] = read_checked(root, entry, listing="manifest", mend=mend)
-            else:
-                place = inside(root, entry.path, mend=mend)
-                try:
-                    self._open[entry.path] = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise BundleIntegrityError(f"{place}: {error.strerror}; {mend}") from error
+                self._small[entry.path] = files.read(entry)
+                continue
+            place = files.inside(entry.path)
+            try:
+                self._open[entry.path] = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise BundleIntegrityError(f"{place}: {error.strerror}; {self.mend}") from error
 
     def read(self, entry: FileEntry) -> bytes:
-        """Read a file whole; the caller checks what it holds."""
-        if entry.path in self._small:
-            return self._small[entry.path]
-        pieces, at = list[bytes](), 0  # by place: others read the same open file meanwhile
-        while piece := os.pread(self._open[entry.path], _MOST_PIECE, at):
-            at += len(piece)
-            pieces.append(piece)
-            if at > entry.size_bytes:
-                break
-        return b"".join(pieces)
+        """Read a file whole, and check it."""
+        content = self._small.get(entry.path)
+        if content is None:
+            pieces, at = list[bytes](), 0  # by place: others read the same open file meanwhile
+            while piece := os.pread(self._open[entry.path], _MOST_PIECE, at):
+                at += len(piece)
+                pieces.append(piece)
+                if at > entry.size_bytes:
+                    break
+            content = b"".join(pieces)
+        self.compare(entry_of(entry.path, content), entry)
+        return content
 
     def opened(self, name: str) -> BinaryIO:
         """Open a file again, to be read by place: a large one, or that of weights."""

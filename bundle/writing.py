@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from offramp.bundle.bundle import MANIFEST, MANIFEST_HASH, MEND, POLICY, Bundle, hash_line
+from offramp.bundle.bundle import MANIFEST, MANIFEST_HASH, POLICY, Bundle, hash_line
 from offramp.bundle.engines import carry_engines
 from offramp.bundle.files import (
+    CheckedFolder,
     FileContent,
     check_writable,
     dump,
-    inside,
     put_in_place,
     write_described,
 )
@@ -53,13 +53,13 @@ def write_bundle(
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            entries = []
+            written, entries = CheckedFolder(scratch), []
             for name in sorted({POLICY, *files}):
-                place = inside(scratch, name, mend=MEND)
+                place = written.inside(name)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 content = said if name == POLICY else files[name]
                 entries.append(write_described(place, name, content))
-            described = tuple(describe_filled(scratch, entries, manifest.graphs, mend=MEND))
+            described = tuple(describe_filled(written, entries, manifest.graphs))
             document = dump(replace(manifest, files=described))
             (scratch / MANIFEST).write_bytes(document)
             (scratch / MANIFEST_HASH).write_bytes(hash_line(document))
