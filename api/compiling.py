@@ -170,7 +170,14 @@ def _options(**given: Any) -> CompileOptions:
     try:
         training = options_from(TrainingOptions, given, {}, threads=available_cores())
         nowhere = {"model": Path(), "data": Path()}
-        asked = options_from(CompileOptions, given, _FIELDS, training=training, **nowhere)
+        asked = options_from(
+            CompileOptions.of,
+            given,
+            _FIELDS,
+            own=CompileOptions.names(),
+            training=training,
+            **nowhere,
+        )
         check_options(asked)
     except (ValueError, OptionsConflictError) as error:
         raise ValueError(without_flags(str(error))) from error

@@ -132,14 +132,20 @@ def _words(hint: Any) -> str:
 
 
 def options_from(
-    kind: Callable[..., _Options], given: Mapping[str, Any], renamed: Mapping[str, str], **more: Any
+    kind: Callable[..., _Options],
+    given: Mapping[str, Any],
+    renamed: Mapping[str, str],
+    *,
+    own: Collection[str] | None = None,
+    **more: Any,
 ) -> _Options:
-    """Make options of keyword arguments: those that are fields of ``kind``.
+    """Make options of keyword arguments: those that ``own`` names, by default fields of ``kind``.
 
     ``renamed`` are the fields with another name than their keyword, by keyword. A ValueError of the
     options names the keyword.
     """
-    own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if own is None:
+        own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     named = {renamed.get(name, name): value for name, value in given.items()}
     try:
         return kind(**{name: value for name, value in named.items() if name in own}, **more)

@@ -215,7 +215,7 @@ def _compile(options: argparse.Namespace) -> None:
     if options.sweeps is not None:  # times are then worth nothing, and memory is the same
         profiling.Effort = partial(Effort, least=options.sweeps, most=options.sweeps)
         measuring.Budget = partial(measuring.Budget, seconds=0, least_rounds=options.sweeps)
-    asked = CompileOptions(
+    asked = CompileOptions.of(
         model=options.folder / "model.onnx",
         data=options.folder / "data.npz",
         output=options.folder / "out.ee",

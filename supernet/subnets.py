@@ -160,7 +160,7 @@ class _Rating:
         self._answer = plain.sliced.model.answer
         self._ends = plain.tune.final_prediction[: len(self._judged)]
         self._rows = run.parts.train.take(
-            np.arange(options.reference_batch_size) % len(run.parts.train)
+            np.arange(options.choice.reference_batch_size) % len(run.parts.train)
         )
         self._full = TimedGraph(serialised(supernet.model.proto), options.threads)
 

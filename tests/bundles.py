@@ -59,7 +59,7 @@ def compile_example(folder: Path, *, samples: int, epochs: int) -> Bundle:
     with np.load(EXAMPLE / "calibration.npz") as archive:
         np.savez(folder / "calibration.npz", **{k: archive[k][:samples] for k in archive.files})
     return compile_model(
-        CompileOptions(
+        CompileOptions.of(
             model=EXAMPLE / "fashion_resnet56.onnx",
             data=folder / "calibration.npz",
             output=folder / "fashion.ee",
@@ -96,7 +96,7 @@ def compile_tiny(
         "training": TrainingOptions(epochs=epochs, batch_size=64),
         **options,
     }
-    asked = CompileOptions(
+    asked = CompileOptions.of(
         model=folder / "model.onnx",
         data=folder / "data.npz",
         output=folder / f"{name}.ee",

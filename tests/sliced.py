@@ -60,7 +60,7 @@ def slice_proto(
         onnx.save(proto, path)
         model = read_model(path, answer_tokens=answer_tokens)
     settings = {"candidates": 99, **options}
-    return slice_model(model, CompileOptions(model=path, data=path, output=path, **settings))
+    return slice_model(model, CompileOptions.of(model=path, data=path, output=path, **settings))
 
 
 def inputs_of(pieces: Sliced, samples: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:

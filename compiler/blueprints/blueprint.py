@@ -96,10 +96,10 @@ def draw(timed: TimedModel, exits: Sequence[BuiltExit]) -> Blueprint:
     choice = PolicyChoice(
         structure=draft,
         profile=timed.timer.finish(times, exits_ms, draft, draft.read),
-        max_disagreement=options.max_disagreement,
-        confidence_level=options.confidence_level,
-        batch_size=options.reference_batch_size,
-        max_class_disagreement=options.max_class_disagreement,
+        max_disagreement=options.promise.max_disagreement,
+        confidence_level=options.promise.confidence_level,
+        batch_size=options.choice.reference_batch_size,
+        max_class_disagreement=options.promise.max_class_disagreement,
         seed=options.seed,
     )
     tune = record_exits(draft, draft.read, run.parts.tune, "Tune the exits", run.progress)
@@ -134,14 +134,14 @@ def time_copy(sliced: Sliced, copy: bytes, run: CompileRun) -> TimedModel:
 def _fix_path(
     choice: PolicyChoice, tune: ExitRecords, candidates: Candidates, options: CompileOptions
 ) -> FixedPath:
-    if options.selection == "pame" and choice.structure.exits:
+    if options.choice.selection == "pame" and choice.structure.exits:
         settings = RehearsalSettings(
-            batch_size=options.rehearsal_batch,
-            max_disagreement=options.max_disagreement,
-            max_violations=options.max_violations,
+            batch_size=options.choice.rehearsal_batch,
+            max_disagreement=options.promise.max_disagreement,
+            max_violations=options.choice.max_violations,
         )
         return choice.by_rehearsal(tune, settings)
-    return choice.by_savings(tune, options.max_overhead, candidates=candidates)
+    return choice.by_savings(tune, options.choice.max_overhead, candidates=candidates)
 
 
 def own_exit(timed: TimedModel, plain: Blueprint) -> BuiltExit:
@@ -156,7 +156,7 @@ def own_exit(timed: TimedModel, plain: Blueprint) -> BuiltExit:
     principal, agrees, mask = _answered(sliced, graph, plain, run.parts)
     ((cost_ms,),) = timed.time_heads({candidate: [graph]})[0]
     cost = replace(timed.alone(candidate, cost_ms), source_begins=len(sliced.cuts))
-    bound = run.options.max_disagreement
+    bound = run.options.promise.max_disagreement
     judged = judge(OWN, principal, agrees, cost, max_disagreement=bound, mask=mask)
     tokens, tail = _mask_of(sliced), _tail_of(sliced)
     read = dict.fromkeys([sliced.cuts[candidate].name, *([tail.taught.output] if tail else [])])

@@ -79,7 +79,7 @@ def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Slice
     given as a share of the model's. ModelError: it has other inputs or another answer.
     """
     front = _front_of(plain.model, subnet)
-    analysis = find_cuts(front, max_tensors=options.max_cut_tensors)
+    analysis = find_cuts(front, max_tensors=options.reading.max_cut_tensors)
     chosen = {PREFIX + cut.name for cut in plain.cuts}
     points = [cut for cut in analysis.cuts if cut.tensor in chosen]
     cuts = cut_tensors(front, analysis, points, options)

@@ -77,9 +77,9 @@ def choose_training(plain: Blueprint, found: FoundExits, folder: JointFolder) ->
     joined = assemble(parts, every)
     del model
     training = JointOptions(
-        teacher=options.teach,
-        epochs=options.training.epochs,
-        learning_rate=options.joint_rate,
+        teacher=options.copy.teach,
+        epochs=options.building.training.epochs,
+        learning_rate=options.copy.joint_rate,
         threads=available_cores(),
         seed=options.seed,
     )
@@ -171,7 +171,7 @@ class JointFolder:
         """
         sliced, options, parts = timed.sliced, timed.run.options, timed.run.parts
         plain = dataclasses.asdict(replace(options, data=Path()))
-        del plain["threads"], plain["training"]["threads"]  # they change no weight
+        del plain["threads"], plain["building"]["training"]["threads"]  # they change no weight
         nodes = [(node.op_type, list(node.output)) for node in sliced.model.proto.graph.node]
         said = {
             "model": sliced.model.original_sha256,

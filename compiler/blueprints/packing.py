@@ -146,12 +146,12 @@ def make_manifest(
             tune_samples=len(parts.tune),
             certify_samples=len(parts.certify),
             sample_shapes={name: array.shape[1:] for name, array in row.items()},
-            reference_batch_size=options.reference_batch_size,
+            reference_batch_size=options.choice.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
             random_inputs=options.is_dry_run,
             answer_ranges=both_ranges(model, certify.ranges),
             distinct=distinct_samples(
-                parts.groups, key=options.group, within=options.copies_within
+                parts.groups, key=options.promise.group, within=options.promise.copies_within
             ),
         ),
         verified_tolerance=sliced.tolerance(options),

@@ -65,7 +65,7 @@ def choose_precision(plain: Blueprint, exits: Sequence[BuiltExit]) -> Blueprint:
         try:
             wholes[tried] = on_copy(plain, exits, choice.graphs[tried])
         except CompileError as error:
-            if run.options.precision == "int8":
+            if run.options.copy.precision == "int8":
                 raise
             _log.warning("%s is left out: %s.", tried.value, error)
     if not wholes:
@@ -93,7 +93,7 @@ def _tried(choice: PrecisionChoice) -> tuple[CpuPrecision, ...]:
 
 def _without(plain: Blueprint, reason: str, options: CompileOptions) -> Blueprint:
     """Take the model as it is, and say why: loudly if a copy was asked for."""
-    if options.precision == "int8":
+    if options.copy.precision == "int8":
         nothing = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: %s."
         _log.warning(nothing, reason)
     else:
@@ -120,7 +120,7 @@ def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
     Scales are measured on training samples, agreement on the tune split.
     """
     parts, options = run.parts, run.options
-    samples = max(min(len(parts.tune), JUDGED_SAMPLES), options.reference_batch_size)
+    samples = max(min(len(parts.tune), JUDGED_SAMPLES), options.choice.reference_batch_size)
     judged = np.arange(samples) % len(parts.tune)
     with run.progress.step("Try kinds of int8", len(CpuPrecision)) as advance:
         choice = choose_kind(
@@ -131,7 +131,7 @@ def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
             threads=options.threads,
             least_agreement=LEAST_AGREEMENT,
             saturating=cpu_features().saturates is True,
-            batch_sizes=sorted({1, options.reference_batch_size}),
+            batch_sizes=sorted({1, options.choice.reference_batch_size}),
             progress=advance,
         )
     for note in choice.disturbed:
@@ -184,13 +184,13 @@ def _mixed(
         return None
     run = plain.timed.run
     options = run.options
-    size = options.reference_batch_size
+    size = options.choice.reference_batch_size
     mix = best_mix(
         whole.candidates,
         whole.path.active,
         plain.choice.cost(size),
         whole.choice.cost(size),
-        max_overhead=options.max_overhead,
+        max_overhead=options.choice.max_overhead,
     )
     if mix is None or found.kind is None:
         return None

@@ -103,7 +103,7 @@ def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) 
     draft = blueprint.draft
     title = f"Certify {drawn.name}"
     certify = record_exits(draft, draft.read, run.parts.certify, title, run.progress)
-    level = 1 - (1 - run.options.confidence_level) / count
+    level = 1 - (1 - run.options.promise.confidence_level) / count
     policy = replace(blueprint.choice, confidence_level=level).certify(blueprint.path, certify)
     *own, source = sized_segments(draft, draft.read, run.parts.train.take(slice(1)))
     names = [segment.file for segment in own] + [exit_.file for exit_ in draft.exits]
@@ -158,7 +158,7 @@ def measure_sharing(
 
 def _measured(variant: int, light: bytes, packed: int, run: CompileRun) -> SharingCost:
     options, train = run.options, run.parts.train
-    rows = train.take(np.arange(options.reference_batch_size) % len(train))
+    rows = train.take(np.arange(options.choice.reference_batch_size) % len(train))
     graphs = [TimedGraph(light, options.threads, form) for form in WeightForm]  # packed first
     timed = time_rounds(
         [[partial(graph.time_ms, rows) for graph in graphs]], [1], _EFFORT, widest_ratio

@@ -58,16 +58,16 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
     engines = _plan_engines(options, output)
     if engines.note and engines.build:
         console.print(engines.note, highlight=False, markup=False, soft_wrap=True)
-    asked = read_options(
-        CompileOptions,
-        options,
-        output=output,
-        exits=tuple(options.exits.split(",")) if options.exits else (),
-        simplify=not options.no_simplify,
-        training=TrainingOptions(
+    named = {name: getattr(options, name) for name in CompileOptions.names() & vars(options).keys()}
+    named |= {
+        "output": output,
+        "exits": tuple(options.exits.split(",")) if options.exits else (),
+        "simplify": not options.no_simplify,
+        "training": TrainingOptions(
             epochs=options.epochs, threads=available_cores(), seed=options.seed
         ),
-    )
+    }
+    asked = CompileOptions.of(**named)
     scratch = ScratchSpace(asked.scratch)
     with TerminalProgress(console) as shown, _reporting(options.progress_file, shown) as progress:
         bundle = compile_model(asked, progress, scratch=scratch)

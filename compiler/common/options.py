@@ -89,6 +89,8 @@ class VariantSource(Protocol):
 SEEDS = 2**63
 """Number of possible seeds: torch takes no larger one, numpy no negative one."""
 _INF = float("inf")
+_A_SHARE = "a share above 0 and below 1"
+_FROM_0 = "a share from 0, and below 1"
 DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of a promise, where nothing else is asked for or promised."""
 Selection: TypeAlias = Literal["savings", "pame"]
@@ -101,14 +103,9 @@ HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges", "both"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompileOptions:
-    """One run of ``eecompile``."""
+class ReadingOptions:
+    """How the model is read, and what its answers are."""
 
-    model: Path
-    data: Path | DataSource
-    """Calibration data; a path is that of an npz file or of a folder of npy files."""
-    output: Path
-    overwrite: bool = False
     answer: str | None = None
     """The output that exits imitate, where the model has several."""
     task: AskedKind = "auto"
@@ -122,22 +119,80 @@ class CompileOptions:
     answer_tokens: tuple[int, ...] = ()
     """Ids of the tokens that a decoder [batch, tokens, vocabulary] answers with, as classes; the
     model is reduced to their logits behind the last token of the prompt."""
-    mask: str | None = None
-    """The graph input that says which tokens count; found by name where not given."""
-    criterion: str = "probability"
-    """What says how sure an exit is: a name of :class:`.Criterion`, or a registered
-    one (:mod:`offramp.engine.answers.criteria`). For classification."""
+    max_cut_tensors: int = 4
+    """Most tensors that a cut point has, where no single one carries everything."""
+    simplify: bool = True
+    simplify_limit: float = 180.0
+    """Seconds that simplifying may take; the model is compiled as it is where that does not do."""
+
+    def __post_init__(self) -> None:
+        refuse_unless(self, lambda v: 0 < v <= 1, "above 0, and at most 1", "agree_share")
+        refuse_unless(self, lambda v: 0 <= v < _INF, "0 or more", "agree_within")
+        refuse_unless(self, lambda v: v >= 1, "at least 1", "max_cut_tensors")
+        refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "simplify_limit")
+
+    @property
+    def asked_task(self) -> AskedTask:
+        """What is said of the task."""
+        return AskedTask(
+            kind=self.task,
+            share=self.agree_share,
+            within=self.agree_within,
+            class_map=self.class_map,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromiseOptions:
+    """What is promised of answers, and which samples are evidence."""
+
+    max_disagreement: float = 0.01
+    max_class_disagreement: float | None = None
+    """Bound on the answers of each class of the model's by itself; ``None`` bounds none."""
+    confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
+    group: str | None = None
+    """Array of the data whose equal values say which samples belong together."""
+    copies_within: float = COPIES_WITHIN
+    """Share of the typical distance between samples within which they may be copies; 0 takes equal
+    samples alone as copies, and no rows as a series."""
+
+    def __post_init__(self) -> None:
+        shares = ("max_disagreement", "max_class_disagreement", "confidence_level")
+        refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, *shares)
+        refuse_unless(self, lambda v: 0 <= v < 1, _FROM_0, "copies_within")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitOptions:
+    """Where exits are built, what they are, and how they learn."""
+
     exits: tuple[str, ...] = ()
     """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
     ``candidates``."""
+    candidates: int = 12
+    """Most exits that are built."""
     heads: HeadFamily = "auto"
     """``pooled``: heads that pool their cut tensor; ``bridges``: the model's own blocks and head
     (PAME 5.1); ``both``: at each candidate what nets more; ``auto``: bridges where answers have
     places, else pooled ones."""
-    candidates: int = 12
-    """Most exits that are built."""
-    max_cut_tensors: int = 4
-    """Most tensors that a cut point has, where no single one carries everything."""
+    criterion: str = "probability"
+    """What says how sure an exit is: a name of :class:`.Criterion`, or a registered
+    one (:mod:`offramp.engine.answers.criteria`). For classification."""
+    mask: str | None = None
+    """The graph input that says which tokens count; found by name where not given."""
+    augment: Literal["auto", "off"] = "auto"
+    """``auto``: heads train on made samples too, where a way to make them fits the inputs
+    (:mod:`offramp.calibration.data.augmentation`)."""
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    def __post_init__(self) -> None:
+        refuse_unless(self, lambda v: v >= 1, "at least 1", "candidates")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOptions:
+    """The copy of the model that exits may follow: of which precision, or how it is trained."""
+
     precision: AskedPrecision = "fp32"
     """``int8``: exits follow a quantised copy of the model, whose own answer is the last of them;
     whoever is sure enough at none runs through the unmodified model. Where that brings nothing on
@@ -149,41 +204,56 @@ class CompileOptions:
     """What it learns: the unmodified model's answers, or the data's labels."""
     joint_rate: float = 1e-4
     """Its learning rate, at the peak."""
-    group: str | None = None
-    """Array of the data whose equal values say which samples belong together."""
-    copies_within: float = COPIES_WITHIN
-    """Share of the typical distance between samples within which they may be copies; 0 takes equal
-    samples alone as copies, and no rows as a series."""
-    max_disagreement: float = 0.01
-    max_class_disagreement: float | None = None
-    """Bound on the answers of each class of the model's by itself; ``None`` bounds none."""
-    confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
+
+    def __post_init__(self) -> None:
+        refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "joint_rate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceOptions:
+    """How the exits in use are chosen among those that were built."""
+
+    selection: Selection = "savings"
+    """``savings``: what is expected to save most time. ``pame``: what a rehearsal on
+    batches of the tuning split finds, which keeps batches from becoming late."""
     max_overhead: float | None = None
     """Share of the source model's time that exits (and the quantised model before the source, where
     there is one) may add for a sample that takes none
     (Apparate's ramp budget), at the reference batch size, where the measurement is sure of it.
     ``None`` is no limit: what exits add is a price in the savings. With ``savings`` only."""
-    selection: Selection = "savings"
-    """``savings``: what is expected to save most time. ``pame``: what a rehearsal on
-    batches of the tuning split finds, which keeps batches from becoming late."""
     rehearsal_batch: int = 32
     """Rows of a rehearsed batch. With ``pame`` only."""
     max_violations: float = 0.02
     """Largest share of batches that an exit may make late. With ``pame`` only."""
+    reference_batch_size: int = 8
+    """Savings are predicted with the times profiled at this batch size."""
+
+    def __post_init__(self) -> None:
+        refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "max_overhead")
+        refuse_unless(self, lambda v: 0 <= v < 1, _FROM_0, "max_violations")
+        sizes = ("rehearsal_batch", "reference_batch_size")
+        refuse_unless(self, lambda v: v >= 1, "at least 1", *sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """One run of ``eecompile``."""
+
+    model: Path
+    data: Path | DataSource
+    """Calibration data; a path is that of an npz file or of a folder of npy files."""
+    output: Path
+    overwrite: bool = False
+    reading: ReadingOptions = field(default_factory=ReadingOptions)
+    promise: PromiseOptions = field(default_factory=PromiseOptions)
+    building: ExitOptions = field(default_factory=ExitOptions)
+    copy: CopyOptions = field(default_factory=CopyOptions)
+    choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     tolerance: float | None = None
     """Largest relative difference between chained segments and source; ``None`` is by the precision
     that the source computes in (:mod:`offramp.compiler.common.rounding`)."""
-    reference_batch_size: int = 8
-    """Savings are predicted with the times profiled at this batch size."""
     threads: int = 1
     """Of ONNX Runtime while profiling."""
-    simplify: bool = True
-    simplify_limit: float = 180.0
-    """Seconds that simplifying may take; the model is compiled as it is where that does not do."""
-    augment: Literal["auto", "off"] = "auto"
-    """``auto``: heads train on made samples too, where a way to make them fits the inputs
-    (:mod:`offramp.calibration.data.augmentation`)."""
-    training: TrainingOptions = field(default_factory=TrainingOptions)
     seed: int = 0
     variants: VariantSource | None = None
     """What makes smaller variants of the model, each with exits of its own."""
@@ -193,34 +263,49 @@ class CompileOptions:
     """GiB that features may take at once: the rest is recorded in later passes over the data."""
 
     def __post_init__(self) -> None:
-        a_share = "a share above 0 and below 1"
-        shares = ("max_disagreement", "max_class_disagreement", "confidence_level", "max_overhead")
-        refuse_unless(
-            self, lambda v: 0 < v <= MOST_SHARE, a_share, *shares, "joint_rate", "tolerance"
-        )
-        refuse_unless(self, lambda v: 0 < v <= 1, "above 0, and at most 1", "agree_share")
-        from_0 = "a share from 0, and below 1"
-        refuse_unless(self, lambda v: 0 <= v < 1, from_0, "copies_within", "max_violations")
-        refuse_unless(self, lambda v: 0 <= v < _INF, "0 or more", "agree_within")
-        counts = ("candidates", "max_cut_tensors", "rehearsal_batch", "reference_batch_size")
-        refuse_unless(self, lambda v: v >= 1, "at least 1", *counts, "threads")
-        refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "simplify_limit", "scratch_limit")
+        refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "tolerance")
+        refuse_unless(self, lambda v: v >= 1, "at least 1", "threads")
+        refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "scratch_limit")
         refuse_unless(self, lambda v: 0 <= v < SEEDS, f"from 0 to {SEEDS - 1}", "seed")
+
+    @classmethod
+    def of(cls, **named: Any) -> CompileOptions:
+        """Make options of flat names, as flags and keyword arguments have them.
+
+        TypeError if there is no such option, ValueError if a value is out of range.
+        """
+        groups = {
+            group: kind(**{f.name: named.pop(f.name) for f in fields(kind) if f.name in named})
+            for group, kind in _GROUPS.items()
+        }
+        return cls(**named, **groups)
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """Return the flat names of all options."""
+        return {f.name for kind in (cls, *_GROUPS.values()) for f in fields(kind)} - _GROUPS.keys()
+
+    def named(self, name: str) -> Any:
+        """Return an option by its flat name."""
+        owner = next(
+            (g for g, kind in _GROUPS.items() if name in {f.name for f in fields(kind)}), None
+        )
+        return getattr(self if owner is None else getattr(self, owner), name)
 
     @property
     def is_dry_run(self) -> bool:
         """Whether the data are made inputs, which certify nothing."""
         return isinstance(self.data, RandomSource)
 
-    @property
-    def asked_task(self) -> AskedTask:
-        """What is said of the task."""
-        return AskedTask(
-            kind=self.task,
-            share=self.agree_share,
-            within=self.agree_within,
-            class_map=self.class_map,
-        )
+
+_GROUPS: Final[dict[str, Any]] = {
+    "reading": ReadingOptions,
+    "promise": PromiseOptions,
+    "building": ExitOptions,
+    "copy": CopyOptions,
+    "choice": ChoiceOptions,
+}
+"""Groups of options by their field of :class:`CompileOptions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,15 +476,16 @@ def check_options(options: CompileOptions) -> None:
 
     An option counts as given where it differs from its default.
     """
-    names = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(options)}
-    names["confidence_level"] = "--confidence"
+    flags = {name: f"--{name.replace('_', '-')}" for name in CompileOptions.names()}
+    flags["confidence_level"] = "--confidence"
     if options.variants is not None:
-        names["variants"] = options.variants.flag
-    values = {flag: getattr(options, name) for name, flag in names.items()}
+        flags["variants"] = options.variants.flag
+    default = CompileOptions(model=Path(), data=Path(), output=Path())
+    values = {flag: options.named(name) for name, flag in flags.items()}
     given = {
-        names[field.name]
-        for field in fields(options)
-        if getattr(options, field.name) != field.default
+        flag
+        for name, flag in flags.items()
+        if name in ("model", "data", "output") or options.named(name) != default.named(name)
     }
     source, table = options.variants, COMPILE
     if source is not None:

@@ -86,12 +86,14 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
 
     CompileError if there are no cut points, or the user named one or a mask that does not exist.
     """
-    analysis = before_scores(find_cuts(model, max_tensors=options.max_cut_tensors), model)
+    analysis = before_scores(find_cuts(model, max_tensors=options.reading.max_cut_tensors), model)
     if analysis.unknown_work:
         kinds = ", ".join(analysis.unknown_work)
         how = "measured as time" if analysis.total_s is not None else "what is known without them"
         _log.warning("The work of %s is not known: shares of the work are %s.", kinds, how)
-    points = choose_candidates(analysis, limit=options.candidates, exits=options.exits or None)
+    points = choose_candidates(
+        analysis, limit=options.building.candidates, exits=options.building.exits or None
+    )
     cuts = cut_tensors(model, analysis, points, options)
     segments = split(model, points)
     graphs = tuple(s.proto.SerializeToString() for s in segments)
@@ -115,14 +117,15 @@ def cut_tensors(
 ) -> tuple[CutTensor, ...]:
     """Describe what exits at some cut points read; ModelError if ``--mask`` fits none of them."""
     flows = () if analysis.rereads else analysis.main_inputs  # else all that may be read again
-    masks = find_masks(model.inputs, flows, options.mask)
+    mask = options.building.mask
+    masks = find_masks(model.inputs, flows, mask)
     last = bool(model.answer.tokens)
     cuts = tuple(_cut_tensor(point, masks, answers_last=last) for point in points)
-    if options.mask is not None and not any(tensor.mask for cut in cuts for tensor in cut.tensors):
+    if mask is not None and not any(tensor.mask for cut in cuts for tensor in cut.tensors):
         read = [tensor for cut in cuts for tensor in cut.tensors]
         shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in read)
         raise ModelError(
-            f"--mask {options.mask!r} fits no exit: none reads [batch, tokens, width] with as "
+            f"--mask {mask!r} fits no exit: none reads [batch, tokens, width] with as "
             f"many tokens as the mask; they read {shapes}"
         )
     return cuts

@@ -67,7 +67,7 @@ SCREENING_EPOCHS = 2
 
 def needs_bridges(answer: Answer, options: CompileOptions) -> bool:
     """Whether exits may be bridges: asked for, or as the answer has places."""
-    return options.heads in ("bridges", "both") or answer.task.is_dense
+    return options.building.heads in ("bridges", "both") or answer.task.is_dense
 
 
 def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
@@ -87,10 +87,10 @@ def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
             check_trainable(bridge.proto, remedy)
     except UntrainableError as error:
         reason = _OURS.sub("", str(error))  # as the operator is called in the user's file
-        if options.heads != "both":
+        if options.building.heads != "both":
             raise UntrainableError(reason) from error
         _log.warning("Bridges are left out, and heads pool: %s.", reason)
-        return replace(options, heads="pooled")
+        return replace(options, building=replace(options.building, heads="pooled"))
     return options
 
 
@@ -136,7 +136,7 @@ class BridgeSearch:
         some = self.timed.run.parts.train
         if len(some) > SCREENING_SAMPLES:
             some = some.subset(np.arange(SCREENING_SAMPLES, dtype=np.intp))
-        epochs = min(SCREENING_EPOCHS, self.timed.run.options.training.epochs)
+        epochs = min(SCREENING_EPOCHS, self.timed.run.options.building.training.epochs)
         title = f"Try {len(bridges)} bridges"
         tried = self._trained(bridges, some, title, epochs)
         netted = [_net(exit_) for exit_ in self._built(bridges, tried)]
@@ -150,16 +150,15 @@ class BridgeSearch:
 
     def train(self, bridges: Sequence[Bridge]) -> list[BuiltExit]:
         """Train bridges on all samples, and build their exits."""
-        title, epochs = f"Train {len(bridges)} bridges", self.timed.run.options.training.epochs
-        return self._built(
-            bridges, self._trained(bridges, self.timed.run.parts.train, title, epochs)
-        )
+        run, title = self.timed.run, f"Train {len(bridges)} bridges"
+        epochs = run.options.building.training.epochs
+        return self._built(bridges, self._trained(bridges, run.parts.train, title, epochs))
 
     def _trained(
         self, bridges: Sequence[Bridge], train: Dataset, title: str, epochs: int
     ) -> list[TrainedBridge]:
         sliced, run = self.timed.sliced, self.timed.run
-        options = replace(run.options.training, epochs=epochs)
+        options = replace(run.options.building.training, epochs=epochs)
         with run.progress.step(title, count_samples(len(train), options)) as advance:
             return train_bridges(
                 self.source,
@@ -195,7 +194,7 @@ class BridgeSearch:
             of.principal,
             of.agrees,
             self.timed.alone(bridge.candidate, cost_ms),
-            max_disagreement=run.options.max_disagreement,
+            max_disagreement=run.options.promise.max_disagreement,
             mask=None if mask is None else run.parts.tune.column(mask, slice(None)),
         )
         return BuiltExit(

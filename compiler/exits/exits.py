@@ -157,9 +157,11 @@ class _HeadSearch:
     def screen(self, real_samples: int) -> dict[int, list[HeadScore]]:
         """Train all heads a little, on real samples alone; time and judge them, by candidate."""
         samples = min(real_samples, SCREENING_SAMPLES)
-        epochs = min(max(round(SCREENING_VISITS / samples), 1), self._options.training.epochs)
+        epochs = min(
+            max(round(SCREENING_VISITS / samples), 1), self._options.building.training.epochs
+        )
         families = [self._family(candidate) for candidate in range(len(self._sliced.cuts))]
-        options = replace(self._options.training, epochs=epochs)
+        options = replace(self._options.building.training, epochs=epochs)
         title = f"Try {sum(map(len, families))} heads"
         trained = self._train(title, families, self.train.subset(slice(samples)), options)
         candidates = sorted({t.candidate for t in trained})
@@ -183,7 +185,7 @@ class _HeadSearch:
             for candidate in range(len(self._sliced.cuts))
         ]
         title = f"Train {sum(map(len, families))} heads"
-        trained = self._train(title, families, self.train, self._options.training)
+        trained = self._train(title, families, self.train, self._options.building.training)
         exits = []
         for candidate, briefly in screened.items():
             costs = {tried.head: tried.cost_ms for tried in briefly}
@@ -242,7 +244,7 @@ class _HeadSearch:
     def _judge(self, trained: TrainedHead, cost_ms: float) -> JudgedHead:
         agrees = agreement_of(self._sliced.model.taught).agree(trained.said, self.truth)
         cost = self.timed.alone(trained.candidate, cost_ms)
-        bound = self._options.max_disagreement
+        bound = self._options.promise.max_disagreement
         principal, certainty = trained.principal, tuple[float, ...]()
         criterion = self._sliced.model.answer.criterion
         if trained.statistics is not None and not criterion.on_host:

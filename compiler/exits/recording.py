@@ -143,7 +143,7 @@ class FeatureRecorder:
 
 def augmentation(sliced: Sliced, train: Dataset, options: CompileOptions) -> Method | None:
     """Say how samples are made of others to train on, if they are (``--augment``)."""
-    method = method_for(sliced.model.inputs) if options.augment == "auto" else None
+    method = method_for(sliced.model.inputs) if options.building.augment == "auto" else None
     return method if method is not None and makes_sense(method, train) else None
 
 

@@ -148,9 +148,9 @@ class TimedModel:
     def of(cls, sliced: Sliced, run: CompileRun) -> TimedModel:
         """Time a model on the training part, which is repeated if it is too short for a batch."""
         options, train = run.options, run.parts.train
-        sizes = {*BATCH_SIZES, options.reference_batch_size}
-        if options.selection == "pame":
-            sizes.add(options.rehearsal_batch)
+        sizes = {*BATCH_SIZES, options.choice.reference_batch_size}
+        if options.choice.selection == "pame":
+            sizes.add(options.choice.rehearsal_batch)
         timer = ProfileTimer(
             source=sliced.model.proto.SerializeToString(),
             segments=sliced.graphs,
@@ -168,12 +168,12 @@ class TimedModel:
         """Time exits by candidate; without ``batch_sizes`` at the reference batch size alone."""
         cuts, versions = self.sliced.cuts, self.sliced.versions
         empty = [build_empty(cuts[c].read, "offramp_empty/", **versions) for c in graphs]
-        sizes = batch_sizes or [self.run.options.reference_batch_size]
+        sizes = batch_sizes or [self.run.options.choice.reference_batch_size]
         return self.timer.heads(list(graphs.values()), empty, sizes)
 
     def alone(self, candidate: int, cost_ms: float) -> CostModel:
         """Return the costs of one exit with no other beside it, at the reference batch size."""
-        column = self.times.batch_sizes.index(self.run.options.reference_batch_size)
+        column = self.times.batch_sizes.index(self.run.options.choice.reference_batch_size)
         return CostModel(
             source_ms=self.times.source_ms[column],
             segments_ms=tuple(row[column] for row in self.times.segments_ms),

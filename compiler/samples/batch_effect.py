@@ -64,8 +64,8 @@ def measure_batch_effect(
         batch_sizes=COMPARED_BATCH_SIZES,
         samples=samples,
         end_differs=differs,
-        max_disagreement=options.max_disagreement,
-        confidence_level=options.confidence_level,
+        max_disagreement=options.promise.max_disagreement,
+        confidence_level=options.promise.confidence_level,
     )
     if effect.left() <= 0:
         raise VerificationError(
@@ -80,11 +80,12 @@ def measure_batch_effect(
 
 def left_for_exits(effect: BatchEffect, options: CompileOptions) -> CompileOptions:
     """Ask for what a model's end leaves of the promise, at half of the risk."""
-    return replace(
-        options,
+    promise = replace(
+        options.promise,
         max_disagreement=effect.left(),
-        confidence_level=half_risk(options.confidence_level),
+        confidence_level=half_risk(options.promise.confidence_level),
     )
+    return replace(options, promise=promise)
 
 
 def _answers(source: bytes, model: SourceModel, part: Dataset, size: int) -> NDArray[Any]:

@@ -107,7 +107,7 @@ def compile_model(
             run = replace(run, options=check_bridges(sliced, run.options))
             _verify(sliced, run)
         timed = _time(sliced.without_weights(), run)
-        folder = JointFolder.of(timed) if run.options.train == "joint" else None
+        folder = JointFolder.of(timed) if run.options.copy.train == "joint" else None
         found = _train(timed, folder)
         chosen = _choose(timed, found, folder)
         drawn = () if finder is None else finder.find(chosen, timed.run)
@@ -123,13 +123,13 @@ def _read_model(options: CompileOptions, scratch: ScratchSpace, progress: Progre
     with progress.step("Read and simplify the model", 1):
         model = read_model(
             options.model,
-            answer=options.answer,
-            task=options.asked_task,
-            answer_tokens=options.answer_tokens,
-            simplify=options.simplify,
-            simplify_limit=options.simplify_limit,
+            answer=options.reading.answer,
+            task=options.reading.asked_task,
+            answer_tokens=options.reading.answer_tokens,
+            simplify=options.reading.simplify,
+            simplify_limit=options.reading.simplify_limit,
             scratch=scratch,
-            max_cut_tensors=options.max_cut_tensors,
+            max_cut_tensors=options.reading.max_cut_tensors,
         )
     warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, weight_bytes(model.proto))
@@ -142,21 +142,22 @@ def _read_data(
     """Read and split the data, and check that the model takes them."""
     if isinstance(options.data, RandomSource):
         source = made_for(model, options.data, seed=options.seed)
-        options = replace(options, data=source, max_disagreement=DRY_RUN_DISAGREEMENT)
+        promise = replace(options.promise, max_disagreement=DRY_RUN_DISAGREEMENT)
+        options = replace(options, data=source, promise=promise)
     with progress.step("Read the data", 1):
         dataset = read_dataset(
             options.data,
             model.inputs,
             unread=model.unread,
             answer=model.answer,
-            group=None if options.group is None else GroupKey(key=options.group),
+            group=None if options.promise.group is None else GroupKey(key=options.promise.group),
             scratch=scratch,
         )
-        if options.answer_tokens:
+        if options.reading.answer_tokens:
             check_lengths(model.inputs, dataset)
-        groups = grouped(dataset, options.data, within=options.copies_within)
-    level = level_of_each(options.confidence_level, copies=groups.repeats)
-    least = samples_needed(options.max_disagreement, level)
+        groups = grouped(dataset, options.data, within=options.promise.copies_within)
+    level = level_of_each(options.promise.confidence_level, copies=groups.repeats)
+    least = samples_needed(options.promise.max_disagreement, level)
     parts = split(dataset, certify_at_least=least, seed=options.seed, groups=groups)
     bounds = find_value_bounds(model, dataset.take(slice(1)))
     check_values(bounds, dataset, options)
@@ -221,13 +222,13 @@ def _find_exits(timed: TimedModel) -> FoundExits:
     if not needs_bridges(timed.sliced.model.answer, options):
         return find_exits(timed)
     bridged = find_bridged_exits(timed)
-    return find_exits(timed).or_better(bridged) if options.heads == "both" else bridged
+    return find_exits(timed).or_better(bridged) if options.building.heads == "both" else bridged
 
 
 def _choose(timed: TimedModel, found: FoundExits, folder: JointFolder | None) -> Blueprint:
     """Choose the exits in use, and whether they follow a copy of the model."""
     chosen = draw(timed, found.exits)
-    if timed.run.options.precision != "fp32":
+    if timed.run.options.copy.precision != "fp32":
         chosen = choose_precision(chosen, found.exits)
     return chosen if folder is None else choose_training(chosen, found, folder)
 
@@ -272,7 +273,7 @@ def _measure(certified: Certified, found: FoundExits) -> Certified:
     limit, measured = certified.limit, None
     if policy.active:
         measured = _measured(chosen, policy, certify)
-        loss = limits.measured_loss(measured, options.reference_batch_size)
+        loss = limits.measured_loss(measured, options.choice.reference_batch_size)
         if loss is not None and not options.is_dry_run:
             limit, measured = loss, None
             policy = replace(policy, active=(), promise=None)
@@ -306,12 +307,12 @@ def _limit(certified: Certified, found: FoundExits) -> limits.BindingLimit:
     chosen = certified.chosen
     choice, path, options = chosen.choice, chosen.path, chosen.timed.run.options
     if not chosen.draft.exits:
-        profile, asked = choice.profile, choice.terms(options.max_overhead)
+        profile, asked = choice.profile, choice.terms(options.choice.max_overhead)
         source_ms = profile.source_ms[profile.column(asked.batch_size)]
         return limits.limit_of_heads(found.best, source_ms, asked)
-    if not path.active and options.selection == "pame":
-        return limits.limit_of_rehearsal(options.max_violations)
-    return choice.limit(path, chosen.tune, certified.records, options.max_overhead)
+    if not path.active and options.choice.selection == "pame":
+        return limits.limit_of_rehearsal(options.choice.max_violations)
+    return choice.limit(path, chosen.tune, certified.records, options.choice.max_overhead)
 
 
 def _warn(certified: Certified) -> None:
@@ -357,7 +358,7 @@ def _paddings(chosen: Blueprint, ranges: InputRanges) -> tuple[Padding, ...]:
             draft.read,
             run.parts.train.take(slice(VERIFIED_SAMPLES)),
             ranges,
-            mask=run.options.mask,
+            mask=run.options.building.mask,
             threads=run.options.threads,
         )
 

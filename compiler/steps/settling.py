@@ -41,19 +41,19 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
     ModelError where something was asked for that the task has not, or the task has to be asked for;
     DataError if the model fails on a sample, or its values do not vary.
     """
-    model = settle_scores(model, train, asked=options.task != "auto")
+    model = settle_scores(model, train, asked=options.reading.task != "auto")
     task = model.answer.task
     _check_asked(task, options)
     _check_class_bound(model.answer, options)
-    if options.train == "joint":
+    if options.copy.train == "joint":
         _check_joint(model, options)
     if task.kind == "token-classification":
         (output,) = model.outputs
-        mask = find_masks(model.inputs, (), options.mask).get(output.shape[1])
+        mask = find_masks(model.inputs, (), options.building.mask).get(output.shape[1])
         task = replace(task, mask=None if mask is None else mask.name)
         if mask is None:
             _log.warning("All tokens count, also padding: no input is their mask (--mask).")
-    elif task.kind == "regression" and options.agree_within is None:
+    elif task.kind == "regression" and options.reading.agree_within is None:
         task = replace(task, within=WITHIN_SPREAD * _spread(model, train))
     if task.kind != "classification":
         _log.info("Answers agree where %s.", task.describe())
@@ -71,7 +71,7 @@ def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> C
 
     ``taught`` is the task of the scores that heads imitate.
     """
-    name = options.criterion
+    name = options.building.criterion
     try:
         criterion = known_criterion(name)
     except CriterionError as error:
@@ -90,19 +90,19 @@ def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> C
 
 def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
     """Refuse options that a task does not have."""
-    kind, precision = task.kind, options.precision
+    kind, precision, heads = task.kind, options.copy.precision, options.building.heads
     if precision != "fp32" and kind != "classification":
         raise ModelError(
             f"--precision {precision} is for classification; the task is {kind}, so leave it out"
         )
-    if kind == "regression" and options.heads in ("bridges", "both"):
+    if kind == "regression" and heads in ("bridges", "both"):
         raise ModelError(
-            f"--heads {options.heads}: values say nothing of how sure they are, and a bridge ends "
+            f"--heads {heads}: values say nothing of how sure they are, and a bridge ends "
             "as the model does; leave it out"
         )
-    if task.is_dense and options.heads in ("pooled", "both"):
+    if task.is_dense and heads in ("pooled", "both"):
         raise ModelError(
-            f"--heads {options.heads}: answers of {kind} have places, which nothing that pools "
+            f"--heads {heads}: answers of {kind} have places, which nothing that pools "
             "answers for; leave it out"
         )
 
@@ -125,12 +125,12 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
             "--train joint learns scores, and the model answers with classes alone; leave out "
             "--class-map, or export it without its ArgMax"
         )
-    if options.teach == "labels" and task.kind != "classification":
+    if options.copy.teach == "labels" and task.kind != "classification":
         raise ModelError(
             f"--teach labels is for classification; the task is {task.kind}, so leave it out: the "
             "model's own answers teach"
         )
-    if options.teach == "labels" and model.tail is not None:
+    if options.copy.teach == "labels" and model.tail is not None:
         raise ModelError(
             "--teach labels is for models that end with their scores of classes, and this one ends "
             f"with {', '.join(model.tail.kinds) or 'sigmoids'} after them; leave it out: the "
@@ -147,7 +147,7 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
 
 def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
     """Refuse a bound on each class where answers have none that are recorded."""
-    bound = options.max_class_disagreement
+    bound = options.promise.max_class_disagreement
     if bound is not None and not has_classes(answer):
         raise ModelError(
             f"--max-class-disagreement {bound:g} is for classification and for up to {WHOLE_SETS} "
@@ -157,7 +157,7 @@ def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
 
 def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> None:
     """Refuse labels that cannot teach: a DataError."""
-    if options.teach != "labels":
+    if options.copy.teach != "labels":
         return
     if dataset.labels is None:
         raise DataError(

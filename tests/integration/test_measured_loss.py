@@ -43,7 +43,7 @@ def test_the_bundle_serves_the_unmodified_model_and_says_why(
     with equal_times():
         monkeypatch.setattr(limits, "measured_loss", MEASURED_LOSS)
         monkeypatch.setattr(compiling, "_measured", measured)
-        options = CompileOptions(
+        options = CompileOptions.of(
             model=tmp_path / "model.onnx",
             data=tmp_path / "data.npz",
             output=tmp_path / "lost.ee",

@@ -170,7 +170,7 @@ def test_an_exit_reads_the_mask_that_its_confidence_counts_by(tmp_path: Path) ->
     task = dataclasses.replace(answer.task, mask="attention_mask")
     model = dataclasses.replace(pieces.model, answer=dataclasses.replace(answer, task=task))
     pieces = dataclasses.replace(pieces, model=model)
-    asked = CompileOptions(model=tmp_path, data=tmp_path, output=tmp_path)
+    asked = CompileOptions.of(model=tmp_path, data=tmp_path, output=tmp_path)
     parts = split(Dataset(inputs=data(400), labels=None, sha256=""), certify_at_least=100, seed=0)
     search = BridgeSearch(timed(pieces, parts, asked), b"")
     bridges = [b for b in bridges_of(pieces) if "attention_mask" not in b.reads]

@@ -86,7 +86,7 @@ def examine(variant: Variant, folder: Path) -> Outcome:
 
 def sliced(path: Path) -> Sliced:
     """Read a file, and cut it at twelve places at most."""
-    return slice_model(read_model(path), CompileOptions(model=path, data=path, output=path))
+    return slice_model(read_model(path), CompileOptions.of(model=path, data=path, output=path))
 
 
 def _described(variant: Variant, pieces: Sliced) -> Outcome:

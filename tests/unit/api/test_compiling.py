@@ -96,9 +96,10 @@ def test_a_file_is_compiled_beside_itself_with_options_by_the_flags_names(
     options = asked.options
     assert options is not None
     assert (options.model, options.output) == (tmp_path / "in/m.onnx", tmp_path / "in/m.ee")
-    assert (options.max_disagreement, options.confidence_level) == (0.02, 0.9)
-    assert (options.training.epochs, options.training.seed, options.seed) == (3, 7, 7)
-    assert (options.exits, options.simplify) == (("25%", "*/Add*"), False)
+    assert (options.promise.max_disagreement, options.promise.confidence_level) == (0.02, 0.9)
+    training = options.building.training
+    assert (training.epochs, training.seed, options.seed) == (3, 7, 7)
+    assert (options.building.exits, options.reading.simplify) == (("25%", "*/Add*"), False)
     assert options.scratch == tmp_path
     assert np.array_equal(asked.arrays["x"], X)
 

@@ -179,7 +179,7 @@ def test_operators_with_bodies_are_cut_around_and_compute_the_same(
     cuts = find_cuts(model).cuts
     assert len(cuts) >= 2
     assert {cut.shape for cut in cuts} == {("batch", WIDTH)}
-    options = CompileOptions(model=Path(), data=Path(), output=Path())
+    options = CompileOptions.of(model=Path(), data=Path(), output=Path())
     x = np.random.default_rng(0).standard_normal((7, WIDTH)).astype(np.float32)
     assert verify(model, slice_model(model, options).segments, {"x": x}) <= 1e-5
 

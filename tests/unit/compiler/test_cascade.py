@@ -35,7 +35,7 @@ QUANTISED = ("residual", "vgg", "bert", "mlp", "dense")
 def asked(**options: Any) -> CompileOptions:
     path = Path("model.onnx")
     settings = {"candidates": 99, "precision": "int8", **options}
-    return CompileOptions(model=path, data=path, output=path, **settings)
+    return CompileOptions.of(model=path, data=path, output=path, **settings)
 
 
 @cache

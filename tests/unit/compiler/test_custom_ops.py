@@ -112,7 +112,7 @@ def test_blocks_with_the_operator_are_cut_around_and_compute_the_same(
         assert {cut.shape for cut in analysis.cuts} == {("batch", 16)}
         assert analysis.unknown_work == ("Squash",)
         assert analysis.total_s is not None
-        options = CompileOptions(model=tmp_path, data=tmp_path, output=tmp_path)
+        options = CompileOptions.of(model=tmp_path, data=tmp_path, output=tmp_path)
         sliced = slice_model(model, options)
         x = np.random.default_rng(0).standard_normal((7, 16)).astype(np.float32)
         assert verify(model, sliced.segments, {"x": x}) <= 1e-5

@@ -182,7 +182,9 @@ def test_a_cascade_is_tried_with_the_exits_of_its_quantised_copy() -> None:
     plain, data = sliced("bert"), sentences(40, TOKENS)
     copy = quantised(plain.model, Dataset(inputs=data, labels=None, sha256="0"))
     place = Path("model.onnx")
-    options = CompileOptions(model=place, data=place, output=place, precision="int8", candidates=99)
+    options = CompileOptions.of(
+        model=place, data=place, output=place, precision="int8", candidates=99
+    )
     (found,) = paddings_of(slice_cascade(plain, copy, options), data)
     assert found.difference <= SINGLE.batches
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from offramp.calibration.precision.mixing import Mix
 from offramp.compiler.blueprints import precision
 from offramp.compiler.blueprints.precision import LEAST_AGREEMENT, choose_precision
 from offramp.compiler.common.errors import VerificationError
+from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import SILENT
 
 NOTHING = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: "
@@ -42,6 +44,13 @@ class Drawn:
     reason: str = ""
 
 
+def options(precision: str) -> CompileOptions:
+    return CompileOptions.of(
+        model=Path(), data=Path(), output=Path(),
+        precision=precision, reference_batch_size=16, threads=2,
+    )  # fmt: skip
+
+
 class Bench:
     """What is measured of copies, and what was asked for."""
 
@@ -56,9 +65,7 @@ class Bench:
         self.reason = ""
         self.predicted = {b"float32": 0.5, b"whole": 0.7, b"mixed": 0.8}
         self.run: Any = SimpleNamespace(
-            options=SimpleNamespace(
-                reference_batch_size=16, threads=2, precision=asked, max_overhead=None
-            ),
+            options=options(asked),
             parts=SimpleNamespace(train=dataset(1500), tune=dataset(tune)),
             progress=SILENT,
         )
@@ -241,6 +248,6 @@ def test_a_copy_that_cannot_be_cut_is_left_out_unless_it_was_asked_for(
     bench.graphs = {CpuPrecision.STATIC: b"bad"}
     assert bench.chosen() == b"float32"
     assert bench.reason == "no copy can be cut (why)"
-    bench.run.options.precision = "int8"
+    bench.run.options = options("int8")
     with pytest.raises(VerificationError, match="its pieces differ"):
         bench.chosen()

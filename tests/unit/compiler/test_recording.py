@@ -31,7 +31,7 @@ from offramp.engine.backends.onnxruntime import make_session
 
 
 def options_for(folder: Path, **more: object) -> CompileOptions:
-    return CompileOptions(
+    return CompileOptions.of(
         model=folder / "m", data=folder / "d", output=folder / "o", scratch=folder,
         training=TrainingOptions(epochs=1), **more,
     )  # type: ignore[arg-type]  # fmt: skip

@@ -52,7 +52,7 @@ def halved(proto: onnx.ModelProto, *, keep_io: bool = False) -> onnx.ModelProto:
 
 
 def options(tmp_path, **given) -> CompileOptions:
-    return CompileOptions(model=tmp_path, data=tmp_path, output=tmp_path, **given)
+    return CompileOptions.of(model=tmp_path, data=tmp_path, output=tmp_path, **given)
 
 
 @pytest.mark.parametrize("keep_io", [False, True])

@@ -29,7 +29,7 @@ def settled(task: AnswerTask, builder: Any, *, same: bool = False, **options: An
     if same:
         inputs = {name: np.repeat(array[:1], 64, axis=0) for name, array in inputs.items()}
     data = Dataset(inputs=inputs, labels=None, sha256="")
-    asked = CompileOptions(model=SOME, data=SOME, output=SOME, **options)
+    asked = CompileOptions.of(model=SOME, data=SOME, output=SOME, **options)
     return settle_task(replace(pieces.model, answer=answer), data, asked).answer.task
 
 

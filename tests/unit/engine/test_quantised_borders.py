@@ -160,7 +160,7 @@ def test_stages_of_a_quantised_cnn_carry_integers_and_answer_alike_to_the_bit() 
     samples = inputs_of(source, 64)
     copy = quantised(source.model, Dataset(inputs=samples, labels=None, sha256="0"))
     path = Path("model.onnx")
-    options = CompileOptions(model=path, data=path, output=path, candidates=99, precision="int8")
+    options = CompileOptions.of(model=path, data=path, output=path, candidates=99, precision="int8")
     pieces = slice_cascade(source, copy, options)
     draft = draft_of(pieces)
     active = [ActiveExit(exit=e.index, threshold=0.9) for e in draft.exits]

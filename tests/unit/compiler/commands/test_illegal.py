@@ -133,7 +133,7 @@ def test_each_message_names_both_options_and_a_remedy(command: str, row: Illegal
 def test_options_from_python_are_refused_before_anything_is_read(
     tmp_path: Path, given: dict[str, Any], told: str
 ) -> None:
-    options = CompileOptions(
+    options = CompileOptions.of(
         model=tmp_path / "nowhere.onnx", data=tmp_path / "no.npz", output=tmp_path / "m.ee", **given
     )
     with pytest.raises(OptionsConflictError) as refused:
