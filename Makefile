@@ -9,7 +9,7 @@ PROCESSES ?= 2
 # The tests of a file stay together, as they share its fixtures; what is slow comes first.
 IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all test-oldest fuzz chaos lint typecheck format bench clean
+.PHONY: demo test test-all test-oldest fuzz chaos mutants lint typecheck format bench clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
@@ -28,6 +28,12 @@ fuzz: $(INSTALLED)  ## feed everything that reads bytes with broken ones, for MI
 
 chaos: $(INSTALLED)  ## a real server under load while everything goes wrong, for MINUTES
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
+mutants: $(INSTALLED)  ## changes of PACKAGE that its tests do not notice, by cosmic-ray
+	mkdir -p build
+	test -f build/$(PACKAGE).sqlite || $(BIN)/cosmic-ray init tests/mutants/$(PACKAGE).toml build/$(PACKAGE).sqlite
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/cosmic-ray exec tests/mutants/$(PACKAGE).toml build/$(PACKAGE).sqlite
+	$(BIN)/cr-report --surviving-only --show-diff build/$(PACKAGE).sqlite
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

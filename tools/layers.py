@@ -19,7 +19,7 @@ from typing import Final
 ROOT = Path(__file__).resolve().parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DRAWING = ROOT / "docs" / "layers.svg"
-SCRIPTS: Final = ("tools.gpu", "tools.zoo", "tools.mutate")
+SCRIPTS: Final = ("tools.gpu", "tools.zoo")
 """Run on machines of their own, with packages of their own; they may import everything."""
 BEGIN, END = "<!-- packages -->\n", "<!-- end of packages -->\n"
 """Around the table."""

@@ -1,1 +1,0 @@
-"""Mutation testing: ``python -m offramp.tools.mutate``; see :mod:`.__main__`."""
