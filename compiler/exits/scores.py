@@ -251,7 +251,7 @@ def _imitating(
     answer = model.answer
     found = values[answer.output].astype(np.float64)
     picks = answer.task.kind == "classification" and len(chain) > 1 and _are_picks(found)
-    if _is_constant(found) or found.min() < -_EXACT or not np.isfinite(found).all() or picks:
+    if np.ptp(found) == 0 or found.min() < -_EXACT or not np.isfinite(found).all() or picks:
         return _bounded(model, flow, chain, values)
     shares, sums = _sums_to_one(found, _COARSE), found.sum(axis=1)
     if shares and answer.task.kind == "classification":
@@ -273,10 +273,6 @@ def _imitating(
     tail = cut_tail(model.proto, flow, taught, answer.output)
     scale = ScoreScale(tensor=answer.output, form="probabilities", kind="multi-label")
     return _ending(model, tail, values, scale=scale)
-
-
-def _is_constant(found: NDArray[np.float64]) -> bool:
-    return bool(np.ptp(found) == 0)
 
 
 def _bounded(

@@ -14,14 +14,19 @@ from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.choose.trade_offs import Judged
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers, words
-from offramp.compiler.report.charts import exit_curves, latency_chart, latency_rows, savings_chart
+from offramp.compiler.report.charts import (
+    exit_curves,
+    latency_chart,
+    latency_rows,
+    savings_chart,
+    training_view,
+)
 from offramp.compiler.report.figures import PolicyFigures
 from offramp.compiler.report.frontier import NAMES, frontier_view
 from offramp.compiler.report.pages import page_template
 from offramp.compiler.report.pictures import EarlyMap, views
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
-from offramp.compiler.report.training import training_view
 
 if TYPE_CHECKING:
     from offramp.compiler.graphs.weights import WeightSizes

@@ -1,8 +1,9 @@
-"""The report's charts: savings, latency by batch size, and two curves for each exit."""
+"""The report's charts: savings, latency by batch size, joint training, two curves for each exit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from offramp.bundle import Manifest
 from offramp.certify.decision import NEVER, leaves
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.figures import FloatArray, PolicyFigures, savings_curve, thin
@@ -101,8 +103,8 @@ def latency_chart(found: PolicyFigures) -> Markup:
     )
 
 
-def _titles(y_title: str, x_title: str) -> Markup:
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+def _titles(y_title: str, x_title: str, right: float = _RIGHT) -> Markup:
+    middle = (_LEFT + _WIDTH - right) / 2
     x_label = svg.text(middle, _HEIGHT - 6, x_title, "label", "middle")
     return svg.text(4, 11, y_title, "label") + x_label
 
@@ -317,3 +319,82 @@ def _threshold_line(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Mar
     words = f"≥\u202f{numbers.threshold(threshold)}"
     line = svg.line(at, y.start, at, y.end, "threshold")
     return line + svg.text(max(at, _CARD_LEFT + 32), 9, words, "least", "middle")
+
+
+_NAMES = 44.0
+"""Room for the names of curves, on the right."""
+_APART = 13.0
+"""Between the names of two curves, at least."""
+
+
+class TrainingView(NamedTuple):
+    """Curves of the tuning split, by epoch."""
+
+    words: str
+    agreement: Markup
+    losses: Markup
+    lines: list[str]
+    """What each exit came from and to, and last the copy's own answer."""
+
+
+def training_view(manifest: Manifest) -> TrainingView | None:
+    """Draw how exits learned together with their model; ``None`` where they did not."""
+    if (training := manifest.training) is None:
+        return None
+    names = [f"E{exit_.index}" for exit_ in manifest.exits[:-1]] + ["copy"]
+    agreement = [
+        list(shares) for shares in zip(*(e.agreement for e in training.epochs), strict=True)
+    ]
+    losses = [list(values) for values in zip(*(e.losses for e in training.epochs), strict=True)]
+    ends = [
+        (name, shares[0], shares[training.kept])
+        for name, shares in zip(names, agreement, strict=True)
+    ]
+    lowest = min(map(min, agreement))
+    shares = [(v, f"{100 * v:.3g}%") for v in svg.nice_values(lowest, 1.0)]
+    plain = [(v, f"{v:.3g}") for v in svg.nice_values(0, max(map(max, losses)))]
+    return TrainingView(
+        words=training.describe(),
+        agreement=_by_epoch(
+            "agreement with the unmodified model", names, agreement, shares, training.kept
+        ),
+        losses=_by_epoch("loss", names, losses, plain, training.kept),
+        lines=[
+            f"{name}: {numbers.percent(before)} → {numbers.percent(after)} agree"
+            for name, before, after in ends
+        ],
+    )
+
+
+def _by_epoch(
+    title: str,
+    names: Sequence[str],
+    curves: Sequence[Sequence[float]],
+    y_ticks: Sequence[Tick],
+    kept: int,
+) -> Markup:
+    low = min(*(v for v, _ in y_ticks), *map(min, curves))
+    high = max(*(v for v, _ in y_ticks), *map(max, curves))
+    epochs = len(curves[0])
+    x = Scale(low=0, high=max(epochs - 1, 1), start=_LEFT, end=_WIDTH - _NAMES)
+    y = Scale(low=low, high=high if high > low else low + 1, start=_HEIGHT - _BOTTOM, end=_TOP)
+    step = -(-epochs // 10)
+    x_ticks = [(float(epoch), str(epoch)) for epoch in range(0, epochs, step)]
+    drawn, taken = [], list[float]()
+    by_height = sorted(range(len(curves)), key=lambda place: y(curves[place][-1]))
+    for place in by_height:
+        curve, name = curves[place], names[place]
+        points = [(x(epoch), y(value)) for epoch, value in enumerate(curve)]
+        drawn.append(svg.path(points, "source series" if name == "copy" else "curve thin", name))
+        height = max([points[-1][1], *(other + _APART for other in taken[-1:])])
+        taken.append(height)
+        drawn.append(svg.text(x.end + 4, height + 4, name, "tick"))
+    return svg.drawing(
+        _WIDTH,
+        _HEIGHT,
+        f"{title} by epoch",
+        svg.axes(x, y, x_ticks, y_ticks),
+        _titles(title, "epoch", _NAMES),
+        svg.line(x(kept), y.start, x(kept), y.end, "constraint"),
+        *drawn,
+    )
