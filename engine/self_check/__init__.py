@@ -8,8 +8,9 @@
     slots        side by side, as CUDA graphs, after failures
     kernels      our kernels against numpy
     resources    memory, descriptors, threads; closing
-    subject, inputs, reference, bench    what checks are made with
-    results, environment                 what is told of them
+    subject      a bundle on the backend: its stages, inputs for them, and the truth
+    bench        device memory and a stream of a check's own
+    results      what each check found, the environment, and the report
 
 The truth is a bundle's segments one after the other in plain ONNX Runtime on the CPU, numpy for the
 kernels, and, for whatever only moves rows about, the backend's own tensors, bit for bit.

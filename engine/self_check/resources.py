@@ -14,9 +14,8 @@ import numpy as np
 
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.cuda.backend import CudaBackend
-from offramp.engine.self_check.inputs import take
 from offramp.engine.self_check.results import CheckFailedError, Facts, TimeLimit
-from offramp.engine.self_check.subject import CheckSubject
+from offramp.engine.self_check.subject import CheckSubject, take
 
 _PROCESS = Path("/proc/self")
 _QUARTERS = 4

@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 
 from offramp.engine.backends import Slot, TensorBatch
 from offramp.engine.self_check.bench import read_tensors
-from offramp.engine.self_check.inputs import take
 from offramp.engine.self_check.results import (
     CheckFailedError,
     CheckSkippedError,
     Facts,
     TimeLimit,
 )
-from offramp.engine.self_check.subject import CheckSubject
+from offramp.engine.self_check.subject import CheckSubject, take
 from offramp.engine.stages.base import Rows
 
 _Tensors = Mapping[str, NDArray[Any]]

@@ -18,7 +18,6 @@ from offramp.engine.models.options import EngineOptions
 from offramp.engine.models.plain_serving import options_for
 from offramp.engine.self_check import kernels, resources, rows, slots, stages
 from offramp.engine.self_check.bench import bench_of
-from offramp.engine.self_check.environment import describe_environment
 from offramp.engine.self_check.results import (
     Check,
     CheckFailedError,
@@ -28,6 +27,7 @@ from offramp.engine.self_check.results import (
     Facts,
     SelfCheckReport,
     TimeLimit,
+    describe_environment,
 )
 from offramp.engine.self_check.subject import CheckSubject
 from offramp.engine.serving.opening import backend_for

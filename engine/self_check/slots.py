@@ -13,7 +13,6 @@ from offramp.engine.backends import Slot
 from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.slot import CudaSlot
-from offramp.engine.self_check.inputs import Inputs, take
 from offramp.engine.self_check.results import (
     CheckFailedError,
     CheckSkippedError,
@@ -22,10 +21,12 @@ from offramp.engine.self_check.results import (
 )
 from offramp.engine.self_check.subject import (
     CheckSubject,
+    Inputs,
     StageAnswer,
     confidence_scale,
     difference,
     fail_beyond,
+    take,
 )
 from offramp.engine.stages.pipeline import Departure
 

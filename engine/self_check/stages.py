@@ -14,7 +14,6 @@ from offramp.engine.answers.differences import Scales
 from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.cuda.batch import CudaBatch
 from offramp.engine.self_check.bench import read_tensors
-from offramp.engine.self_check.inputs import Inputs, join, take
 from offramp.engine.self_check.results import (
     CheckFailedError,
     CheckSkippedError,
@@ -23,10 +22,13 @@ from offramp.engine.self_check.results import (
 )
 from offramp.engine.self_check.subject import (
     CheckSubject,
+    Inputs,
     StageAnswer,
     confidence_scale,
     difference,
     fail_beyond,
+    join,
+    take,
 )
 from offramp.engine.stages.plan import StageSpec
 

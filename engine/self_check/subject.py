@@ -1,23 +1,36 @@
-"""A bundle on a backend, as checks see it: prepared stages, inputs, and what is true of them."""
+"""A bundle on a backend, as checks see it: prepared stages, inputs, and what is true of them.
+
+The inputs are drawn at random, at the ends of their ranges, and broken. A bundle has no samples,
+only what calibration saw of them: shapes, and mostly the least and the greatest element. Where
+these are missing, the graph tells how long the tables are that integers index.
+
+The truth is the bundle's segments, one after the other, in plain ONNX Runtime on the CPU: a session
+a file, as they were written. Nothing that backends do to graphs (fusing stages, blocked layouts,
+confidences that are added, other precisions) is done to them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle
+from offramp.bundle import Bundle, TensorSpec
 from offramp.certify import MODEL_END, NEVER
 from offramp.engine.answers.differences import Scales, relative_difference
 from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.backends import Backend, Slot, StageResult, TensorBatch
-from offramp.engine.self_check.inputs import InputMaker, Inputs, join
-from offramp.engine.self_check.reference import ChainedReference
+from offramp.engine.backends.custom_ops import load_session, session_options
+from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.onnx_subset import ModelProto, has_half_precision
+from offramp.engine.graphs.quantised_borders import carries_steps, give_steps
 from offramp.engine.self_check.results import CheckFailedError
 from offramp.engine.stages.base import Stage
 from offramp.engine.stages.pipeline import Pipeline
@@ -203,3 +216,172 @@ def fail_beyond(allowed: float, worst: float, where: str, facts: dict[str, Any])
             f"{where} differs by {worst:.1e} of its scale, allowed are {allowed:.1e}",
             facts,
         )
+
+
+Inputs: TypeAlias = dict[str, NDArray[Any]]
+"""By name: [rows, …], all of as many rows."""
+
+
+_HANDING_ON = frozenset({"Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape", "Flatten"})
+
+
+class _Ends(NamedTuple):
+    low: float
+    high: float
+
+
+class InputMaker:
+    """Makes inputs that a bundle's model takes; the same ones every time."""
+
+    def __init__(self, bundle: Bundle, *, seed: int = 0) -> None:
+        self._inputs = bundle.manifest.inputs
+        self._shapes = bundle.manifest.calibration.sample_shapes
+        self._ends = {tensor.name: _ends(bundle, tensor) for tensor in self._inputs}
+        self._seed = seed
+
+    def drawn(self, rows: int) -> Inputs:
+        """Draw samples, uniform between the ends of each input."""
+        rng = np.random.default_rng(self._seed)
+        return {
+            tensor.name: self._fitted(tensor, rng.random((rows, *self._shapes[tensor.name])))
+            for tensor in self._inputs
+        }
+
+    def at_the_ends(self) -> Inputs:
+        """Make three samples: all elements the least, all the greatest, and both in turns."""
+        made = {}
+        for tensor in self._inputs:
+            shape = self._shapes[tensor.name]
+            turns = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape) % 2
+            shares = np.stack([np.zeros(shape), np.ones(shape), turns])
+            made[tensor.name] = self._fitted(tensor, shares)
+        return made
+
+    def broken(self, rows: int) -> Inputs | None:
+        """Draw samples whose first elements are NaN, or infinite in every second sample.
+
+        ``None`` if no input takes such elements.
+        """
+        made, floating = self.drawn(rows), False
+        for tensor in self._inputs:
+            array = made[tensor.name]
+            if array.dtype.kind == "f" and array[0].size:
+                floating = True
+                array.reshape(rows, -1)[0::2, 0] = np.nan
+                array.reshape(rows, -1)[1::2, 0] = np.inf
+        return made if floating else None
+
+    def _fitted(self, tensor: TensorSpec, shares: NDArray[np.float64]) -> NDArray[Any]:
+        """Turn shares of the way from one end to the other into elements of an input."""
+        low, high = self._ends[tensor.name]
+        dtype = np.dtype(tensor.dtype)
+        if dtype.kind == "f":
+            return (low + shares * (high - low)).astype(dtype)
+        elements = np.minimum(np.floor(low + shares * (high - low + 1)), high).astype(dtype)
+        if (low, high) == (0, 1) and elements[0].size > 1:
+            elements.reshape(len(elements), -1)[:, 0] = 1  # a mask must not hide a sample wholly
+        return elements
+
+
+def take(inputs: Inputs, rows: NDArray[np.intp] | slice) -> Inputs:
+    """Give some rows of inputs, as arrays of their own."""
+    return {name: np.ascontiguousarray(array[rows]) for name, array in inputs.items()}
+
+
+def join(*parts: Inputs) -> Inputs:
+    """Put inputs one behind the other."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _ends(bundle: Bundle, tensor: TensorSpec) -> _Ends:
+    ranges = bundle.input_ranges()
+    for seen in ranges.inputs if ranges else ():
+        if seen.name == tensor.name:
+            return _Ends(seen.lowest, seen.highest)
+    dtype = np.dtype(tensor.dtype)
+    if dtype.kind == "f":
+        return _Ends(-3.0, 3.0)
+    lengths = list(_table_lengths(bundle, tensor.name))
+    if lengths:
+        return _Ends(0, min(lengths) - 1)
+    return _Ends(0, 255) if dtype == np.uint8 else _Ends(0, 1)
+
+
+def _table_lengths(bundle: Bundle, name: str) -> Iterator[int]:
+    """Lengths of the tables that an input indexes, wherever in the model that is."""
+    manifest, names = bundle.manifest, {name}
+    parts = [(part.inputs, part.file) for part in manifest.segments]
+    parts += [(part.inputs, part.file) for part in manifest.exits]
+    for inputs, file in parts:
+        if not names.isdisjoint(inputs):
+            graph = ModelProto.FromString(bundle.read(file)).graph
+            yield from _lengths_in(graph, names)
+
+
+def _lengths_in(graph: Any, names: set[str]) -> Iterator[int]:
+    """Those of a part; what only hands the indices on is added to their names."""
+    tables = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
+    for node in graph.node:  # in the order of execution
+        if node.op_type in _HANDING_ON and node.input[0] in names:
+            names.add(node.output[0])
+        elif node.op_type == "Gather" and node.input[1] in names and node.input[0] in tables:
+            yield int(tables[node.input[0]])
+
+
+_ROWS = 8
+"""Rows that run at once, so that memory stays small."""
+
+
+class ChainedReference:
+    """Runs segments, and the exits that are asked for, on the CPU."""
+
+    def __init__(self, bundle: Bundle, exits: Collection[int], *, threads: int = 1) -> None:
+        """Load what is needed; BackendError if ONNX Runtime refuses it."""
+        manifest = bundle.manifest
+        files = [segment.file for segment in manifest.segments]
+        files += [manifest.exits[index].file for index in sorted(exits)]
+        self._rows = 1 if manifest.no_batching else _ROWS
+        self._sessions = [_session(bundle.read(file), file, threads) for file in files]
+        self._integers = {
+            before.output: _session(
+                give_steps(bundle.read(before.file), before.output), before.file, threads
+            )
+            for before, after in pairwise(manifest.segments[: manifest.source_begins])
+            if carries_steps(bundle.read(before.file), bundle.read(after.file), before.output)
+        }
+        """By cut tensor that stages carry in integers, what gives these."""
+
+    def run(self, inputs: Inputs, wanted: Collection[str]) -> dict[str, NDArray[Any]]:
+        """Give tensors by name, [rows, …]: cut tensors, answers and confidences of exits.
+
+        Cut tensors are as stages carry them: some in integers, channels last.
+        """
+        rows = len(next(iter(inputs.values())))
+        parts: dict[str, list[NDArray[Any]]] = {name: [] for name in wanted}
+        for start in range(0, rows, self._rows):
+            known: dict[str, Any] = take(inputs, slice(start, start + self._rows))
+            for session in self._sessions:
+                names = [output.name for output in session.get_outputs()]
+                feed = {argument.name: known[argument.name] for argument in session.get_inputs()}
+                known |= zip(names, session.run(names, feed), strict=True)
+            for name in wanted:
+                session = self._integers.get(name)
+                if session is None:
+                    parts[name].append(known[name])
+                    continue
+                feed = {argument.name: known[argument.name] for argument in session.get_inputs()}
+                parts[name].append(session.run([name], feed)[0])
+        return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def _session(model: bytes, file: str, threads: int) -> ort.InferenceSession:
+    options = session_options()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4
+    if has_half_precision(model):
+        # ONNX Runtime 1.30 and 1.31 crashed in their blocked layouts of float16 convolutions.
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    try:
+        return load_session(model, options)
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+        raise BackendError(f"ONNX Runtime cannot load {file}: {error}") from error

@@ -22,8 +22,8 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.self_check import CheckVerdict, SelfCheckReport, run_self_check
-from offramp.engine.self_check.inputs import InputMaker
 from offramp.engine.self_check.results import TimeLimit
+from offramp.engine.self_check.subject import InputMaker
 from offramp.engine.stages.plan import Mode, StageSpec
 
 ROWS = 8
