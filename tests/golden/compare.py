@@ -3,10 +3,11 @@
     python -m tests.golden.compare OLD NEW [--quick] [--keep FOLDER] [--ignore report.html]
 
 In both checkouts the recorded cases run (``tests.golden.cases``), and tiny models and the shipped
-example, on a part of its data, are compiled and compared with their source models, on a
-virtual clock (``tests.golden.virtual_clock``), from the same seed. Then all that they wrote is
-compared byte by byte, but for what :data:`VOLATILE` lists. Each checkout runs its own
-``tests/golden``, since modules may have moved. The exit status is 0 if nothing differs.
+example, on a part of its data, are compiled, compared, exported and so on, on a
+virtual clock (``tests.golden.virtual_clock``), from the same seed. Then all that they wrote and
+printed is compared byte by byte, but for what :data:`VOLATILE` lists. Both run the ``tests/golden``
+of NEW, each with its own ``entry_points.py``, since modules may have moved. The exit status is 0 if
+nothing differs.
 """
 
 from __future__ import annotations
@@ -27,15 +28,42 @@ from typing import Any
 import numpy as np
 
 EXAMPLE = "examples/fashion"
-TINY = "--epochs 3 --candidates 3 --max-disagreement 0.05"
-REHEARSED = "--selection pame --rehearsal-batch 16 --max-violations 0.2"
+TINY = "--epochs 3 --max-disagreement 0.2"
+FEW = f"{TINY} --candidates 2 --max-samples 1000 --augment off"
 QUICK = (
     f"""eecompile {{given}}/images.onnx --data {{given}}/images.npz --output {{out}}/images.ee
-        {TINY}""",
+        {TINY} --candidates 3""",
     f"""eecompile {{given}}/sentences.onnx --data {{given}}/sentences.npz
-        --output {{out}}/sentences.ee {TINY} {REHEARSED} --seed 1""",
+        --output {{out}}/sentences.ee {TINY} --candidates 3 --seed 1
+        --selection pame --rehearsal-batch 16 --max-violations 0.2""",
     """eebench compare {out}/sentences.ee --data {given}/sentences.npz --samples 96 --rounds 2
         --batch-sizes 1,8 --json {out}/compare-sentences.json""",
+    f"""eecompile {{given}}/images.onnx --data {{given}}/images.npz --output {{out}}/bridges.ee
+        {FEW} --heads both""",
+    f"""eecompile {{given}}/pairs.onnx --data {{given}}/pairs.npz --output {{out}}/pairs.ee
+        {TINY} --exits 20%,30%-50% --criterion learned --group pair --max-class-disagreement 0.4""",
+    f"""eecompile {{given}}/vectors.onnx --data {{given}}/vectors.npz --output {{out}}/patience.ee
+        {FEW} --criterion patience""",
+    f"""eecompile {{given}}/vectors.onnx --data {{given}}/vectors.npz --output {{out}}/joint.ee
+        {FEW} --train joint""",
+    f"""eecompile {{given}}/vectors.onnx --data {{given}}/vectors.npz --output {{out}}/int8.ee
+        {FEW} --precision int8""",
+    f"""eecompile {{given}}/pixels.onnx --data {{given}}/pixels.npz --output {{out}}/pixels.ee
+        {FEW} --class-map --agree-share 0.5""",
+    f"""eecompile {{given}}/values.onnx --data {{given}}/values.npz --output {{out}}/values.ee
+        {FEW} --task regression --agree-within 1.5""",
+    "eecompile {given}/sentences.onnx --data random --output {out}/random.ee --candidates 2",
+    "eecompile wrap {given}/images.onnx --output {out}/wrapped.ee",
+    """eecompile rehearse {out}/images.ee --data {given}/images.npz --output {out}/rehearsed.ee
+        --anew --max-disagreement 0.1 --rehearsal-batch 8""",
+    """eecompile export {out}/images.ee --data {given}/images.npz --output {out}/exported.onnx
+        --with-exits""",
+    """eecompile export {out}/sentences.ee --data {given}/sentences.npz --triton {out}/repository
+        --ovms {out}/repository""",
+    "eecompile verify {out}/int8.ee --data {given}/vectors.npz",
+    "eecompile profile {out}/pairs.ee",
+    "eecompile inspect {given}/sentences.onnx",
+    "eecompile inspect {out}/bridges.ee",
 )
 """Commands on tiny models."""
 SHIPPED = (
@@ -47,14 +75,6 @@ SHIPPED = (
 """Commands on the shipped example; some minutes."""
 SAMPLES = 1600
 """Of the shipped example's data."""
-MAKE_TINY = """
-import numpy, onnx, sys
-from tests.integration.test_compile_tiny import images, sentences
-from tests.models import bert_like, residual_cnn
-for name, model, data in (("images", residual_cnn, images), ("sentences", bert_like, sentences)):
-    onnx.save(model(), f"{sys.argv[1]}/{name}.onnx")
-    numpy.savez(f"{sys.argv[1]}/{name}.npz", **data())
-"""
 VOLATILE = {
     "manifest.sha256": "the hash of what names the time",
     "manifest.json: created_utc": "the time",
@@ -62,6 +82,7 @@ VOLATILE = {
     "manifest.json: files[report.html]": "the hash of what names the time",
     "report.html: dates and times": "the time",
     "compare-*.json: environment": "machine, versions and time",
+    "output-*.txt: Took": "memory",
 }
 
 
@@ -78,18 +99,17 @@ def main() -> int:
         place = (options.keep or Path(folder)).resolve()
         sides = [place / "old", place / "new"]
         commands = QUICK if options.quick else QUICK + SHIPPED
-        for checkout in (options.old, options.new):
-            check(checkout)
-        make_inputs(options.old.resolve(), place / "given")
+        checkouts = [options.old.resolve(), options.new.resolve()]
+        if checkouts[0] != checkouts[1]:
+            checkouts[0] = overlaid(*checkouts, Path(folder, "checkout"))
+        make_inputs(checkouts[1], place / "given")
         with ThreadPoolExecutor(4) as pool:  # times are virtual, so they may disturb each other
             pending = [
                 task
-                for side, checkout in zip(sides, (options.old, options.new), strict=True)
+                for side, checkout in zip(sides, checkouts, strict=True)
                 for task in (
-                    pool.submit(run_cases, checkout.resolve(), out=side),
-                    pool.submit(
-                        run_commands, checkout.resolve(), commands, given=place / "given", out=side
-                    ),
+                    pool.submit(run_cases, checkout, out=side),
+                    pool.submit(run_commands, checkout, commands, given=place / "given", out=side),
                 )
             ]
         for done in pending:
@@ -106,32 +126,43 @@ def main() -> int:
     return int(differing > 0)
 
 
-def check(checkout: Path) -> None:
-    """Check that a checkout can be compared.
+def overlaid(old: Path, new: Path, folder: Path) -> Path:
+    """Return a folder that links to ``old``, with the ``tests/golden`` of ``new`` in it.
 
-    Raises:
-        FileNotFoundError: It has no recordings to run.
+    Both are recorded alike by that, whatever cases ``old`` has. Only its ``entry_points.py`` is its
+    own, as modules may have moved.
     """
-    if not (checkout / "tests" / "golden" / "cases.py").is_file():
-        raise FileNotFoundError(
-            f"{checkout} has no tests/golden; take one of its later commits, or copy them there"
-        )
+    golden = Path("tests") / "golden"
+    for origin, part, kept in (
+        (old, Path(), {"tests"}),
+        (old, Path("tests"), {"golden"}),
+        (new, golden, {"entry_points.py"}),
+    ):
+        (folder / part).mkdir(parents=True)
+        for item in (origin / part).iterdir():
+            if item.name not in kept:
+                (folder / part / item.name).symlink_to(item)
+    own = old / golden / "entry_points.py"
+    (folder / golden / own.name).symlink_to(own if own.exists() else new / golden / own.name)
+    return folder
 
 
 def make_inputs(checkout: Path, folder: Path) -> None:
     """Write the models and data that both compile."""
     folder.mkdir(parents=True)
-    _python(checkout, "-c", MAKE_TINY, str(folder))
+    _python(checkout, "-m", "tests.golden.tiny", str(folder))
     with np.load(checkout / EXAMPLE / "calibration.npz") as archive:
         np.savez(folder / "shipped.npz", **{k: archive[k][:SAMPLES] for k in archive.files})
 
 
 def run_commands(checkout: Path, commands: Sequence[str], *, given: Path, out: Path) -> None:
-    """Run commands in a checkout, on the virtual clock."""
+    """Run commands in a checkout, on the virtual clock, and keep what they print."""
     out.mkdir(parents=True, exist_ok=True)
-    for line in commands:
+    for number, line in enumerate(commands):
         arguments = line.format(given=given, out=out).split()
-        _python(checkout, "-m", "tests.golden.virtual_clock", *arguments)
+        printed = _python(checkout, "-m", "tests.golden.virtual_clock", *arguments)
+        name = f"output-{number:02d}-{arguments[0]}.txt"
+        (out / name).write_text(printed.replace(str(out), "OUT"))
 
 
 def run_cases(checkout: Path, *, out: Path) -> None:
@@ -165,6 +196,8 @@ def comparable(path: Path) -> bytes:
         document["tools"].pop("offramp")
         document["files"] = [f for f in document["files"] if f["path"] != "report.html"]
         return _dump(document)
+    if path.name.startswith("output-"):
+        return re.sub(rb"^Took: .*\n", b"", content, flags=re.MULTILINE)
     if path.name.startswith("compare-"):
         return _dump({k: v for k, v in json.loads(content).items() if k != "environment"})
     return content
@@ -184,16 +217,18 @@ def _difference(old: bytes, new: bytes) -> str:
     return "\n".join(f"  {line[:200]}" for line in lines[:12])
 
 
-def _python(checkout: Path, *arguments: str) -> None:
-    """Run a module of a checkout with its own code."""
+def _python(checkout: Path, *arguments: str) -> str:
+    """Run a module of a checkout with its own code, and return what it printed."""
     paths = os.pathsep.join([str(checkout / "src"), str(checkout)])
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, *arguments],
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
         check=True,
     )
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
     python -m tests.golden.virtual_clock COMMAND ARGUMENT …
 
 runs ``eecompile`` or ``eebench`` under it, so that whatever is decided by measured times is decided
-alike at every run. Running a graph takes as long as it has operators and its batch has rows; all
-else takes no time. Times are multiples of 2⁻²⁰ s, so that differences between them are exact
-whatever ran before.
+alike at every run. Running a graph takes a time by its operators, its weights and the rows of its
+batch; all else takes no time. Times are multiples of 2⁻²⁰ s, so that differences between them are
+exact whatever ran before.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
-from onnx import load_from_string
+from onnx import GraphProto, load_from_string
 
 TICK_S = 2.0**-20
 ROOT = Path(__file__).parent.parent.parent
@@ -31,17 +32,29 @@ class TimedSession(ort.InferenceSession):  # type: ignore[misc]
     """A session whose runs move the clock."""
 
     def __init__(self, model: bytes | str, *arguments: Any, **options: Any) -> None:
-        """Load, and count operators."""
+        """Load, and find what runs take."""
         super().__init__(model, *arguments, **options)
         content = model if isinstance(model, bytes) else Path(model).read_bytes()
-        self._sess = _Native(self._sess, len(load_from_string(content).graph.node))
+        self._sess = _Native(self._sess, *_costs(load_from_string(content).graph))
+
+
+def _costs(graph: GraphProto) -> tuple[int, int]:
+    """Return the ticks of a run, and those of each row in it, by operators and weights.
+
+    A quantised graph takes half of what its operators would take unquantised.
+    """
+    rounding = ("QuantizeLinear", "DequantizeLinear")
+    operators = sum(node.op_type not in rounding for node in graph.node)
+    elements = sum(math.prod(weight.dims) for weight in graph.initializer)
+    row = 6 * operators + elements // 512
+    return 20 + 12 * operators, row if operators == len(graph.node) else row // 2
 
 
 class _Native:
     """The session that does the work, which some callers run themselves."""
 
-    def __init__(self, native: Any, operators: int) -> None:
-        self._native, self._operators = native, operators
+    def __init__(self, native: Any, run_ticks: int, row_ticks: int) -> None:
+        self._native, self._run_ticks, self._row_ticks = native, run_ticks, row_ticks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
@@ -50,7 +63,7 @@ class _Native:
         """Run, and move the clock."""
         global _ticks  # noqa: PLW0603 - there is one clock
         rows = len(next(iter(feed.values())))
-        _ticks += 20 + self._operators * (12 + 6 * rows)
+        _ticks += self._run_ticks + rows * self._row_ticks
         return self._native.run(outputs, feed, options)
 
 
