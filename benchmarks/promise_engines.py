@@ -24,9 +24,13 @@ from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.data.dataset import read_samples
 from offramp.certify.decision import first_exit
 from offramp.compiler.common.errors import VerificationError
-from offramp.compiler.engines.certification import recorder, share_promise, source_predictions
 from offramp.compiler.engines.units import ranges_of
-from offramp.compiler.engines.verification import part_data
+from offramp.compiler.engines.verification import (
+    part_data,
+    recorder,
+    share_promise,
+    source_predictions,
+)
 from offramp.engine.common.environment import available_cores
 from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+
+from offramp.engine.answers.differences import Scales, relative_difference
+from offramp.engine.backends.onnxruntime import make_session
 
 PREFIX = "offramp_cpu/"
 """What all names that are added begin with; no tensor of the source is renamed."""
@@ -237,3 +241,128 @@ def _read_inside(node: onnx.NodeProto) -> Iterable[str]:
                 yield from inner.input
                 yield from _read_inside(inner)
             yield from (output.name for output in graph.output)
+
+
+BLOCK = 128
+"""Weights that share a scale; 32 took longer on what was measured."""
+_INT8_ACTIVATIONS = 4
+
+
+def quantise_blocks(editor: Editor, *, bits: int) -> Rewrite:
+    """Replace the products that are large enough; ``bits`` of a weight are 4 or 8."""
+    rewrite = Rewrite()
+    for product in editor.products():
+        y = product.node.output[0]
+        steps, scales = _in_blocks(product.weight, bits)
+        result, bias = editor.with_bias(product)
+        inputs = [
+            product.activation,
+            editor.constant(f"{y}/weight", steps),
+            editor.constant(f"{y}/scale", scales),
+        ]
+        rows, columns = product.weight.shape
+        node = make(
+            "MatMulNBits",
+            inputs,
+            [result],
+            CONTRIB,
+            K=rows,
+            N=columns,
+            bits=bits,
+            block_size=BLOCK,
+            accuracy_level=_INT8_ACTIVATIONS,
+        )
+        rewrite.replaced[y] = [node, *bias]
+    return rewrite
+
+
+def _in_blocks(
+    weight: NDArray[np.float32], bits: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Round weights [inputs, outputs] around the middle of uint4 or uint8.
+
+    Gives uint8[outputs, blocks, bytes], two uint4 a byte, low half first; and float32[outputs,
+    blocks].
+    """
+    inputs, outputs = weight.shape
+    blocks = -(-inputs // BLOCK)
+    padded = np.zeros((outputs, blocks * BLOCK), np.float32)
+    padded[:, :inputs] = weight.T
+    padded = padded.reshape(outputs, blocks, BLOCK)
+    middle = 1 << (bits - 1)
+    scales = np.abs(padded).max(axis=2) / np.float32(middle - 1)
+    scales = np.where(scales > 0, scales, 1).astype(np.float32)
+    steps = np.clip(np.rint(padded / scales[:, :, None]) + middle, 0, 2 * middle - 1)
+    steps = steps.astype(np.uint8)
+    return (steps if bits == 8 else steps[:, :, ::2] | (steps[:, :, 1::2] << 4)), scales
+
+
+TOLERANCE = 1e-3
+"""Of the scale of each number (:mod:`.answers.differences`). Float32 kernels add up in an
+order that depends on the batch size, which moves the last bits (1e-7), and where what follows is
+rounded to 255 steps, now and then an activation by one step. Scales that are taken over a batch
+move them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDependence:
+    """How far answers of the same rows differ between batches."""
+
+    rows: int
+    changed: int
+    """Rows whose largest class was another in some batch."""
+    difference: float
+    """The largest difference of a number, relative to its scale; 0 is no difference."""
+
+    @property
+    def depends(self) -> bool:
+        """Whether answers differ by more than rounding explains (:data:`TOLERANCE`)."""
+        return not self.difference <= TOLERANCE
+
+
+def depends_on_batch_mates(
+    graph: bytes, samples: Mapping[str, NDArray[Any]], *, answer: str, threads: int = 1
+) -> BatchDependence:
+    """Run rows together, alone, with other mates and in another order, and compare each row.
+
+    ``samples`` are inputs by name, of as many rows as the largest batch served, 2 at least
+    (``ValueError``); ``answer`` is the output [rows, classes] that is compared.
+    """
+    rows = len(next(iter(samples.values())))
+    if rows < 2:
+        raise ValueError(f"{rows} samples have no batch mates; give 2 at least, 16 do well")
+    session = make_session(graph, threads)
+    together = _run(session, samples, np.arange(rows), answer)
+    scales = Scales.of(together)
+    difference = np.inf if np.isnan(together).any() else 0.0
+    changed = np.zeros(rows, bool)
+    for chosen in _batches(rows):
+        found = _run(session, samples, chosen, answer)
+        difference = max(difference, relative_difference(found, together[chosen], scales))
+        changed[chosen] |= found.argmax(axis=1) != together[chosen].argmax(axis=1)
+    return BatchDependence(rows=rows, changed=int(changed.sum()), difference=difference)
+
+
+def _batches(rows: int) -> Iterator[NDArray[np.intp]]:
+    """Give every row alone; then batches that double in size, in another order each."""
+    order = np.arange(rows)
+    yield from order[:, None]
+    rng = np.random.default_rng(0)
+    size = 2
+    while size < rows:
+        order = rng.permutation(rows)
+        yield from (order[start : start + size] for start in range(0, rows, size))
+        size *= 2
+    yield order[::-1]
+
+
+def _run(
+    session: ort.InferenceSession,
+    samples: Mapping[str, NDArray[Any]],
+    rows: NDArray[np.intp],
+    answer: str,
+) -> NDArray[Any]:
+    feeds = {i.name: samples[i.name][rows] for i in session.get_inputs()}
+    (found,) = session.run([answer], feeds)
+    array: NDArray[Any] = found
+    return array

@@ -11,14 +11,16 @@ float32, and a graph can be cut at it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.data.dataset import DataError, Dataset
+from offramp.calibration.data.running import activations
 from offramp.calibration.precision.graphs import (
     LEVELS,
     PREFIX,
@@ -28,7 +30,6 @@ from offramp.calibration.precision.graphs import (
     make,
     multiply,
 )
-from offramp.calibration.precision.ranges import Range, activation_ranges
 
 _ABSORBED = frozenset({"Relu", "Clip"})
 """What the rounding behind it does as well, where its output's range begins at 0."""
@@ -196,3 +197,127 @@ def _constant_pair(
     ]
     reads.append(f"{PREFIX}{stem}/rounded")
     return [make("DequantizeLinear", constants, reads[-1:], axis=axis)]
+
+
+_BINS = 2048
+_VALUES = 2**16
+"""Most values of a tensor in a batch that are counted, at even distances: the rest would not move
+the limits, and counting all of them took longer than running the model."""
+_SHARES = np.linspace(1 / 16, 1, 61)
+"""Shares of the whole range that are tried as limits."""
+
+
+class Range(NamedTuple):
+    """The values that the lowest and the highest step stand for; 0 is between them."""
+
+    low: float
+    high: float
+
+
+def activation_ranges(
+    proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, *, threads: int
+) -> Mapping[str, Range]:
+    """Find the ranges of some tensors: those with the least squared error on their histograms.
+
+    All samples are run, twice, and a histogram of some values is all that is kept of a tensor. A
+    ``DataError`` where there are no samples, or the model fails on one or computes no finite
+    numbers.
+    """
+    if not len(dataset):
+        raise DataError("no samples to measure the ranges of activations on; give some hundreds")
+    widest = dict.fromkeys(tensors, Range(0.0, 0.0))
+    for name, values, where in activations(proto, tensors, dataset, threads=threads):
+        low, high = float(values.min(initial=0)), float(values.max(initial=0))
+        if not np.isfinite([low, high]).all():
+            raise DataError(
+                f"tensor {name!r} holds values from {low} to {high} for one of samples {where}, "
+                "so it has no range; correct or remove that sample, or stay with float32"
+            )
+        known = widest[name]
+        widest[name] = Range(min(known.low, low), max(known.high, high))
+    counts = {name: np.zeros(_BINS, np.int64) for name in tensors}
+    for name, values, _ in activations(proto, tensors, dataset, threads=threads):
+        low, high = widest[name]
+        some = values.reshape(-1)[:: -(-values.size // _VALUES) or 1]
+        counts[name] += np.histogram(some, _BINS, (low, high if high > low else low + 1))[0]
+    return {name: _least_error(counts[name], widest[name]) for name in tensors}
+
+
+def _least_error(counts: NDArray[np.int64], widest: Range) -> Range:
+    """Find the range with the least squared error of rounding to 255 steps, and of clipping.
+
+    ``counts`` [bins] are between the limits of ``widest``.
+    """
+    low, high = widest
+    if not high > low:
+        return Range(0.0, 1.0)
+    centers = low + (np.arange(len(counts)) + 0.5) * (high - low) / len(counts)
+    best = widest
+    for _ in range(2):  # one limit after the other: what the first can be depends on the second
+        best = min(
+            (Range(low * a, best.high) for a in _SHARES), key=partial(_error, counts, centers)
+        )
+        best = min(
+            (Range(best.low, high * b) for b in _SHARES), key=partial(_error, counts, centers)
+        )
+    return best
+
+
+def _error(counts: NDArray[np.int64], centers: NDArray[np.float64], limits: Range) -> float:
+    clipped = np.clip(centers, *limits)
+    step = (limits.high - limits.low) / 255
+    beyond = centers != clipped
+    return float(counts @ (centers - clipped) ** 2 + counts[~beyond].sum() * step**2 / 12)
+
+
+_AXES_AS_INPUT = 18
+"""The opset in which reductions take their axes as an input."""
+_LEAST_LIMIT = 1e-12
+"""Stands in for the largest magnitude of a row of zeros, which is divided by."""
+
+
+def quantise_rows(editor: Editor) -> Rewrite:
+    """Replace the products that are large enough; those of one tensor share its rounding."""
+    rewrite = Rewrite()
+    rounded: set[str] = set()
+    for product in editor.products():
+        x, y = product.activation, product.node.output[0]
+        nodes = [] if x in rounded else _scaled_rows(editor, x)
+        rounded.add(x)
+        weight, scale = editor.int8_weight(product.weight, axis=1)
+        unscaled, (result, bias) = f"{PREFIX}{y}/unscaled", editor.with_bias(product)
+        scaled = _one_and_middle(editor)
+        nodes.append(multiply(editor, f"{PREFIX}{x}/steps", scaled, (y, weight, scale), unscaled))
+        nodes.append(make("Mul", [unscaled, f"{PREFIX}{x}/step"], [result]))
+        rewrite.replaced[y] = [*nodes, *bias]
+    return rewrite
+
+
+def _scaled_rows(editor: Editor, x: str) -> list[onnx.NodeProto]:
+    """Give the nodes for a tensor's uint8 ``steps``, and the ``step`` that each row's are of."""
+
+    def inner(name: str) -> str:
+        return f"{PREFIX}{x}/{name}"
+
+    least = editor.constant("least", np.float32(_LEAST_LIMIT))
+    levels = editor.constant("levels", np.float32(LEVELS))
+    return [
+        _reduced(editor, "ReduceMax", x, inner("most")),
+        _reduced(editor, "ReduceMin", x, inner("lowest")),
+        make("Neg", [inner("lowest")], [inner("negated")]),
+        make("Max", [inner("most"), inner("negated"), least], [inner("limit")]),
+        make("Div", [inner("limit"), levels], [inner("step")]),
+        make("Div", [x, inner("step")], [inner("divided")]),
+        make("QuantizeLinear", [inner("divided"), *_one_and_middle(editor)], [inner("steps")]),
+    ]
+
+
+def _one_and_middle(editor: Editor) -> tuple[str, str]:
+    one = editor.constant("one", np.float32(1))
+    return one, editor.constant("middle", np.uint8(LEVELS + 1))
+
+
+def _reduced(editor: Editor, kind: str, x: str, out: str) -> onnx.NodeProto:
+    if editor.opset >= _AXES_AS_INPUT:
+        return make(kind, [x, editor.constant("last", np.array([-1], np.int64))], [out])
+    return make(kind, [x], [out], axes=[-1])

@@ -4,20 +4,20 @@ May import :mod:`offramp.certify`, bundles, the rest of calibration and the engi
 """
 
 from offramp.calibration.rehearsal.adaptation import Move, adapt, raising_path
-from offramp.calibration.rehearsal.load import Forecast
+from offramp.calibration.rehearsal.load import (
+    REHEARSAL,
+    Candidate,
+    Forecast,
+    Rehearsal,
+    RehearsalSettings,
+    RehearsalStep,
+    Rehearsed,
+)
 from offramp.calibration.rehearsal.rehearsal import (
     draw_load,
     forecast_policy,
     rehearse,
     rehearse_records,
-)
-from offramp.calibration.rehearsal.result import (
-    REHEARSAL,
-    Candidate,
-    Rehearsal,
-    RehearsalSettings,
-    RehearsalStep,
-    Rehearsed,
 )
 
 __all__ = [

@@ -23,8 +23,14 @@ import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit
 from offramp.calibration.rehearsal import rehearsal
-from offramp.calibration.rehearsal.load import Position, RehearsalLoad, forecast
-from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings, RehearsalStep
+from offramp.calibration.rehearsal.load import (
+    Position,
+    Rehearsal,
+    RehearsalLoad,
+    RehearsalSettings,
+    RehearsalStep,
+    forecast,
+)
 from offramp.calibration.rehearsal.two_stage import StageTimes
 from offramp.certify import FloatArray, tuning_path, walk
 from offramp.certify.binomial import count_allowed

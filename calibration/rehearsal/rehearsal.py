@@ -35,14 +35,17 @@ import numpy as np
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy
 from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.choose.selection import certifiable_errors
-from offramp.calibration.rehearsal.load import Forecast, Position, RehearsalLoad, forecast
-from offramp.calibration.rehearsal.result import (
+from offramp.calibration.rehearsal.load import (
     Candidate,
     Ending,
+    Forecast,
+    Position,
     Rehearsal,
+    RehearsalLoad,
     RehearsalSettings,
     RehearsalStep,
     Verdict,
+    forecast,
 )
 from offramp.calibration.rehearsal.two_stage import StageTimes, TimeMatrix
 from offramp.certify import FloatArray, IntArray

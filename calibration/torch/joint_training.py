@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,6 @@ from offramp.calibration.data.errors import UntrainableError
 from offramp.calibration.data.running import Graphs, run_over
 from offramp.calibration.data.training_options import rate_after
 from offramp.calibration.torch.bridge_training import BridgeObjective
-from offramp.calibration.torch.joint_state import JointState
 from offramp.calibration.torch.torch_graph import TorchGraph
 from offramp.engine.answers.agreement import agreement_of
 
@@ -362,3 +362,42 @@ def _in_batches(values: NDArray[Any], size: int) -> Iterator[tuple[slice, NDArra
 
 def _tensor(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointState:
+    """The file in which a training is kept after every epoch."""
+
+    path: Path
+    digest: str
+    """Of all that it depends on: a file of another one is not read."""
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Replace what is kept; a warning if that fails, and training goes on."""
+        beside = self.path.with_name(self.path.name + ".new")
+        try:
+            torch.save({"digest": self.digest, "state": dict(state)}, beside)
+            beside.replace(self.path)
+        except (OSError, RuntimeError) as error:  # torch has no other for a full disk
+            reason = str(error).splitlines()[0]
+            _log.warning(
+                "%s cannot be written (%s): an interrupted run loses this.", beside, reason
+            )
+            beside.unlink(missing_ok=True)
+
+    def read(self) -> dict[str, Any] | None:
+        """Give what is kept; ``None`` if nothing is, or it is of another training or broken."""
+        if not self.path.exists():
+            return None
+        try:  # tensors, numbers and names alone: it runs no code
+            kept = torch.load(self.path, weights_only=True)
+            digest, state = kept["digest"], kept["state"]
+        except Exception as error:  # pickle, zip and torch have errors of many classes
+            reason = str(error).splitlines()[0]
+            _log.warning("%s cannot be read (%s): training begins anew.", self.path, reason)
+            return None
+        if digest != self.digest:
+            _log.warning("%s is of another training: this one begins anew.", self.path)
+            return None
+        found: dict[str, Any] = state
+        return found

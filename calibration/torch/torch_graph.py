@@ -16,9 +16,15 @@ from onnx import inliner
 from torch import Tensor, nn
 
 from offramp.calibration.data.errors import UntrainableError
-from offramp.calibration.torch_operators.node import GraphNode, TorchOperator
+from offramp.calibration.torch_operators.node import (
+    DTYPES,
+    GraphNode,
+    TorchOperator,
+    attributes_of,
+    to_onnx,
+    to_torch,
+)
 from offramp.calibration.torch_operators.table import OPERATORS
-from offramp.calibration.torch_operators.tensors import DTYPES, attributes_of, to_onnx, to_torch
 
 _LEAST_OPSET = 7
 """Broadcasting came with it."""

@@ -30,8 +30,12 @@ from offramp.bundle import BundleError
 from offramp.bundle.files import MAX_JSON_BYTES, parse_json, read_limited
 from offramp.bundle.schema.parts import HeadScore
 from offramp.bundle.schema.serde import from_plain, to_plain
-from offramp.calibration.torch.joint_state import JointState
-from offramp.calibration.torch.joint_training import JointModel, JointOptions, train_jointly
+from offramp.calibration.torch.joint_training import (
+    JointModel,
+    JointOptions,
+    JointState,
+    train_jointly,
+)
 from offramp.compiler.blueprints.blueprint import Blueprint, draw, own_exit, time_copy
 from offramp.compiler.blueprints.cascade import PREFIX, slice_twin
 from offramp.compiler.blueprints.precision import LEAST_GAIN

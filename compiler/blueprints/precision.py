@@ -19,8 +19,7 @@ from offramp.bundle import CpuFeatures
 from offramp.calibration.data.dataset import Dataset, DataSplit
 from offramp.calibration.precision.choice import PrecisionChoice, choose_kind
 from offramp.calibration.precision.graphs import PrecisionError
-from offramp.calibration.precision.kinds import CpuPrecision, quantise
-from offramp.calibration.precision.mixing import Mix, best_mix
+from offramp.calibration.precision.kinds import CpuPrecision, Mix, best_mix, quantise
 from offramp.calibration.precision.quantization import RANGE_SAMPLES
 from offramp.compiler.blueprints.blueprint import Blueprint, draw, own_exit, time_copy
 from offramp.compiler.blueprints.cascade import PREFIX, slice_cascade

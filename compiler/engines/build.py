@@ -19,12 +19,17 @@ from offramp.compiler.common.errors import EngineOptionsError, EnginesUnavailabl
 from offramp.compiler.common.progress import SILENT, Progress
 from offramp.compiler.engines.builder import EngineBuilder
 from offramp.compiler.engines.building import Building, EngineWork, PlannedEngine, explain
-from offramp.compiler.engines.certification import Recertified, certify_anew
 from offramp.compiler.engines.like_there import like_there
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.engines.profiles import ModelShapes, Sizes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, named_units, ranges_of, units_of
-from offramp.compiler.engines.verification import PrecisionData, measure_precision, part_data
+from offramp.compiler.engines.verification import (
+    PrecisionData,
+    Recertified,
+    certify_anew,
+    measure_precision,
+    part_data,
+)
 from offramp.engine.common.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash
 from offramp.engine.kernels.compilers import KernelCompilerNotFoundError

@@ -23,9 +23,8 @@ from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.calibration.heads.families import family_of, masks_of
 from offramp.calibration.heads.features import Recording
-from offramp.calibration.heads.learned_certainty import fit_certainty
 from offramp.calibration.heads.learners import Preconditioners, view_of
-from offramp.calibration.heads.objectives import Objective, objective_of, truth_of
+from offramp.calibration.heads.objectives import Objective, fit_certainty, objective_of, truth_of
 from offramp.calibration.heads.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.resources import feature_folder

@@ -24,7 +24,7 @@ from offramp.bundle import NEVER, ActiveExit, Bundle, CpuFeatures, ExitPolicy, w
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.measure import profiling
 from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice
-from offramp.calibration.precision.independence import BatchDependence
+from offramp.calibration.precision.graphs import BatchDependence
 from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.commands.cli import main

@@ -131,7 +131,7 @@ def test_only_the_network_side_names_grpc() -> None:
 def test_only_training_names_torch() -> None:
     named = {m for m in importers_of("torch") if not is_within(m, "offramp.tools.zoo")}
     names = [f"calibration.heads.{name}" for name in ("training", "learners", "objectives")]
-    torch_files = ("torch_graph", "bridge_training", "joint_training", "joint_state")
+    torch_files = ("torch_graph", "bridge_training", "joint_training")
     names += [f"calibration.torch.{name}" for name in torch_files]
     elastic = ("layers", "space", "supernet", "training", "export")
     names += [f"supernet.training.{name}" for name in elastic]

@@ -18,11 +18,11 @@ from tests.models import Builder
 
 from offramp.bundle import Answer
 from offramp.calibration.data.dataset import Dataset
-from offramp.calibration.torch.joint_state import JointState
 from offramp.calibration.torch.joint_training import (
     JointlyTrained,
     JointModel,
     JointOptions,
+    JointState,
     train_jointly,
 )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offramp.bundle import Answer
 from offramp.bundle.schema.answers import IN_GRAPH, AnswerTask, Criterion
-from offramp.calibration.heads.learned_certainty import fit_certainty
+from offramp.calibration.heads.objectives import fit_certainty
 from offramp.compiler.exits.endings import CONFIDENCE, PartBuilder, end_classes, with_certainty
 from offramp.engine.answers.certainty import log_odds, statistics_of, sure_by
 from offramp.engine.answers.exit_check import confidence_of

@@ -16,8 +16,7 @@ from offramp.bundle import CpuFeatures
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.choice import PrecisionChoice
 from offramp.calibration.precision.graphs import PrecisionError
-from offramp.calibration.precision.kinds import CpuPrecision
-from offramp.calibration.precision.mixing import Mix
+from offramp.calibration.precision.kinds import CpuPrecision, Mix
 from offramp.compiler.blueprints import precision
 from offramp.compiler.blueprints.precision import LEAST_AGREEMENT, choose_precision
 from offramp.compiler.common.errors import VerificationError

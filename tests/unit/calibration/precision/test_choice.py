@@ -21,7 +21,7 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision import choice
 from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice, choose_kind
-from offramp.calibration.precision.independence import BatchDependence
+from offramp.calibration.precision.graphs import BatchDependence
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.engine.common.timing import Effort, Estimate
 

@@ -17,7 +17,7 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
     transformer,
 )
 
-from offramp.calibration.precision.independence import TOLERANCE, depends_on_batch_mates
+from offramp.calibration.precision.graphs import TOLERANCE, depends_on_batch_mates
 from offramp.calibration.precision.kinds import CpuPrecision
 
 ROWS = 8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offramp.calibration.choose.selection import Candidates
-from offramp.calibration.precision.mixing import Mix, best_mix, mixed_cost
+from offramp.calibration.precision.kinds import Mix, best_mix, mixed_cost
 from offramp.engine.control.costs import CostModel
 
 SEGMENTS = 5
