@@ -96,6 +96,7 @@ class Held:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [Mode.LEAVE, Mode.AUDIT, Mode.RELEASE])
 @pytest.mark.parametrize("policy", ["run-through", "refill"])
 def test_thirty_replacements_under_load_lose_nothing_and_leave_nothing(
