@@ -211,7 +211,7 @@ def decision_us(policy: str) -> float:
         run = scheduler.next(0, now_s)
         spent_s += time.perf_counter() - began_s
         assert isinstance(run, Run)
-        scheduler.done(0, np.ones(len(run.requests), np.bool_), now_s)
+        scheduler.update(0, np.ones(len(run.requests), np.bool_), now_s)
         now_s += 1e-4 * len(run.requests)
     return spent_s / DECISIONS * 1e6
 

@@ -7,13 +7,13 @@ from offramp.engine.scheduling.base import (
     DropCause,
     Dropped,
     Idle,
+    Outcome,
     Run,
     SchedulerFullError,
     Submission,
-    Transition,
     Wait,
 )
-from offramp.engine.scheduling.device import Assignment, DeviceScheduler
+from offramp.engine.scheduling.device import DeviceScheduler
 from offramp.engine.scheduling.latency import Latencies, stage_seconds
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.placed import PlacedPlan
@@ -36,7 +36,6 @@ from offramp.engine.scheduling.scheduler import ModelScheduler
 from offramp.engine.scheduling.stage_table import StageTable
 
 __all__ = [
-    "Assignment",
     "DeviceKind",
     "DeviceLink",
     "DeviceScheduler",
@@ -47,6 +46,7 @@ __all__ = [
     "ModelScheduler",
     "OperatingPoint",
     "OperatingPoints",
+    "Outcome",
     "ParallelLimit",
     "PlacedPlan",
     "Placement",
@@ -57,7 +57,6 @@ __all__ = [
     "StageTable",
     "StreamPlacement",
     "Submission",
-    "Transition",
     "Wait",
     "going_on",
     "operating_points",

@@ -1,8 +1,9 @@
 """The vocabulary of scheduling: plain decisions, with no clock, no thread and no tensors.
 
 The executor, the simulator and the tests ask ``next(stream, now)`` whenever a stream is idle and
-tell ``done`` which rows were sure enough. All times are absolute seconds of one monotonic clock. A
-sample is named by the request that it belongs to and its row in it.
+tell ``update`` which rows were sure enough; what follows for whom is an :class:`Outcome`. All times
+are absolute seconds of one monotonic clock. A sample is named by the request that it belongs to and
+its row in it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Key: TypeAlias = tuple[Any, ...]
 
 Rows: TypeAlias = NDArray[np.intp]
 """Positions in a batch, rising."""
+_NO_ROWS: Rows = np.empty(0, np.intp)
 
 
 @lru_cache(maxsize=1024)
@@ -51,10 +53,6 @@ class DropCause(StrEnum):
     """Its caller left."""
     FAILED = "backend_error"
     """Its execution failed, alone or with no time left, or another part of its request did."""
-
-
-class SchedulerFullError(Exception):
-    """The bounded queue has no room for a request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,9 +131,58 @@ class Piece(NamedTuple):
     """Rows of a batch that was buffered at a split and are now part of a merged one."""
 
     number: int
-    """Names the buffered batch: :attr:`Transition.buffered`."""
+    """Names the buffered batch: :attr:`Outcome.buffered`."""
     positions: Rows
     """Which of its rows, as they were numbered when it was buffered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The report that samples of a request left without an answer."""
+
+    request: int
+    count: int
+    cause: DropCause
+
+
+class Outcome(NamedTuple):
+    """All that follows from one call of a scheduler; the caller acts on it, and asks no further.
+
+    The rows are positions in the batch that ended a stage, which is the whole batch where the call
+    is ``update`` and empty elsewhere. A row leaves (``released``, ``given_up`` or ``ended``) or
+    survives; one that is released may survive too, and end later.
+    """
+
+    released: Rows = _NO_ROWS
+    """Rows that have their answer now, forced or not."""
+    given_up: Rows = _NO_ROWS
+    """Rows that leave without an answer: late or withdrawn; ``dropped`` and ``lost`` have them."""
+    survivors: Rows = _NO_ROWS
+    """Rows that go on to the next stage, those among them that run on for feedback only."""
+    buffered: int | None = None
+    """The number to keep tensors under until ``discarded`` names it: the survivors', if they wait
+    at the split, or those that the stage of an interrupted batch was to run on."""
+    ended: Rows = _NO_ROWS
+    """Rows that were released at an earlier stage and have run to the deepest."""
+    dropped: Sequence[Dropped] = ()
+    """Samples, started or not, that left without an answer."""
+    lost: Sequence[RowSet] = ()
+    """Samples that were started and left before the model's end; those among them that were
+    answered too: no more will be known of any of these."""
+    discarded: Sequence[int] = ()
+    """Numbers of the kept tensors that no run after the one just decided will ask for."""
+    model: str = ""
+    """Whose samples these are, where a device's ``next`` reports them."""
+
+
+NOTHING = Outcome()
+
+
+class SchedulerFullError(Exception):
+    """The bounded queue has no room for a request."""
+
+    outcome: Outcome = NOTHING
+    """What left while room was looked for."""
 
 
 class Run(NamedTuple):
@@ -154,6 +201,10 @@ class Run(NamedTuple):
     """The number of the plan that it was started under."""
     variant: int = 0
     """The variant of the model that it runs, from its start to its end; 0 is the full model."""
+    outcomes: tuple[Outcome, ...] = ()
+    """What left while it was decided, by model; nearly always nothing."""
+    model: str = ""
+    """Whose samples they are, where several models share the streams."""
 
     @property
     def requests(self) -> NDArray[np.int64]:
@@ -176,11 +227,16 @@ class Wait:
     """The decision to run nothing before this time, unless something is submitted or done."""
 
     until_s: float
+    outcomes: tuple[Outcome, ...] = field(default=(), compare=False)
+    """What left while it was decided, by model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
     """The decision to run nothing until something is submitted or done."""
+
+    outcomes: tuple[Outcome, ...] = field(default=(), compare=False)
+    """What left while it was decided, by model."""
 
 
 IDLE = Idle()
@@ -191,32 +247,3 @@ Decision: TypeAlias = Run | Wait | Idle
 def wait_until(until_s: float) -> Wait | Idle:
     """Decide to wait, or to idle if that is for ever."""
     return IDLE if until_s == float("inf") else Wait(until_s)
-
-
-class Transition(NamedTuple):
-    """What a run leads to for each of its rows.
-
-    A row leaves (``released``, ``dropped`` or ``ended``) or survives; one that is released may
-    survive too, and end later.
-    """
-
-    released: Rows
-    """Rows that have their answer now, forced or not."""
-    dropped: Rows
-    """Rows that leave without an answer: reported by ``take_dropped`` too."""
-    survivors: Rows
-    """Rows that go on to the next stage, those among them that run on for feedback only."""
-    buffered: int | None = None
-    """If the survivors wait at the split: the number to keep their tensors under, until
-    ``take_discarded`` names it."""
-    ended: Rows = np.empty(0, np.intp)
-    """Rows that were released at an earlier stage and have run to the deepest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """The report that samples of a request left without an answer."""
-
-    request: int
-    count: int
-    cause: DropCause

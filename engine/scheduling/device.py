@@ -10,21 +10,21 @@ models, the one with the tightest deadlines would take all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import Idle, Run, Submission, Transition, Wait, wait_until
+from offramp.engine.scheduling.base import (
+    NOTHING,
+    Decision,
+    Outcome,
+    Run,
+    Submission,
+    Wait,
+    wait_until,
+)
 from offramp.engine.scheduling.scheduler import ModelScheduler
-
-
-class Assignment(NamedTuple):
-    """The decision to run something for a model."""
-
-    model: str
-    run: Run
 
 
 @dataclass(slots=True)
@@ -88,62 +88,65 @@ class DeviceScheduler:
         """Whether a stream without a batch might have something to do, now or soon."""
         return any(share.scheduler.waiting for share in self._shares.values())
 
-    def submit(self, model: str, submission: Submission, now_s: float) -> None:
+    def submit(self, model: str, submission: Submission, now_s: float) -> Outcome:
         """Queue a request; see :meth:`ModelScheduler.submit`."""
         share = self._shares[model]
-        share.scheduler.submit(submission, now_s)
+        outcome = share.scheduler.submit(submission, now_s)
         if not share.busy:
             share.busy = True
             others = [s.used_s for s in self._shares.values() if s.busy and s is not share]
             # While nobody is here the device's time stands where the one served most left it.
             everybody = max(s.used_s for s in self._shares.values())
             share.used_s = max(share.used_s, min(others, default=everybody))
+        return outcome
 
-    def next(self, stream: int, now_s: float) -> Assignment | Wait | Idle:
-        """Decide what the idle ``stream`` shall do."""
+    def next(self, stream: int, now_s: float) -> Decision:
+        """Decide what the idle ``stream`` shall do, and for which model."""
         mine = self._running.get(stream)
         if mine is not None:
             decision = mine.scheduler.next(stream, now_s)
             assert isinstance(decision, Run), "a stream with a batch goes on with it"
             self._started_s[stream] = now_s
-            return Assignment(mine.name, decision)
-        until_s = float("inf")
+            return decision._replace(model=mine.name, outcomes=_named(decision, mine))
+        until_s, outcomes = float("inf"), list[Outcome]()
         busy = [s for s in self._shares.values() if s.busy and not s.scheduler.suspends(stream)]
         for share in sorted(busy, key=lambda share: share.used_s):  # who is owed most goes first
             decision = share.scheduler.next(stream, now_s)
+            outcomes += _named(decision, share)
             if isinstance(decision, Run):
                 self._running[stream] = share
                 self._started_s[stream] = now_s
-                return Assignment(share.name, decision)
+                return decision._replace(model=share.name, outcomes=tuple(outcomes))
             if isinstance(decision, Wait):
                 until_s = min(until_s, decision.until_s)
             share.busy = share.scheduler.busy
-        return wait_until(until_s)
+        return replace(wait_until(until_s), outcomes=tuple(outcomes))
 
-    def done(
+    def update(
         self,
         stream: int,
         exited: NDArray[np.bool_],
         now_s: float,
         runs_on: NDArray[np.bool_] | None = None,
-    ) -> Transition:
-        """Take note that the run of ``stream`` ended; see :meth:`ModelScheduler.done`."""
+    ) -> Outcome:
+        """Take note that the run of ``stream`` ended; see :meth:`ModelScheduler.update`."""
         self._charge(stream, now_s)
-        transition = self._running[stream].scheduler.done(stream, exited, now_s, runs_on)
-        if not len(transition.survivors) or transition.buffered is not None:
+        outcome = self._running[stream].scheduler.update(stream, exited, now_s, runs_on)
+        if not len(outcome.survivors) or outcome.buffered is not None:
             del self._running[stream]
-        return transition
+        return outcome
 
-    def failed(self, stream: int, now_s: float) -> None:
+    def failed(self, stream: int, now_s: float) -> Outcome:
         """Take note that the batch of ``stream`` failed; see :meth:`ModelScheduler.failed`."""
-        if stream in self._running:
-            self._charge(stream, now_s)
-            self._running.pop(stream).scheduler.failed(stream, now_s)
+        if stream not in self._running:
+            return NOTHING
+        self._charge(stream, now_s)
+        return self._running.pop(stream).scheduler.failed(stream, now_s)
 
-    def interrupted(self, stream: int, now_s: float) -> int | None:
+    def interrupted(self, stream: int, now_s: float) -> Outcome:
         """Take note that a stream's worker was lost; see :meth:`ModelScheduler.interrupted`."""
         if stream not in self._running:
-            return None
+            return NOTHING
         self._charge(stream, now_s)
         return self._running.pop(stream).scheduler.interrupted(stream, now_s)
 
@@ -173,3 +176,10 @@ class DeviceScheduler:
     def _charge(self, stream: int, now_s: float) -> None:
         share = self._running[stream]
         share.used_s += (now_s - self._started_s[stream]) / share.weight
+
+
+def _named(decision: Decision, share: _Share) -> tuple[Outcome, ...]:
+    """Return what left while a model decided, under the model's name."""
+    if not decision.outcomes:
+        return ()
+    return tuple(outcome._replace(model=share.name) for outcome in decision.outcomes)

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.scheduling.base import (
+    NOTHING,
     DropCause,
     Dropped,
+    Outcome,
     Piece,
     Rows,
     RowSet,
-    Transition,
     all_rows,
     concatenate,
 )
@@ -94,9 +95,7 @@ class InFlight:
         return plan
 
     def forget_old_plans(self) -> None:
-        """Forget plans of which no sample is left and every loss was told."""
-        if self._dropped or self._lost or self._discarded:
-            return
+        """Forget plans of which no sample is left."""
         waiting = (*self.retries, *self.interrupted)
         used = {batch.plan.number for batch in (*self.batches.values(), *waiting)}
         used.add(self.plans[-1].number)
@@ -231,14 +230,14 @@ class InFlight:
         exited: NDArray[np.bool_],
         runs_on: NDArray[np.bool_] | None,
         now_s: float,
-    ) -> Transition:
+    ) -> Outcome:
         """Decide which rows of a batch are released, dropped and go on; report the dropped."""
         if batch.samples.answered.any() or (runs_on is not None and runs_on.any()):
             staying = np.zeros(len(exited), np.bool_) if runs_on is None else runs_on
             return self._release(batch, exited, staying, now_s)
         return self._shrink(batch, exited, now_s)
 
-    def _shrink(self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float) -> Transition:
+    def _shrink(self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float) -> Outcome:
         """Decide about each row where whoever is released leaves."""
         before = len(exited)
         leaving = before
@@ -258,7 +257,7 @@ class InFlight:
             released, survivors = exited.nonzero()[0], (~exited).nonzero()[0]
         else:
             survivors = all_rows(before)
-        return Transition(released, dropped, survivors)
+        return Outcome(released, dropped, survivors)
 
     def _release(
         self,
@@ -266,7 +265,7 @@ class InFlight:
         exited: NDArray[np.bool_],
         runs_on: NDArray[np.bool_],
         now_s: float,
-    ) -> Transition:
+    ) -> Outcome:
         """Decide about each row where some run on after their answer."""
         samples = batch.samples
         if batch.stage == batch.deepest:
@@ -277,8 +276,8 @@ class InFlight:
                 batch.deepest = last
                 batch.samples = samples.answering(released)
                 ended = (samples.answered & ~runs_on).nonzero()[0]
-                return Transition(released, _NO_ROWS, audited, ended=ended)
-            return Transition(released, _NO_ROWS, _NO_ROWS, ended=ended)
+                return Outcome(released, _NO_ROWS, audited, ended=ended)
+            return Outcome(released, _NO_ROWS, _NO_ROWS, ended=ended)
         newly = exited & ~samples.answered
         staying = ~newly | runs_on
         going_on = int(np.count_nonzero(staying))
@@ -288,7 +287,7 @@ class InFlight:
         released = newly.nonzero()[0]
         if len(released):
             batch.samples = samples.answering(released)
-        return Transition(released, dropped, staying.nonzero()[0])
+        return Outcome(released, dropped, staying.nonzero()[0])
 
     def cancel(self, request: int, cause: DropCause) -> None:
         """Withdraw a request: what waits leaves now, what runs when its stage is done."""
@@ -332,23 +331,20 @@ class InFlight:
             if item.cause in _LATE:
                 self.late += item.count
 
-    def take_dropped(self) -> list[Dropped]:
-        """Give the reports since the last call."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
+    def report(self, outcome: Outcome = NOTHING) -> Outcome:
+        """Complete an outcome with what left since the last report.
 
-    def take_lost(self) -> list[RowSet]:
-        """Give the started samples that were lost since the last call."""
-        lost, self._lost = self._lost, []
-        return lost
-
-    def take_discarded(self) -> list[int]:
-        """Give the buffered batches of which nothing waits any more, since the last call."""
-        discarded = self._discarded.copy()
-        self._discarded.clear()
+        Old plans are looked after here, as every call of the scheduler ends here.
+        """
+        if self._dropped or self._lost or self._discarded:
+            outcome = outcome._replace(
+                dropped=self._dropped, lost=self._lost, discarded=self._discarded.copy()
+            )
+            self._dropped, self._lost = [], []
+            self._discarded.clear()
         if len(self.plans) > 1:
             self.forget_old_plans()
-        return discarded
+        return outcome
 
     def _drop_buffered(
         self, drop: Callable[[BufferedQueue], list[RowSet]], cause: DropCause

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -32,14 +33,14 @@ from numpy.typing import NDArray
 
 from offramp.engine.scheduling.admission import AdmissionControl
 from offramp.engine.scheduling.base import (
+    NOTHING,
     Decision,
     DropCause,
-    Dropped,
     Idle,
-    RowSet,
+    Outcome,
+    Run,
     SchedulerFullError,
     Submission,
-    Transition,
     Wait,
     wait_until,
 )
@@ -151,12 +152,17 @@ class ModelScheduler:
                 f"{ahead} samples wait before it, and of late too many were late"
             )
 
-    def submit(self, submission: Submission, now_s: float) -> None:
+    def submit(self, submission: Submission, now_s: float) -> Outcome:
         """Queue a request's samples; SchedulerFullError, and none queued, if not all have room."""
         self._expire(now_s)
-        self._queue.push(submission, now_s)
+        try:
+            self._queue.push(submission, now_s)
+        except SchedulerFullError as error:
+            error.outcome = self._in_flight.report()
+            raise
+        return self._in_flight.report()
 
-    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> None:
+    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> Outcome:
         """Withdraw a request: what waits leaves now, what runs when its stage is done.
 
         O(samples in flight): a request does not know where its samples are.
@@ -165,9 +171,19 @@ class ModelScheduler:
         if dropped is not None:
             self._in_flight.drop([dropped])
         self._in_flight.cancel(request, cause)
+        return self._in_flight.report()
 
     def next(self, stream: int, now_s: float) -> Decision:
         """Decide what the idle ``stream`` shall do."""
+        decision = self._decide(stream, now_s)
+        outcome = self._in_flight.report()
+        if outcome is NOTHING:
+            return decision
+        if isinstance(decision, Run):
+            return decision._replace(outcomes=(outcome,))
+        return replace(decision, outcomes=(outcome,))
+
+    def _decide(self, stream: int, now_s: float) -> Decision:
         self._expire(now_s)
         batch = self._in_flight.batches.get(stream)
         if batch is None:
@@ -182,14 +198,14 @@ class ModelScheduler:
         self._parallel.running(stream, len(batch.samples.requests))
         return batch.as_run()
 
-    def done(
+    def update(
         self,
         stream: int,
         exited: NDArray[np.bool_],
         now_s: float,
         runs_on: NDArray[np.bool_] | None = None,
-    ) -> Transition:
-        """Take note that the run of ``stream`` ended.
+    ) -> Outcome:
+        """Take note that the run of ``stream`` ended, and decide what follows for its rows.
 
         ``exited`` [n] are rows that were sure enough, ``runs_on`` [n] rows that run on after they
         were released; ``None`` is no row.
@@ -198,36 +214,36 @@ class ModelScheduler:
         samples, before = batch.samples, len(exited)
         batch.plan.observe(stream, batch, before, now_s)
         batch.pieces = ()
-        transition = self._in_flight.leave(batch, exited, runs_on, now_s)
-        self._admission.keep(len(transition.released), now_s)
-        self._in_flight.failures.succeeded(len(transition.released))
+        outcome = self._in_flight.leave(batch, exited, runs_on, now_s)
+        self._admission.keep(len(outcome.released), now_s)
+        self._in_flight.failures.succeeded(len(outcome.released))
         self._admit_less(now_s)
         if self._parallel.adapts:
-            deadlines_s = samples.deadlines_s[transition.released]
+            deadlines_s = samples.deadlines_s[outcome.released]
             if bounded := int(np.isfinite(deadlines_s).sum()):
                 self._parallel.observe(bounded, int((deadlines_s < now_s).sum()))
-        survivors = transition.survivors
+        survivors = outcome.survivors
         if not len(survivors):
             if batch.suspect_until_s is not None:
                 self._in_flight.failures.tried_again(succeeded=True)
             self._finish(stream)
-            return transition
+            return self._in_flight.report(outcome)
         if len(survivors) < before:
             batch.samples = batch.samples.take(survivors)
         batch.stage += 1
         batch.executing = False
         if batch.plan.runs_on(stream, batch, before, len(survivors)):
             self._parallel.running(stream, len(survivors))
-            return transition
+            return self._in_flight.report(outcome)
         number = batch.number
         if batch.failed_on is not None:  # it stays by itself, so that nothing fails with it
             self._in_flight.interrupt(batch, number, now_s)
         else:
             self._in_flight.buffer(batch, now_s)
         self._finish(stream)
-        return transition._replace(buffered=number)
+        return self._in_flight.report(outcome._replace(buffered=number))
 
-    def failed(self, stream: int, now_s: float) -> None:
+    def failed(self, stream: int, now_s: float) -> Outcome:
         """Take note that the batch of ``stream`` failed, if it has one.
 
         Its requests are tried again from the start, half of them at a time, so that one that fails
@@ -235,28 +251,32 @@ class ModelScheduler:
         failed alone is tried once more when nothing else waits. What failed twice like that, or has
         no time left, is dropped as ``FAILED``.
         """
+        self._fail(stream, now_s)
+        return self._in_flight.report()
+
+    def _fail(self, stream: int, now_s: float) -> None:
         if stream in self._in_flight.batches:
             self.retried += self._in_flight.fail(stream, now_s)
             self._finish(stream)
 
-    def interrupted(self, stream: int, now_s: float) -> int | None:
+    def interrupted(self, stream: int, now_s: float) -> Outcome:
         """Take note that the worker of ``stream`` was lost amid its run, if it has one.
 
-        Gives the number to keep the tensors under that the stage was to run on, until
-        ``take_discarded`` names it; ``None`` if nothing is resumed: nobody waits for it any more,
+        The outcome's ``buffered`` is ``None`` if nothing is resumed: nobody waits for it any more,
         or it was interrupted :data:`MOST_LOSSES` times, and has failed.
         """
         if (batch := self._in_flight.batches.get(stream)) is None:
-            return None
+            return NOTHING
         batch.losses += 1
         if batch.losses >= MOST_LOSSES:
-            self.failed(stream, now_s)
-            return None
+            self._fail(stream, now_s)
+            return self._in_flight.report()
         batch.number = next(self._numbers)
         resumed = self._in_flight.interrupt(batch, batch.number, now_s)
         self.resumed += resumed
         self._finish(stream)
-        return batch.number if resumed else None
+        outcome = Outcome(buffered=batch.number) if resumed else NOTHING
+        return self._in_flight.report(outcome)
 
     def suspend(self, stream: int) -> None:
         """Say that a stream, which has no batch, is out of service."""
@@ -273,24 +293,6 @@ class ModelScheduler:
     def flush(self) -> None:
         """Wait for batch mates no longer, from now on: the server is draining."""
         self._queue.flush()
-
-    def take_dropped(self) -> list[Dropped]:
-        """Give the reports of samples dropped since the last call."""
-        return self._in_flight.take_dropped()
-
-    def take_lost(self) -> list[RowSet]:
-        """Give the samples that were started and left before the model's end, since the last call.
-
-        Among them those that were answered: nothing more will be known of any of these.
-        """
-        return self._in_flight.take_lost()
-
-    def take_discarded(self) -> list[int]:
-        """Give the buffered batches that no :class:`Run` after the last one will ask for.
-
-        Old plans are looked after here, as this is asked for all the time.
-        """
-        return self._in_flight.take_discarded()
 
     def _start(self, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
         """Find a batch for a stream that has none: what is left of the oldest plan goes first."""

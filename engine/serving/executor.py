@@ -38,7 +38,6 @@ from offramp.engine.models.served_model import ServedModel
 from offramp.engine.requests.request_table import CompletionQueue, Request, copy_of
 from offramp.engine.requests.statistics import CountersSnapshot
 from offramp.engine.scheduling import (
-    Assignment,
     DeviceScheduler,
     PlacedPlan,
     Run,
@@ -157,7 +156,6 @@ class Executor:
         """
         with self._lock:
             model = self._models[key]
-            model.settle()
             if model.table.awaited or self._scheduler.runs(key):
                 return False
             return not model.scheduler.busy or key in self._available.refusals
@@ -206,14 +204,14 @@ class Executor:
             if (refusal := refused.refusal or refused.refusals.get(model)) is not None:
                 raise copy_of(refusal)
             try:
-                self._scheduler.submit(model, submission, request.submitted_s)
+                outcome = self._scheduler.submit(model, submission, request.submitted_s)
             except SchedulerFullError as error:
+                runtime.follow(error.outcome)
                 runtime.table.counters.failed["rejected"] += request.count
                 raise QueueFullError(
                     f"{runtime.name}: the queue is full: {error}; try again later, or send less"
                 ) from error
-            finally:
-                runtime.settle()
+            runtime.follow(outcome)
             runtime.table.accept(request)
             self._announce()
 
@@ -225,8 +223,7 @@ class Executor:
             request = runtime.table.get(number)
             if request is not None:
                 request.withdrawn = True
-                runtime.scheduler.cancel(number)
-                runtime.settle()
+                runtime.cancel(number)
             runtime.table.forget(number)
 
     def hot_swap(self, model: str, deployment: Deployment, chosen: PlanPolicy) -> None:
@@ -401,10 +398,11 @@ class Executor:
                     break
                 task = None
                 decision = self._scheduler.next(stream, self._clock())
-                if isinstance(decision, Assignment):
-                    model, run = self._models[decision.model], decision.run
-                    task = (model, run, model.take_pieces(run))
-                self._settle()
+                if isinstance(decision, Run):
+                    model = self._models[decision.model]
+                    task = (model, decision, model.take_pieces(decision))
+                for outcome in decision.outcomes:
+                    self._models[outcome.model].follow(outcome)
                 if task is not None:
                     if self._scheduler.waiting:  # another stream may start, or keep time
                         self._announce()
@@ -414,10 +412,6 @@ class Executor:
                     timeout_s = min(max(decision.until_s - self._clock(), 0.0), timeout_s)
                 self._changed.wait(timeout_s)
             return None
-
-    def _settle(self) -> None:
-        for model in self._models.values():
-            model.settle()
 
     def _run_stage(
         self, stream: int, slot: Slot, task: _Task, carry: TensorBatch | None
@@ -435,22 +429,22 @@ class Executor:
         runs_on = model.observe(run, step)
         with self._lock:
             now_s = self._clock()
-            transition = self._scheduler.done(stream, step.exited, now_s, runs_on)
+            outcome = self._scheduler.update(stream, step.exited, now_s, runs_on)
             try:
-                kept = model.conclude(run, step, transition, now_s - started_s)
+                kept = model.conclude(run, step, outcome, now_s - started_s)
             except Exception as error:  # its rows have left the scheduler: tell those who wait
                 model.abandon(run, BackendError(repr(error)))
                 raise
-            if len(transition.released):
+            if len(outcome.released):
                 self.health.succeeded(stream, model.key)
             self._announce()
-        if not len(transition.survivors):
+        if not len(outcome.survivors):
             return None
         assert step.result.carry is not None
         if kept is None:
-            return slot.select(step.result.carry, transition.survivors)
+            return slot.select(step.result.carry, outcome.survivors)
         try:
-            kept.set_result(slot.buffer(step.result.carry, transition.survivors))
+            kept.set_result(slot.buffer(step.result.carry, outcome.survivors))
         except Exception as error:  # of those that will take the tensors, not of this stream
             kept.set_exception(error)
         return None
@@ -507,8 +501,7 @@ class Executor:
                     f"the model failed on this request's own data, which was alone in its batch: "
                     f"{failure}"
                 )
-            self._scheduler.failed(stream, now_s)
-            model.fail(failure)
+            model.fail(self._scheduler.failed(stream, now_s), failure)
             self._changed.notify_all()
 
     def _refuse(self, refusal: EngineError, cause: str) -> None:

@@ -25,15 +25,14 @@ from offramp.engine.requests.statistics import (
     VariantStatistics,
 )
 from offramp.engine.requests.variant_audits import AUDITED_SHARE, AuditCounts, VariantAudits
-from offramp.engine.scheduling import DropCause, Dropped, PlacedPlan, Run, Transition
+from offramp.engine.scheduling import DropCause, Dropped, Outcome, PlacedPlan, Run
+from offramp.engine.scheduling.base import RowSet
 from offramp.engine.scheduling.policies import PlanPolicy
 from offramp.engine.stages.base import Rows, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline, StageStep
 from offramp.engine.stages.plan import StageSpec
 
 _log = logging.getLogger(__name__)
-
-_LATE = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 
 Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
 """What a batch is merged of: tensors that some stream buffers, and which of their rows."""
@@ -128,10 +127,8 @@ class ModelRuntime:
         )
 
     def take_pieces(self, run: Run) -> Pieces:
-        """Take the buffered tensors that a run is merged of; to be called once it is assigned."""
-        pieces = tuple((self._buffered[p.number], p.positions) for p in run.pieces)
-        self._discard()
-        return pieces
+        """Look up the buffered tensors that a run is merged of, before they are discarded."""
+        return tuple((self._buffered[p.number], p.positions) for p in run.pieces)
 
     def requests_of(self, run: Run, now_s: float) -> list[tuple[Request, slice | Rows]]:
         """Find the requests of a batch that starts, and which of their rows are in it.
@@ -211,7 +208,7 @@ class ModelRuntime:
         return recorder.runs_on(run.sample_ids)
 
     def conclude(
-        self, run: Run, step: StageStep, transition: Transition, run_s: float
+        self, run: Run, step: StageStep, outcome: Outcome, run_s: float
     ) -> Future[TensorBatch] | None:
         """Do for every row of a run what the scheduler says becomes of it.
 
@@ -224,42 +221,39 @@ class ModelRuntime:
             counters.batch_size.observe(len(run.requests))
             counters.run_s.observe(run_s)
             if not run.variant:
-                self._count_departures(run, step, exit_index, transition.released)
+                self._count_departures(run, step, exit_index, outcome.released)
         # Survivors run on: on this stream, or from a buffer that others may be given at once.
-        kept = None
-        if transition.buffered is not None:
-            kept = self._buffered[transition.buffered] = Future()
+        kept = self._keep(outcome)
         # The recorder is told which rows were answered early, and which will not be heard of again.
         runs_on: NDArray[np.bool_] | None = None
         if self._recorder is not None:
-            rows = transition.released
+            rows = outcome.released
             if exit_index not in (None, MODEL_END) and len(rows):
                 if run.variant:
                     self._audits[run.variant - 1].answered(run.sample_ids[rows], exit_index)
                 else:
                     self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
             runs_on = np.zeros(len(run.requests), np.bool_)
-            runs_on[transition.survivors] = True
+            runs_on[outcome.survivors] = True
             leaves = ~runs_on
-            leaves[transition.dropped] = False  # settled as lost
+            leaves[outcome.given_up] = False  # among the outcome's lost ones
             self._recorder.finish(run.sample_ids[leaves])
             if run.variant:
                 self._audits[run.variant - 1].finish(run.sample_ids[leaves])
             self._logs[run.variant].forget(run.sample_ids[leaves])
         # Released rows are answered. Those of them that survive run on for feedback.
-        for rows in _by_request(run, transition.released):
+        for rows in _by_request(run, outcome.released):
             assert exit_index is not None
             following = 0 if runs_on is None else int(np.count_nonzero(runs_on[rows]))
             self._answer(run, step, rows, exit_index, following)
         # Rows that were answered before, and end here: the model's end has its say, or is lost.
-        for rows in _by_request(run, transition.ended):
+        for rows in _by_request(run, outcome.ended):
             number, answer = int(run.requests[rows[0]]), result.answer
             if exit_index != MODEL_END or answer is None:
                 self.table.lose(number, len(rows))
             else:
                 self.table.confirm(number, run.rows[rows], answer[rows], result.confidence[rows])
-        # Dropped rows are in the scheduler's account, with whatever else it dropped meanwhile.
-        self.settle()
+        self.follow(outcome)
         return kept
 
     def _count_departures(self, run: Run, step: StageStep, exit_index: int, released: Rows) -> None:
@@ -270,15 +264,10 @@ class ModelRuntime:
                 forced = rows - int(np.count_nonzero(step.exited[released]))
             self._departures[run.plan].count(exit_index, rows, forced)
 
-    def fail(self, failure: EngineError) -> None:
+    def fail(self, outcome: Outcome, failure: EngineError) -> None:
         """Tell those whose batch failed, and have no second chance, why."""
-        dropped = self.scheduler.take_dropped()
-        self.table.drop(dropped, failure)
-        for item in dropped:
-            if item.cause is DropCause.FAILED:  # the rest of its request need not run
-                self.scheduler.cancel(item.request, DropCause.FAILED)
         self.table.counters.retried = self.scheduler.retried
-        self.settle()
+        self.follow(outcome, failure)
 
     def abandon(self, run: Run, failure: EngineError) -> None:
         """Fail the requests of a run whose end could not be concluded."""
@@ -287,44 +276,63 @@ class ModelRuntime:
             if request is not None:
                 left = [Dropped(number, request.remaining, DropCause.FAILED)]
                 self.table.drop(left, failure)
-            self.scheduler.cancel(number, DropCause.FAILED)
-        self.settle()
+            self.cancel(number, DropCause.FAILED)
 
-    def interrupt(self, number: int | None, failure: EngineError) -> Future[TensorBatch] | None:
-        """Keep room for the tensors of a batch that is resumed, if ``number`` names one.
+    def interrupt(self, outcome: Outcome, failure: EngineError) -> Future[TensorBatch] | None:
+        """Keep room for the tensors of a batch that is resumed, if it is.
 
         Else it has failed once too often, for which ``failure`` is the reason.
         """
-        kept: Future[TensorBatch] | None = None
-        if number is not None:
-            kept = self._buffered[number] = Future()
+        kept = self._keep(outcome)
         self.table.counters.resumed = self.scheduler.resumed
-        self.fail(failure)
+        self.fail(outcome, failure)
         return kept
+
+    def cancel(self, number: int, cause: DropCause = DropCause.CANCELLED) -> None:
+        """Withdraw a request, and do what follows."""
+        self.follow(self.scheduler.cancel(number, cause))
 
     def fail_all(self, refusal: EngineError, cause: str) -> None:
         """Fail and withdraw every open request; ``cause`` is what its samples are counted as."""
         for number in self.table.fail_all(refusal, cause):
-            self.scheduler.cancel(number)
-        self.settle()
-
-    def settle(self) -> None:
-        """Account for what the scheduler dropped or lost, and deliver what is completed."""
-        while dropped := self.scheduler.take_dropped():
-            self.table.drop(dropped)
-            for item in dropped:  # what is left of a request that is late need not run
-                if item.cause in _LATE and self.table.get(item.request) is not None:
-                    self.scheduler.cancel(item.request, item.cause)
-        for samples in self.scheduler.take_lost():
-            if self._recorder is not None:
-                self._recorder.lose(samples.sample_ids)
-            for log in self._logs:
-                log.forget(samples.sample_ids)
-            requests, counts = np.unique(samples.requests[samples.answered], return_counts=True)
-            for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
-                self.table.lose(number, count)
-        self._discard()
+            self.cancel(number)
         self.table.deliver()
+
+    def follow(self, outcome: Outcome, failure: EngineError | None = None) -> None:
+        """Account for what was dropped or lost, and deliver what is completed.
+
+        ``failure`` is why samples of the outcome failed, if any did.
+        """
+        outcomes = [outcome]
+        for told in outcomes:  # which grow as they are followed
+            self.table.drop(told.dropped, failure)
+            outcomes.extend(  # what is left of a request without an answer need not run
+                self.scheduler.cancel(item.request, item.cause)
+                for item in told.dropped
+                if item.cause is not DropCause.CANCELLED and self.table.get(item.request)
+            )
+            for samples in told.lost:
+                self._lose(samples)
+            for number in told.discarded:
+                self._buffered.pop(number, None)
+        self.table.deliver()
+
+    def _lose(self, samples: RowSet) -> None:
+        """Note that no more will be known of samples."""
+        if self._recorder is not None:
+            self._recorder.lose(samples.sample_ids)
+        for log in self._logs:
+            log.forget(samples.sample_ids)
+        requests, counts = np.unique(samples.requests[samples.answered], return_counts=True)
+        for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
+            self.table.lose(number, count)
+
+    def _keep(self, outcome: Outcome) -> Future[TensorBatch] | None:
+        """Make room for tensors that another run will take on, if there are any."""
+        if outcome.buffered is None:
+            return None
+        kept = self._buffered[outcome.buffered] = Future()
+        return kept
 
     def _put_in_force(self, deployment: Deployment) -> None:
         self._deployments[deployment.number] = deployment
@@ -364,10 +372,6 @@ class ModelRuntime:
             _log.exception("%s: stage %d: its answer cannot be kept", self.name, run.stage)
             failure = BackendError(f"{self.name}: stage {run.stage}: {error}")
             self.table.drop([Dropped(number, len(rows), DropCause.FAILED)], failure)
-
-    def _discard(self) -> None:
-        for number in self.scheduler.take_discarded():
-            self._buffered.pop(number, None)
 
 
 def _by_request(run: Run, rows: Rows) -> Iterator[Rows]:

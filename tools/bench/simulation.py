@@ -21,6 +21,7 @@ from offramp.engine.scheduling import (
     Dropped,
     Idle,
     ModelScheduler,
+    Outcome,
     Placement,
     Run,
     SchedulerFullError,
@@ -118,7 +119,7 @@ def simulate(
         simulation.run(simulation.ask_the_last)
     else:
         simulation.run(simulation.ask_all)
-    return simulation.log.outcomes(behaviours, load, scheduler.take_dropped())
+    return simulation.log.outcomes(behaviours, load)
 
 
 class _Simulation:
@@ -180,6 +181,7 @@ class _Simulation:
             self._goes_on = False
             decision = scheduler.next(idle[-1], now_s)
             if not isinstance(decision, Run):
+                self._follow(*decision.outcomes)
                 self._wake_s = _wake_s(decision, now_s)
                 break
             self._start(idle.pop(), decision, now_s)
@@ -202,6 +204,7 @@ class _Simulation:
                     idle.remove(stream)
                     self._start(stream, decision, now_s)
                 else:
+                    self._follow(*decision.outcomes)
                     self._wake_s = min(self._wake_s, _wake_s(decision, now_s))
 
     def _lose(self, now_s: float) -> None:
@@ -213,7 +216,7 @@ class _Simulation:
         else:
             del self._running[stream]
             self._ends[:] = sorted(end for end in self._ends if end[1] != stream)  # a heap too
-            self._scheduler.failed(stream, now_s)
+            self._follow(self._scheduler.failed(stream, now_s))
         self._scheduler.suspend(stream)
 
     def _arrive(self, now_s: float) -> None:
@@ -221,16 +224,17 @@ class _Simulation:
         request, self._following = self._following, self._following + 1
         try:
             self._scheduler.admit(1, self._slo_s, 0, now_s)
-            self._scheduler.submit(Submission(request, 1, now_s + self._slo_s), now_s)
-        except SchedulerFullError:
+            submission = Submission(request, 1, now_s + self._slo_s)
+            self._follow(self._scheduler.submit(submission, now_s))
+        except SchedulerFullError as error:
+            self._follow(error.outcome)
             self.log.rejected.append(request)
 
     def _start(self, stream: int, run: Run, now_s: float) -> None:
         """Have a stream run what the scheduler decided."""
         self._running[stream] = run
         heapq.heappush(self._ends, (now_s + self._devices.takes_s(stream, run), stream))
-        if run.pieces:
-            self._devices.forget(self._scheduler.take_discarded())
+        self._follow(*run.outcomes)
         if run.stage == 0:
             self.log.started(run)
 
@@ -241,15 +245,21 @@ class _Simulation:
         requests = run.samples.requests
         exited = self._leaves_at[run.variant][requests] == run.stage
         audited = None if self._runs_on is None else self._runs_on[requests]
-        transition = self._scheduler.done(stream, exited, now_s, audited)
-        released, _, survivors, buffered, _ = transition
-        if len(released):
-            self.log.answered(run, released, now_s)
+        outcome = self._scheduler.update(stream, exited, now_s, audited)
+        if len(outcome.released):
+            self.log.answered(run, outcome.released, now_s)
         self._idle.append(stream)
-        if buffered is None:
-            self._goes_on = len(survivors) > 0
+        if outcome.buffered is None:
+            self._goes_on = len(outcome.survivors) > 0
         else:
-            self._devices.keep(buffered, stream)
+            self._devices.keep(outcome.buffered, stream)
+        self._follow(outcome)
+
+    def _follow(self, *outcomes: Outcome) -> None:
+        """Note what left, and forget where rows are that nothing waits for any more."""
+        for outcome in outcomes:
+            self.log.dropped += outcome.dropped
+            self._devices.forget(outcome.discarded)
 
 
 def _wake_s(decision: Wait | Idle, now_s: float) -> float:
@@ -265,6 +275,7 @@ class _Log:
 
     def __init__(self) -> None:
         self.rejected: list[int] = []
+        self.dropped: list[Dropped] = []
         self._requests: list[NDArray[np.int64]] = []
         self._when: list[tuple[float, int, int]] = []
         """Time, stage and variant."""
@@ -280,9 +291,7 @@ class _Log:
         self._first.append(run.requests)
         self._sizes.append(len(run.requests))
 
-    def outcomes(
-        self, behaviours: Sequence[Behaviour], load: SimulatedLoad, dropped: Sequence[Dropped]
-    ) -> SimulatedOutcomes:
+    def outcomes(self, behaviours: Sequence[Behaviour], load: SimulatedLoad) -> SimulatedOutcomes:
         count = len(load.arrivals_s)
         latency_s = np.full(count, np.nan)
         stage, variant = np.zeros(count, np.int64), np.zeros(count, np.int16)
@@ -298,7 +307,7 @@ class _Log:
             sizes = np.repeat(self._sizes, [len(r) for r in self._first])
             batch_size[np.concatenate(self._first)] = sizes
         status[self.rejected] = Status.REJECTED
-        for item in dropped:
+        for item in self.dropped:
             late = item.cause in {DropCause.EXPIRED, DropCause.INFEASIBLE}
             status[item.request] = Status.EXPIRED if late else Status.FAILED
         exit_, forced, agrees, right = _answers(behaviours, load.records, stage, variant)

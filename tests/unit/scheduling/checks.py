@@ -14,9 +14,9 @@ from tests.unit.scheduling.helpers import SIZE, pairs, scheduler
 from offramp.engine.scheduling import (
     DropCause,
     Latencies,
+    Outcome,
     Placement,
     Run,
-    Transition,
     Wait,
 )
 from offramp.engine.scheduling.stragglers import Standing
@@ -123,26 +123,26 @@ class CheckedScheduler(RuleBasedStateMachine):
         if run.stage == self.latencies[run.plan].stages - 1:
             exited = np.ones_like(exited)
         samples = pairs(run)
-        transition = self.s.done(stream, exited, self.now, runs_on)
-        self.check_transition(run, transition, exited, runs_on)
-        dropped = [samples[row] for row in transition.dropped]
+        outcome = self.s.update(stream, exited, self.now, runs_on)
+        self.check_outcome(run, outcome, exited, runs_on)
+        dropped = [samples[row] for row in outcome.given_up]
         told = Counter({item.request: item.count for item in self.s.take_dropped()})
         assert told == Counter(request for request, _ in dropped)
         self.lose(dropped)
-        going_on = set(transition.survivors.tolist())
-        released = transition.released.tolist()
-        through = [row for row in released if row not in going_on] + transition.ended.tolist()
+        going_on = set(outcome.survivors.tolist())
+        released = outcome.released.tolist()
+        through = [row for row in released if row not in going_on] + outcome.ended.tolist()
         self.account.answered |= {samples[row] for row in released if row in going_on}
         self.account.leave([samples[row] for row in through])
-        self.go_on(stream, run, transition)
+        self.go_on(stream, run, outcome)
 
     def done_by(self, stream: int, share: float) -> None:
         """The run of a stream is done, and about this share of its rows is sure enough."""
         sure, runs_on = self.random.random((2, len(self.running[stream].requests)))
         self.done(stream, sure < share, runs_on < 0.5 if self.setup.feedback else None)
 
-    def check_transition(
-        self, run: Run, transition: Transition, exited: Flags, runs_on: Flags | None
+    def check_outcome(
+        self, run: Run, outcome: Outcome, exited: Flags, runs_on: Flags | None
     ) -> None:
         samples = pairs(run)
         answered = np.array([sample in self.account.answered for sample in samples])
@@ -157,20 +157,20 @@ class CheckedScheduler(RuleBasedStateMachine):
             if runs_on is not None:
                 staying |= released & runs_on
         expected = [released, dropped, staying, ended]
-        found = [transition.released, transition.dropped, transition.survivors, transition.ended]
+        found = [outcome.released, outcome.given_up, outcome.survivors, outcome.ended]
         assert [f.tolist() for f in found] == [np.flatnonzero(e).tolist() for e in expected]
 
-    def go_on(self, stream: int, run: Run, transition: Transition) -> None:
-        rows = transition.survivors
+    def go_on(self, stream: int, run: Run, outcome: Outcome) -> None:
+        rows = outcome.survivors
         survivors = [pairs(run)[row] for row in rows]
-        if transition.buffered is not None:
-            assert transition.buffered not in self.numbers, "a number was given again"
-            self.numbers.add(transition.buffered)
+        if outcome.buffered is not None:
+            assert outcome.buffered not in self.numbers, "a number was given again"
+            self.numbers.add(outcome.buffered)
             place = "interrupted" if stream in self.failed_on else "buffered"
-            self.account.keep(transition.buffered, dict(enumerate(survivors)), place)
+            self.account.keep(outcome.buffered, dict(enumerate(survivors)), place)
             if stream in self.failed_on:  # it goes on alone, on a stream that holds its next stage
-                self.lost_before[transition.buffered] = self.losses[stream]
-                self.failed_before[transition.buffered] = self.failed_on[stream]
+                self.lost_before[outcome.buffered] = self.losses[stream]
+                self.failed_before[outcome.buffered] = self.failed_on[stream]
             if self.placements:
                 assert place == "buffered" or not self.may_stay(stream, run.plan, run.stage + 1)
         elif survivors:

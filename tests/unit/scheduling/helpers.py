@@ -9,15 +9,21 @@ from numpy.typing import NDArray
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
+    DropCause,
+    Dropped,
     Latencies,
     ModelScheduler,
     OperatingPoint,
     OperatingPoints,
+    Outcome,
     ParallelLimit,
     Placement,
     Run,
     SampleQueue,
+    SchedulerFullError,
+    Submission,
 )
+from offramp.engine.scheduling.base import Decision, RowSet
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler
 
 STAGES = 3
@@ -43,6 +49,68 @@ def points_of(latencies: Latencies, agreements: Sequence[float] | None = None) -
     )
 
 
+class Watched(ModelScheduler):
+    """A scheduler that keeps what its outcomes report until a test asks for it."""
+
+    def __init__(self, made: ModelScheduler) -> None:
+        self.__dict__.update(made.__dict__)
+        self._seen_dropped: list[Dropped] = []
+        self._seen_lost: list[RowSet] = []
+        self._seen_discarded: list[int] = []
+
+    def take_dropped(self) -> list[Dropped]:
+        """Samples dropped since the last call."""
+        seen, self._seen_dropped = self._seen_dropped, []
+        return seen
+
+    def take_lost(self) -> list[RowSet]:
+        """Samples lost since the last call."""
+        seen, self._seen_lost = self._seen_lost, []
+        return seen
+
+    def take_discarded(self) -> list[int]:
+        """Numbers discarded since the last call."""
+        seen, self._seen_discarded = self._seen_discarded, []
+        return seen
+
+    def submit(self, submission: Submission, now_s: float) -> Outcome:
+        try:
+            return self._see(super().submit(submission, now_s))
+        except SchedulerFullError as error:
+            self._see(error.outcome)
+            raise
+
+    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> Outcome:
+        return self._see(super().cancel(request, cause))
+
+    def next(self, stream: int, now_s: float) -> Decision:
+        decision = super().next(stream, now_s)
+        for outcome in decision.outcomes:
+            self._see(outcome)
+        return decision
+
+    def update(
+        self,
+        stream: int,
+        exited: NDArray[np.bool_],
+        now_s: float,
+        runs_on: NDArray[np.bool_] | None = None,
+    ) -> Outcome:
+        return self._see(super().update(stream, exited, now_s, runs_on))
+
+    def failed(self, stream: int, now_s: float) -> Outcome:
+        return self._see(super().failed(stream, now_s))
+
+    def interrupted(self, stream: int, now_s: float) -> Outcome:
+        return self._see(super().interrupted(stream, now_s))
+
+    def _see(self, outcome: Outcome) -> Outcome:
+        self._seen_dropped += outcome.dropped
+        self._seen_lost += outcome.lost
+        self._seen_discarded += outcome.discarded
+        return outcome
+
+
 def scheduler(
     policy: str = "run-through",
     *,
@@ -52,9 +120,9 @@ def scheduler(
     streams: int = 1,
     parallel: ParallelLimit | None = None,
     placement: Placement | None = None,
-) -> ModelScheduler:
+) -> Watched:
     latencies = latencies or table(first_s=0.25, more_s=0.0)
-    return make_scheduler(
+    made = make_scheduler(
         PolicyName.parse(policy),
         points_of(latencies),
         max_batch_size=latencies.max_batch_size,
@@ -64,6 +132,7 @@ def scheduler(
         parallel=parallel,
         placement=placement,
     )
+    return Watched(made)
 
 
 def started(decision: object) -> Run:

@@ -124,7 +124,7 @@ class SchedulerMachine(CheckedScheduler):
         alone = len({request for request, _ in pairs(run)}) == 1
         in_vain = not self.s._in_flight.failures.allows_try(waiting=True)
         if interrupted:  # once too often
-            assert self.s.interrupted(stream, self.now) is None
+            assert self.s.interrupted(stream, self.now).buffered is None
         else:
             self.s.failed(stream, self.now)
         lost = [sample for sample in pairs(run) if sample in self.account.answered]
@@ -169,7 +169,7 @@ class SchedulerMachine(CheckedScheduler):
             return
         run = self.running.pop(stream)
         self.before.pop(stream, None)
-        number = self.s.interrupted(stream, self.now)
+        number = self.s.interrupted(stream, self.now).buffered
         samples = pairs(run)
         lost = [sample for sample in samples if self.account.gives_up(sample, self.now)]
         told = Counter({item.request: item.count for item in self.s.take_dropped()})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.unit.scheduling.helpers import none_exit, points_of, scheduler, started, table
+from tests.unit.scheduling.helpers import Watched, none_exit, points_of, scheduler, started, table
 
 from offramp.engine.scheduling import (
     DropCause,
@@ -48,7 +48,7 @@ def simulated(policy: str, times_capacity: float, *, seconds: float = 3.0) -> Ou
         duration_s=seconds,
     )
     points = points_of(TABLE)
-    made = make_scheduler(PolicyName.parse(policy), points, max_batch_size=16)
+    made = Watched(make_scheduler(PolicyName.parse(policy), points, max_batch_size=16))
     return simulate(BEHAVIOUR, made, TABLE.profiled_s, load, streams=1)
 
 
@@ -181,7 +181,7 @@ def test_who_was_withdrawn_is_no_sign_of_overload() -> None:
     run = started(made.next(0, 0.0))
     for number in range(4):
         made.cancel(number)
-    made.done(0, none_exit(run), 0.1)
+    made.update(0, none_exit(run), 0.1)
     assert made.take_dropped()
     assert not made.overloaded
 
@@ -192,6 +192,6 @@ def test_who_expires_is_one_wherever_it_was() -> None:
     waiting.next(0, 2.0)
     running = scheduler()
     running.submit(Submission(0, 1, 1.0), 0.0)
-    running.done(0, none_exit(started(running.next(0, 0.0))), 2.0)
+    running.update(0, none_exit(started(running.next(0, 0.0))), 2.0)
     assert waiting.overloaded
     assert running.overloaded

@@ -37,14 +37,14 @@ def test_survivors_run_through_on_their_stream(policy: str) -> None:
     s.submit(Submission(1, 3), 0.0)
     s.submit(Submission(2, 1), 0.0)
     first = started(s.next(0, 0.0))
-    transition = s.done(0, np.array([False, True, False, False]), 1.0)
-    assert transition.released.tolist() == [1]
-    assert transition.survivors.tolist() == [0, 2, 3]
-    assert transition.buffered is None
+    outcome = s.update(0, np.array([False, True, False, False]), 1.0)
+    assert outcome.released.tolist() == [1]
+    assert outcome.survivors.tolist() == [0, 2, 3]
+    assert outcome.buffered is None
     second = started(s.next(0, 1.0))
     assert (second.batch, second.stage) == (first.batch, 1)
     assert pairs(second) == [(1, 0), (1, 2), (2, 0)]
-    s.done(0, all_exit(second), 2.0)
+    s.update(0, all_exit(second), 2.0)
     assert isinstance(s.next(0, 2.0), Idle)
     assert (s.queued, s.in_flight) == (0, 0)
 
@@ -93,7 +93,7 @@ def test_requests_without_a_deadline_are_not_overtaken_for_ever() -> None:
         now_s = number * 0.25
         s.submit(Submission(number, 1, now_s + 0.375), now_s)
         order += started(s.next(0, now_s)).requests.tolist()
-        s.done(0, np.ones(1, np.bool_), now_s)
+        s.update(0, np.ones(1, np.bool_), now_s)
     assert order == [1, 2, 0, 3, 4, 5, 6, 7]
 
 
@@ -102,8 +102,8 @@ def test_expired_between_stages_leaves_its_mates_alone() -> None:
     s.submit(Submission(1, 1, 0.5), 0.0)
     s.submit(Submission(2, 1), 0.0)
     run = started(s.next(0, 0.0))
-    transition = s.done(0, none_exit(run), 0.5)
-    assert (transition.dropped.tolist(), transition.survivors.tolist()) == ([0], [1])
+    outcome = s.update(0, none_exit(run), 0.5)
+    assert (outcome.given_up.tolist(), outcome.survivors.tolist()) == ([0], [1])
     assert s.take_dropped() == [Dropped(1, 1, DropCause.EXPIRED)]
     assert pairs(started(s.next(0, 0.5))) == [(2, 0)]
 
@@ -112,7 +112,7 @@ def test_an_answer_that_is_there_is_released_though_its_deadline_passed() -> Non
     s = scheduler()
     s.submit(Submission(1, 1, 5.0), 0.0)
     run = started(s.next(0, 0.0))
-    assert s.done(0, all_exit(run), 6.0).released.tolist() == [0]
+    assert s.update(0, all_exit(run), 6.0).released.tolist() == [0]
     assert s.take_dropped() == []
 
 
@@ -123,7 +123,7 @@ def test_a_cancelled_request_leaves_queue_and_batch() -> None:
     run = started(s.next(0, 0.0))
     s.cancel(1)
     assert s.take_dropped() == [Dropped(1, 2, DropCause.CANCELLED)]
-    s.done(0, none_exit(run), 1.0)
+    s.update(0, none_exit(run), 1.0)
     assert s.take_dropped() == [Dropped(1, 4, DropCause.CANCELLED)]
     assert pairs(started(s.next(0, 1.0))) == [(2, 0)]
 
@@ -134,7 +134,7 @@ def test_a_cancelled_request_leaves_a_batch_that_it_shares() -> None:
     s.submit(Submission(2, 1), 0.0)
     run = started(s.next(0, 0.0))
     s.cancel(1)
-    s.done(0, none_exit(run), 1.0)
+    s.update(0, none_exit(run), 1.0)
     assert s.take_dropped() == [Dropped(1, 1, DropCause.CANCELLED)]
     assert pairs(started(s.next(0, 1.0))) == [(2, 0)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.scheduling.helpers import all_exit, scheduler, table
 
-from offramp.engine.scheduling import Assignment, DeviceScheduler, Idle, Submission, Wait
+from offramp.engine.scheduling import DeviceScheduler, Idle, Run, Submission, Wait
 
 
 class Device:
@@ -41,7 +41,7 @@ class Device:
         got = []
         for stream in list(self.idle):
             task = self.scheduler.next(stream, self.now_s)
-            if isinstance(task, Assignment):
+            if isinstance(task, Run):
                 self.idle.remove(stream)
                 end_s = self.now_s + self.lasts_s[task.model]
                 heapq.heappush(self.ends, (end_s, stream, task.model))
@@ -51,8 +51,8 @@ class Device:
     def finish(self) -> None:
         """Go on to the next end of a run."""
         self.now_s, stream, name = heapq.heappop(self.ends)
-        transition = self.scheduler.done(stream, np.ones(1, np.bool_), self.now_s)
-        assert transition.released.tolist() == [0]
+        outcome = self.scheduler.update(stream, np.ones(1, np.bool_), self.now_s)
+        assert outcome.released.tolist() == [0]
         self.used_s[name] += self.lasts_s[name]
         self.idle.append(stream)
 
@@ -113,11 +113,9 @@ def test_a_batch_goes_on_to_its_end_and_its_stages_are_charged() -> None:
     seen = []
     for now_s in range(6):
         task = device.next(0, float(now_s))
-        assert isinstance(task, Assignment)
-        seen.append((task.model, task.run.stage))
-        device.done(
-            0, all_exit(task.run) if task.run.stage == 2 else ~all_exit(task.run), now_s + 1
-        )
+        assert isinstance(task, Run)
+        seen.append((task.model, task.stage))
+        device.update(0, all_exit(task) if task.stage == 2 else ~all_exit(task), now_s + 1)
     assert seen == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
 
 
@@ -147,7 +145,7 @@ def test_a_stream_waits_for_the_model_that_is_ready_first() -> None:
     assert device.next(0, 1.0) == Wait(3.0)
     assert device.waiting
     device.flush()
-    assert isinstance(device.next(0, 1.0), Assignment)
+    assert isinstance(device.next(0, 1.0), Run)
 
 
 def test_a_model_with_nothing_ready_leaves_the_device_to_others() -> None:
@@ -156,7 +154,7 @@ def test_a_model_with_nothing_ready_leaves_the_device_to_others() -> None:
     device.submit("a", Submission(1), 0.0)
     device.submit("b", Submission(1), 0.0)
     task = device.next(0, 0.0)
-    assert isinstance(task, Assignment)
+    assert isinstance(task, Run)
     assert task.model == "b"
 
 
@@ -167,18 +165,18 @@ def test_a_suspended_stream_is_out_of_service_for_every_model() -> None:
     for name in made:
         device.submit(name, Submission(1), 0.0)
         task = device.next(0, 0.0)
-        assert isinstance(task, Assignment)
+        assert isinstance(task, Run)
         device.failed(0, 0.0)
         again = device.next(0, 0.0)  # alone, and so on the stream that it failed on
-        assert isinstance(again, Assignment)
+        assert isinstance(again, Run)
         assert again.model == name
-        device.done(0, np.ones(1, np.bool_), 0.0)
+        device.update(0, np.ones(1, np.bool_), 0.0)
     device.resume(1)
     device.submit("a", Submission(2), 0.0)
-    assert isinstance(device.next(0, 0.0), Assignment)
+    assert isinstance(device.next(0, 0.0), Run)
     device.failed(0, 0.0)
     assert isinstance(device.next(0, 0.0), Idle)
-    assert isinstance(device.next(1, 0.0), Assignment)
+    assert isinstance(device.next(1, 0.0), Run)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
@@ -209,27 +207,27 @@ def test_a_model_that_is_added_finds_streams_as_they_are() -> None:
     device.submit("b", Submission(1), 0.0)
     assert device.next(0, 0.0) == Wait(5.0)
     device.flush("b")
-    assert isinstance(device.next(0, 0.0), Assignment)
+    assert isinstance(device.next(0, 0.0), Run)
     device.add("c", scheduler(streams=3, max_delay_s=5.0))
     device.submit("c", Submission(1), 0.0)
     assert device.next(2, 0.0) == Wait(5.0)
     device.flush()
     device.add("d", later)
     device.submit("d", Submission(1), 0.0)
-    assert isinstance(device.next(2, 0.0), Assignment)
+    assert isinstance(device.next(2, 0.0), Run)
 
 
 def test_a_model_is_removed_once_no_batch_of_it_is_on_a_stream() -> None:
     device = DeviceScheduler({"a": scheduler(), "b": scheduler()})
     device.submit("a", Submission(1), 0.0)
-    assert isinstance(device.next(0, 0.0), Assignment)
+    assert isinstance(device.next(0, 0.0), Run)
     assert (device.runs("a"), device.runs("b")) == (True, False)
     with pytest.raises(AssertionError, match="a batch of a is on a stream"):
         device.remove("a")
-    device.done(0, np.ones(1, np.bool_), 1.0)
+    device.update(0, np.ones(1, np.bool_), 1.0)
     device.remove("a")
     assert not device.waiting
     device.submit("b", Submission(2), 1.0)
     task = device.next(0, 1.0)
-    assert isinstance(task, Assignment)
+    assert isinstance(task, Run)
     assert task.model == "b"

@@ -6,13 +6,12 @@ import heapq
 
 import numpy as np
 import pytest
-from tests.unit.scheduling.helpers import all_exit, pairs, scheduler, started, table
+from tests.unit.scheduling.helpers import Watched, all_exit, pairs, scheduler, started, table
 
 from offramp.engine.scheduling import (
     DropCause,
     Dropped,
     Idle,
-    ModelScheduler,
     Run,
     Submission,
     Wait,
@@ -23,14 +22,14 @@ from offramp.engine.scheduling.queue import PATIENCE_S
 SIZE = 16
 
 
-def runs_until_done(s: ModelScheduler, bad: set[int]) -> list[list[int]]:
+def runs_until_done(s: Watched, bad: set[int]) -> list[list[int]]:
     """Serve what waits; the requests of each run, of which those with a bad one fail."""
     seen: list[list[int]] = []
     while isinstance(run := s.next(0, 0.0), Run):
         requests = run.requests.tolist()
         seen.append(requests)
         if bad.isdisjoint(requests):
-            s.done(0, all_exit(run), 0.0)
+            s.update(0, all_exit(run), 0.0)
         else:
             s.failed(0, 0.0)
     return seen
@@ -58,7 +57,7 @@ def test_rows_of_a_request_stay_together_and_the_others_in_order() -> None:
     for half in halves:
         run = started(s.next(0, 0.0))
         assert pairs(run) == half
-        s.done(0, all_exit(run), 0.0)
+        s.update(0, all_exit(run), 0.0)
 
 
 def test_a_request_that_failed_alone_waits_for_all_others_but_not_for_ever() -> None:
@@ -70,7 +69,7 @@ def test_a_request_that_failed_alone_waits_for_all_others_but_not_for_ever() -> 
         s.submit(Submission(request), 0.0)
     run = started(s.next(0, 0.0))
     assert pairs(run) == [(2, 0)]
-    s.done(0, all_exit(run), 0.5 * PATIENCE_S)
+    s.update(0, all_exit(run), 0.5 * PATIENCE_S)
     run = started(s.next(0, PATIENCE_S))
     assert pairs(run) == [(1, 0)]
     s.failed(0, PATIENCE_S)
@@ -102,7 +101,7 @@ def test_second_tries_that_are_in_vain_become_rare() -> None:
         s.failed(0, 0.0)
     assert [item.request for item in s.take_dropped()] == [4, 5]
     assert pairs(started(s.next(0, 0.0))) == [(3, 0)]
-    s.done(0, np.ones(1, np.bool_), 0.0)  # it succeeds: the next ones are worth it again
+    s.update(0, np.ones(1, np.bool_), 0.0)  # it succeeds: the next ones are worth it again
     for request in (6, 7):
         s.submit(Submission(request), 0.0)
     assert runs_until_done(s, {6, 7}) == [[6], [7], [6], [7]]
@@ -174,7 +173,7 @@ class _Load:
             self.s.failed(stream, now_s)
             self.s.take_dropped()
             return
-        self.s.done(stream, all_exit(run), now_s)
+        self.s.update(stream, all_exit(run), now_s)
         for request in run.requests.tolist():
             if request not in self.others:
                 self.answered += 1

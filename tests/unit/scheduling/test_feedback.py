@@ -5,16 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.unit.scheduling.helpers import all_exit, none_exit, pairs, scheduler, started, table
+from tests.unit.scheduling.helpers import (
+    Watched,
+    all_exit,
+    none_exit,
+    pairs,
+    scheduler,
+    started,
+    table,
+)
 
 from offramp.engine.scheduling import (
     DropCause,
     Dropped,
     Idle,
     ModelScheduler,
+    Outcome,
     ParallelLimit,
     Submission,
-    Transition,
 )
 from offramp.engine.scheduling.base import RowSet
 
@@ -26,17 +34,17 @@ def flags(text: str) -> NDArray[np.bool_]:
     return np.array([letter == "x" for letter in text])
 
 
-def fates(transition: Transition) -> tuple[list[int], list[int], list[int], list[int]]:
+def fates(outcome: Outcome) -> tuple[list[int], list[int], list[int], list[int]]:
     """Released, dropped, survivors, ended."""
     return (
-        transition.released.tolist(),
-        transition.dropped.tolist(),
-        transition.survivors.tolist(),
-        transition.ended.tolist(),
+        outcome.released.tolist(),
+        outcome.given_up.tolist(),
+        outcome.survivors.tolist(),
+        outcome.ended.tolist(),
     )
 
 
-def lost(s: ModelScheduler) -> list[tuple[int, int, int, bool]]:
+def lost(s: Watched) -> list[tuple[int, int, int, bool]]:
     """Request, row, sample id and whether it was answered, of all that were lost."""
     told: list[tuple[int, int, int, bool]] = []
     for samples in s.take_lost():
@@ -52,7 +60,7 @@ def after_the_first_stage(
     s = scheduler(policy)
     s.submit(Submission(1, len(exited), deadline_s), 0.0)
     started(s.next(0, 0.0))
-    s.done(0, flags(exited), 0.25, flags(runs_on))
+    s.update(0, flags(exited), 0.25, flags(runs_on))
     return s
 
 
@@ -63,17 +71,17 @@ def test_a_row_that_runs_on_is_released_once_and_ends_at_the_last_stage() -> Non
     s = scheduler()
     s.submit(Submission(1, 4), 0.0)
     started(s.next(0, 0.0))
-    transition = s.done(0, flags("xx.."), 0.25, flags("x..x"))
-    assert fates(transition) == ([0, 1], [], [0, 2, 3], [])
+    outcome = s.update(0, flags("xx.."), 0.25, flags("x..x"))
+    assert fates(outcome) == ([0, 1], [], [0, 2, 3], [])
     assert (s.in_flight, s.auditing) == (2, 1)
     run = started(s.next(0, 0.25))
     assert (run.stage, pairs(run)) == (1, [(1, 0), (1, 2), (1, 3)])
     # Row 0 has its answer: whether it is sure here too, or would run on, changes nothing.
-    assert fates(s.done(0, flags("x.x"), 0.5, flags("..."))) == ([2], [], [0, 1], [])
+    assert fates(s.update(0, flags("x.x"), 0.5, flags("..."))) == ([2], [], [0, 1], [])
     assert (s.in_flight, s.auditing) == (1, 1)
     run = started(s.next(0, 0.5))
     assert (run.stage, pairs(run)) == (2, [(1, 0), (1, 2)])
-    assert fates(s.done(0, flags("xx"), 0.75, flags("xx"))) == ([1], [], [], [0])
+    assert fates(s.update(0, flags("xx"), 0.75, flags("xx"))) == ([1], [], [], [0])
     assert (s.in_flight, s.auditing, s.busy) == (0, 0, False)
     assert (lost(s), s.take_dropped()) == ([], [])
 
@@ -82,9 +90,9 @@ def test_a_batch_goes_on_though_nobody_waits_for_it() -> None:
     s = after_the_first_stage("xx", "xx")
     assert (s.in_flight, s.auditing, s.busy) == (0, 2, True)
     assert started(s.next(0, 0.25)).stage == 1
-    assert fates(s.done(0, flags(".."), 0.5, flags(".."))) == ([], [], [0, 1], [])
+    assert fates(s.update(0, flags(".."), 0.5, flags(".."))) == ([], [], [0, 1], [])
     assert started(s.next(0, 0.5)).stage == 2
-    assert fates(s.done(0, flags(".."), 0.75, flags(".."))) == ([], [], [], [0, 1])
+    assert fates(s.update(0, flags(".."), 0.75, flags(".."))) == ([], [], [], [0, 1])
     assert not s.busy
 
 
@@ -95,7 +103,7 @@ def test_where_nobody_is_to_run_on_whoever_is_released_leaves(
     s = scheduler()
     s.submit(Submission(1, 4), 0.0)
     started(s.next(0, 0.0))
-    assert fates(s.done(0, flags("x.x."), 0.25, runs_on)) == ([0, 2], [], [1, 3], [])
+    assert fates(s.update(0, flags("x.x."), 0.25, runs_on)) == ([0, 2], [], [1, 3], [])
     assert (s.in_flight, s.auditing) == (2, 0)
 
 
@@ -109,12 +117,12 @@ def test_an_answered_row_has_no_deadline_any_more() -> None:
     s = after_the_first_stage("x..", "x..", deadline_s=1.0)
     run = started(s.next(0, 0.25))
     # At 1.0 all three are late: the one that is sure enough is answered all the same.
-    assert fates(s.done(0, flags("..x"), 1.0, flags("..x"))) == ([2], [1], [0, 2], [])
+    assert fates(s.update(0, flags("..x"), 1.0, flags("..x"))) == ([2], [1], [0, 2], [])
     assert s.take_dropped() == [Dropped(1, 1, DropCause.EXPIRED)]
     assert lost(s) == [(1, 1, 1, False)]
     run = started(s.next(0, 1.0))
     assert pairs(run) == [(1, 0), (1, 2)]
-    assert fates(s.done(0, none_exit(run), 9.0, none_exit(run))) == ([], [], [], [0, 1])
+    assert fates(s.update(0, none_exit(run), 9.0, none_exit(run))) == ([], [], [], [0, 1])
 
 
 def test_a_cancel_leaves_answered_rows_alone() -> None:
@@ -122,16 +130,16 @@ def test_a_cancel_leaves_answered_rows_alone() -> None:
     s.submit(Submission(1, 3), 0.0)
     s.submit(Submission(2, 1), 0.0)
     started(s.next(0, 0.0))
-    s.done(0, flags("x..."), 0.25, flags("x..."))
+    s.update(0, flags("x..."), 0.25, flags("x..."))
     started(s.next(0, 0.25))
     s.cancel(1)
     # Row 1 becomes sure in the stage during which its caller left.
-    assert fates(s.done(0, flags(".x.."), 0.5, flags(".x.."))) == ([1], [2], [0, 1, 3], [])
+    assert fates(s.update(0, flags(".x.."), 0.5, flags(".x.."))) == ([1], [2], [0, 1, 3], [])
     assert s.take_dropped() == [Dropped(1, 1, DropCause.CANCELLED)]
     assert lost(s) == [(1, 2, 2, False)]
     s.cancel(1)
     assert pairs(started(s.next(0, 0.5))) == [(1, 0), (1, 1), (2, 0)]
-    assert fates(s.done(0, flags("..."), 0.75, flags("..."))) == ([2], [], [], [0, 1])
+    assert fates(s.update(0, flags("..."), 0.75, flags("..."))) == ([2], [], [], [0, 1])
     assert (lost(s), s.take_dropped()) == ([], [])
 
 
@@ -140,10 +148,10 @@ def test_answered_rows_still_count_as_rows_of_the_batch() -> None:
     s = scheduler(streams=2, parallel=ParallelLimit(4, fixed=2))
     s.submit(Submission(1, 8), 0.0)
     started(s.next(0, 0.0))
-    s.done(0, flags("xxx."), 0.25, flags("x..."))
+    s.update(0, flags("xxx."), 0.25, flags("x..."))
     assert isinstance(s.next(1, 0.25), Idle)
     started(s.next(0, 0.25))
-    s.done(0, flags(".x"), 0.5, flags(".."))
+    s.update(0, flags(".x"), 0.5, flags(".."))
     assert pairs(started(s.next(1, 0.5))) == [(1, 4), (1, 5), (1, 6), (1, 7)]
 
 
@@ -152,13 +160,13 @@ def test_a_late_answer_is_counted_once() -> None:
     s = scheduler("delay", parallel=limit)
     s.submit(Submission(1, 2, deadline_s=1.0), 0.0)
     started(s.next(0, 0.0))
-    s.done(0, flags("x."), 0.5, flags("x."))  # in time
+    s.update(0, flags("x."), 0.5, flags("x."))  # in time
     assert (limit._seen, limit._late) == (1, 0)
     started(s.next(0, 0.5))
-    s.done(0, flags(".x"), 2.0, flags(".x"))  # late
+    s.update(0, flags(".x"), 2.0, flags(".x"))  # late
     assert (limit._seen, limit._late) == (2, 1)
     started(s.next(0, 2.0))
-    s.done(0, flags("xx"), 3.0, flags("xx"))  # neither is answered here
+    s.update(0, flags("xx"), 3.0, flags("xx"))  # neither is answered here
     assert (limit._seen, limit._late) == (2, 1)
 
 
@@ -208,7 +216,7 @@ def test_what_fails_a_second_time_is_lost_and_its_answered_rows_too() -> None:
     s.failed(0, 0.25)
     assert lost(s) == []  # all are tried again
     started(s.next(0, 0.25))
-    s.done(0, flags(".x."), 0.5, flags(".x."))
+    s.update(0, flags(".x."), 0.5, flags(".x."))
     started(s.next(0, 0.5))
     s.failed(0, 0.75)
     assert s.take_dropped() == [Dropped(1, 2, DropCause.FAILED)]
@@ -238,16 +246,16 @@ def test_samples_are_numbered_in_the_order_in_which_they_start() -> None:
     assert first.sample_ids.tolist() == [0, 1, 2, 3]
     assert pairs(second) == [(1, 2), (1, 3), (1, 4)]
     assert second.sample_ids.tolist() == [4, 5, 6]
-    s.done(0, flags("x.x."), 0.25)
+    s.update(0, flags("x.x."), 0.25)
     assert started(s.next(0, 0.25)).sample_ids.tolist() == [1, 3]
     s.failed(0, 0.25)
-    s.done(1, all_exit(second), 0.25)
+    s.update(1, all_exit(second), 0.25)
     s.submit(Submission(3, 1), 0.25)
     # The two requests are tried again one by one, where they did not fail; then comes what is new.
     for request, sample_id in ((2, 1), (1, 3), (3, 7)):
         again = started(s.next(1, 0.25))
         assert (again.requests.tolist(), again.sample_ids.tolist()) == ([request], [sample_id])
-        s.done(1, all_exit(again), 0.25)
+        s.update(1, all_exit(again), 0.25)
 
 
 def test_what_never_started_is_not_lost() -> None:
@@ -289,13 +297,13 @@ def test_answered_rows_wait_at_a_split_with_the_others(policy: str) -> None:
     s = scheduler(policy)
     s.submit(Submission(1, 4), 0.0)
     first = started(s.next(0, 0.0))
-    transition = s.done(0, flags("xx.."), 0.25, flags("x..."))
-    assert fates(transition) == ([0, 1], [], [0, 2, 3], [])
-    assert transition.buffered == first.batch
+    outcome = s.update(0, flags("xx.."), 0.25, flags("x..."))
+    assert fates(outcome) == ([0, 1], [], [0, 2, 3], [])
+    assert outcome.buffered == first.batch
     assert (s.in_flight, s.auditing) == (2, 1)
     s.submit(Submission(2, 2), 0.25)
     second = started(s.next(0, 0.25))
-    assert s.done(0, flags("xx"), 0.5, flags("x.")).buffered == second.batch
+    assert s.update(0, flags("xx"), 0.5, flags("x.")).buffered == second.batch
     merged = started(s.next(0, 0.5))
     assert (merged.stage, pairs(merged)) == (1, [(1, 0), (1, 2), (1, 3), (2, 0)])
     assert merged.sample_ids.tolist() == [0, 2, 3, 4]
@@ -303,8 +311,8 @@ def test_answered_rows_wait_at_a_split_with_the_others(policy: str) -> None:
         (first.batch, [0, 1, 2]),
         (second.batch, [0]),
     ]
-    transition = s.done(0, flags("xx.x"), 0.75, flags("...."))
-    assert fates(transition) == ([1], [], [0, 2, 3], [])
+    outcome = s.update(0, flags("xx.x"), 0.75, flags("...."))
+    assert fates(outcome) == ([1], [], [0, 2, 3], [])
 
 
 def test_a_batch_that_only_feedback_keeps_full_runs_on() -> None:
@@ -338,9 +346,9 @@ def test_answered_rows_at_a_split_go_on_when_there_is_nothing_else() -> None:
     assert (s.waiting, s.in_flight, s.auditing) == (True, 0, 1)
     run = started(s.next(0, 50.0))
     assert (run.stage, pairs(run), run.deepest) == (1, [(1, 0)], 2)
-    assert s.done(0, flags("."), 50.25, flags(".")).buffered is not None
+    assert s.update(0, flags("."), 50.25, flags(".")).buffered is not None
     assert started(s.next(0, 50.25)).stage == 2
-    assert fates(s.done(0, flags("."), 50.5, flags("."))) == ([], [], [], [0])
+    assert fates(s.update(0, flags("."), 50.5, flags("."))) == ([], [], [], [0])
     assert s.take_dropped() == []
 
 
@@ -354,10 +362,10 @@ def test_feedback_ends_where_the_batch_must_not_go_deeper(policy: str, deadline_
     s.submit(Submission(1, 4, deadline_s), 0.0)
     run = started(s.next(0, 0.0))
     assert (run.deepest, len(run.requests)) == (1, 4)
-    assert fates(s.done(0, flags("xx.."), 1.0, flags("x.x."))) == ([0, 1], [], [0, 2, 3], [])
+    assert fates(s.update(0, flags("xx.."), 1.0, flags("x.x."))) == ([0, 1], [], [0, 2, 3], [])
     assert started(s.next(0, 1.0)).stage == 1
     # Row 1 here is not sure and is forced to leave; nobody can run on from here.
-    assert fates(s.done(0, flags("..x"), 2.0, flags("xxx"))) == ([1, 2], [], [], [0])
+    assert fates(s.update(0, flags("..x"), 2.0, flags("xxx"))) == ([1, 2], [], [], [0])
     assert (s.busy, lost(s)) == (False, [])
 
 
@@ -365,5 +373,5 @@ def test_at_a_forced_first_exit_there_is_no_feedback() -> None:
     s = scheduler("fixed:0")
     s.submit(Submission(1, 2), 0.0)
     assert started(s.next(0, 0.0)).deepest == 0
-    assert fates(s.done(0, flags("x."), 0.25, flags("xx"))) == ([0, 1], [], [], [])
+    assert fates(s.update(0, flags("x."), 0.25, flags("xx"))) == ([0, 1], [], [], [])
     assert (s.busy, s.auditing) == (False, 0)

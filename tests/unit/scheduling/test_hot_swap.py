@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.unit.scheduling.helpers import (
     SIZE,
+    Watched,
     all_exit,
     none_exit,
     pairs,
@@ -17,17 +18,16 @@ from tests.unit.scheduling.helpers import (
 )
 
 from offramp.engine.scheduling import (
-    Assignment,
     DeviceScheduler,
     DropCause,
     Dropped,
     Idle,
     ModelScheduler,
+    Outcome,
     ParallelLimit,
     Run,
     SchedulerFullError,
     Submission,
-    Transition,
     Wait,
 )
 from offramp.engine.scheduling.policies import PolicyName, make_policy
@@ -41,18 +41,18 @@ def first(policy: str = "run-through", **options: object) -> ModelScheduler:
 
 
 def hot_swap(
-    s: ModelScheduler, plan: int, stages: int, policy: str = "run-through", streams: int = 1
+    s: Watched, plan: int, stages: int, policy: str = "run-through", streams: int = 1
 ) -> None:
     latencies = table(stages, first_s=0.25, more_s=0.0)
     chosen = make_policy(PolicyName.parse(policy), points_of(latencies), SIZE, streams)
     s.hot_swap(plan, chosen, latencies)
 
 
-def nobody_exits(s: ModelScheduler, stream: int, run: Run, now_s: float = 0.0) -> Transition:
-    return s.done(stream, none_exit(run), now_s)
+def nobody_exits(s: Watched, stream: int, run: Run, now_s: float = 0.0) -> Outcome:
+    return s.update(stream, none_exit(run), now_s)
 
 
-def stages_of_a_batch(s: ModelScheduler, stream: int = 0) -> list[tuple[int, int]]:
+def stages_of_a_batch(s: Watched, stream: int = 0) -> list[tuple[int, int]]:
     """(plan, stage) of all that a stream runs for the batch that it has or is given."""
     seen = []
     while True:
@@ -107,23 +107,23 @@ def test_plans_are_forgotten_once_they_are_through() -> None:
     hot_swap(s, 1, 2)  # nothing ever starts under it
     hot_swap(s, 2, 2)
     assert s.plans == {0, 2}
-    s.done(0, all_exit(old), 0.0)
+    s.update(0, all_exit(old), 0.0)
     assert (s.take_dropped(), s.take_lost(), s.take_discarded()) == ([], [], [])
     assert s.plans == {2}
 
 
-def test_a_plan_is_kept_until_what_it_lost_was_told() -> None:
+def test_a_plan_is_forgotten_once_it_has_told_what_it_lost() -> None:
     s = first("refill")
     s.submit(Submission(1, 3), 0.0)
     run = started(s.next(0, 0.0))
-    number = s.done(0, np.array([True, False, False]), 0.0).buffered
+    number = s.update(0, np.array([True, False, False]), 0.0).buffered
     assert number == run.batch
     s.cancel(1)
     hot_swap(s, 1, 3, "refill")
     assert not s.busy
-    assert s.plans == {0, 1}
+    assert s.plans == {1}
     assert s.take_discarded() == [number]
-    assert s.plans == {0, 1}
+    assert s.plans == {1}
     assert s.take_dropped() == [Dropped(1, 2, DropCause.CANCELLED)]
     assert [samples.sample_ids.tolist() for samples in s.take_lost()] == [[1, 2]]
     assert s.take_discarded() == []
@@ -161,7 +161,7 @@ def test_what_is_left_of_the_oldest_plan_goes_first() -> None:
     order = [started(s.next(stream, 0.0)) for stream in range(3)]
     assert [(run.plan, run.stage) for run in order] == [(0, 1), (1, 1), (2, 1)]
     for stream in range(3):
-        s.done(stream, all_exit(order[stream]), 0.0)
+        s.update(stream, all_exit(order[stream]), 0.0)
     run = started(s.next(0, 0.0))
     assert (run.plan, run.stage, len(run.requests)) == (3, 0, SIZE)
 
@@ -238,14 +238,14 @@ def test_waiting_samples_keep_their_order_and_the_numbering_goes_on() -> None:
     s.submit(Submission(5, 2, deadline_s=7.0, batch_key="other"), 0.0)
     hot_swap(s, 1, 2)
     assert (s.queued, s.in_flight) == (7, 3)
-    s.done(0, all_exit(run), 0.0)
+    s.update(0, all_exit(run), 0.0)
     order, sample_ids = [], []
     while s.queued:
         run = started(s.next(0, 0.0))
         assert run.plan == 1
         order.append(pairs(run))
         sample_ids += run.sample_ids.tolist()
-        s.done(0, all_exit(run), 0.0)
+        s.update(0, all_exit(run), 0.0)
     assert order == [[(4, 0), (3, 0), (2, 0), (2, 1)], [(5, 0), (5, 1)], [(2, 2)]]
     assert sample_ids == [3, 4, 5, 6, 7, 8, 9]
 
@@ -309,12 +309,12 @@ def test_counts_are_those_of_all_plans() -> None:
     s.submit(Submission(2, 3), 0.0)
     new = started(s.next(1, 0.0))
     yes = np.array([True, True, False, False])
-    s.done(0, yes, 0.0, np.array([True, False, False, False]))
-    s.done(1, yes[1:], 0.0, yes[1:])
+    s.update(0, yes, 0.0, np.array([True, False, False, False]))
+    s.update(1, yes[1:], 0.0, yes[1:])
     assert (s.in_flight, s.auditing, s.queued) == (2 + 2, 1 + 1, 0)
     old, new = started(s.next(0, 0.0)), started(s.next(1, 0.0))
     assert [(run.plan, len(run.requests)) for run in (old, new)] == [(0, 3), (1, 3)]
-    assert s.done(1, none_exit(new), 0.0, none_exit(new)).ended.tolist() == [0]
+    assert s.update(1, none_exit(new), 0.0, none_exit(new)).ended.tolist() == [0]
     s.failed(0, 0.0)  # an answered row is lost, two are tried again
     assert [samples.sample_ids.tolist() for samples in s.take_lost()] == [[0]]
     assert (s.in_flight, s.auditing, s.retried, s.busy, s.waiting) == (2, 0, 2, True, True)
@@ -324,13 +324,13 @@ def test_feedback_of_an_old_plan_ends_at_its_own_last_stage() -> None:
     s = first()
     s.submit(Submission(1, 2), 0.0)
     run = started(s.next(0, 0.0))
-    s.done(0, all_exit(run), 0.0, all_exit(run))
+    s.update(0, all_exit(run), 0.0, all_exit(run))
     hot_swap(s, 1, 2)
     run = started(s.next(0, 0.0))
-    assert s.done(0, none_exit(run), 0.0, none_exit(run)).survivors.tolist() == [0, 1]
+    assert s.update(0, none_exit(run), 0.0, none_exit(run)).survivors.tolist() == [0, 1]
     run = started(s.next(0, 0.0))
     assert (run.plan, run.stage) == (0, 2)
-    assert s.done(0, none_exit(run), 0.0, none_exit(run)).ended.tolist() == [0, 1]
+    assert s.update(0, none_exit(run), 0.0, none_exit(run)).ended.tolist() == [0, 1]
 
 
 def test_suspended_streams_stay_suspended() -> None:
@@ -354,7 +354,7 @@ def test_streams_are_suspended_and_resumed_under_every_plan() -> None:
     s.suspend(1)
     again = started(s.next(0, 0.0))
     assert again.plan == 0
-    s.done(0, all_exit(again), 0.0)
+    s.update(0, all_exit(again), 0.0)
     s.submit(Submission(2, 1), 0.0)
     started(s.next(0, 0.0))
     hot_swap(s, 2, 2, streams=2)
@@ -384,7 +384,7 @@ def test_batches_of_all_plans_are_side_by_side_under_one_limit() -> None:
     hot_swap(s, 1, 2, streams=2)
     s.submit(Submission(2, 1), 0.0)
     assert isinstance(s.next(1, 0.0), Idle)
-    s.done(0, np.array([True, False]), 0.0)
+    s.update(0, np.array([True, False]), 0.0)
     assert started(s.next(1, 0.0)).plan == 1
     assert isinstance(started(s.next(0, 0.0)), Run)
     assert old.plan == 0
@@ -396,11 +396,11 @@ def test_every_plan_learns_from_its_own_batches() -> None:
     s.submit(Submission(1, 1), 0.0)
     run = started(s.next(0, 0.0))
     hot_swap(s, 1, 3)
-    s.done(0, all_exit(run), 1.0)  # 0.25 s were predicted: speed moves 1/32 of the way to 4
+    s.update(0, all_exit(run), 1.0)  # 0.25 s were predicted: speed moves 1/32 of the way to 4
     assert (old.speed, s.latencies.speed) == (1.0 + 3.0 / 32, 1.0)
     s.submit(Submission(2, 1), 1.0)
     run = started(s.next(0, 1.0))
-    s.done(0, all_exit(run), 1.5)
+    s.update(0, all_exit(run), 1.5)
     assert (old.speed, s.latencies.speed) == (1.0 + 3.0 / 32, 1.0 + 1.0 / 32)
 
 
@@ -444,7 +444,7 @@ def test_however_many_plans_there_were_few_are_remembered(policy: str) -> None:
     assert 1 <= largest <= 8
 
 
-def serve(s: ModelScheduler, stream: int, now_s: float, rng: np.random.Generator) -> None:
+def serve(s: Watched, stream: int, now_s: float, rng: np.random.Generator) -> None:
     """Run a stage, if there is one to run."""
     run = s.next(stream, now_s)
     if isinstance(run, Run):
@@ -452,7 +452,7 @@ def serve(s: ModelScheduler, stream: int, now_s: float, rng: np.random.Generator
         if rng.random() < 0.1:
             s.failed(stream, now_s)
         else:
-            s.done(stream, exited, now_s, runs_on)
+            s.update(stream, exited, now_s, runs_on)
 
 
 # On a device
@@ -463,18 +463,18 @@ def test_a_device_serves_the_plans_of_its_models() -> None:
     device = DeviceScheduler(made)
     device.submit("a", Submission(1, 2), 0.0)
     task = device.next(0, 0.0)
-    assert isinstance(task, Assignment)
+    assert isinstance(task, Run)
     device.submit("a", Submission(2, 1), 0.0)
-    hot_swap(device.model("a"), 1, 1)
-    transition = device.done(0, all_exit(task.run), 1.0, np.array([True, False]))
-    assert (transition.released.tolist(), transition.survivors.tolist()) == ([0, 1], [0])
+    hot_swap(made["a"], 1, 1)
+    outcome = device.update(0, all_exit(task), 1.0, np.array([True, False]))
+    assert (outcome.released.tolist(), outcome.survivors.tolist()) == ([0, 1], [0])
     seen = []
     for now_s in (1.0, 2.0, 3.0):
         task = device.next(0, now_s)
-        assert isinstance(task, Assignment)
-        seen.append((task.run.plan, task.run.stage, pairs(task.run)))
-        transition = device.done(0, none_exit(task.run), now_s + 1.0, none_exit(task.run))
+        assert isinstance(task, Run)
+        seen.append((task.plan, task.stage, pairs(task)))
+        outcome = device.update(0, none_exit(task), now_s + 1.0, none_exit(task))
     assert seen == [(0, 1, [(1, 0)]), (0, 2, [(1, 0)]), (1, 0, [(2, 0)])]
-    assert transition.released.tolist() == [0]
+    assert outcome.released.tolist() == [0]
     assert not device.waiting
     assert isinstance(device.next(0, 4.0), Idle)

@@ -6,9 +6,9 @@ from collections import deque
 
 import numpy as np
 import pytest
-from tests.unit.scheduling.helpers import scheduler, sizes, table
+from tests.unit.scheduling.helpers import Watched, scheduler, sizes, table
 
-from offramp.engine.scheduling import ModelScheduler, Run, SchedulerFullError, Submission
+from offramp.engine.scheduling import Run, SchedulerFullError, Submission
 
 REQUESTS = 20_000
 CAPACITY = 32
@@ -16,7 +16,7 @@ BOUND = 400
 """Of every container; a few times the capacity, and far below the number of requests."""
 
 
-def serve(s: ModelScheduler, now_s: float, rng: np.random.Generator) -> None:
+def serve(s: Watched, now_s: float, rng: np.random.Generator) -> None:
     """Run whatever a stream is given, a stage each."""
     for stream in range(2):
         run = s.next(stream, now_s)
@@ -25,7 +25,7 @@ def serve(s: ModelScheduler, now_s: float, rng: np.random.Generator) -> None:
                 s.failed(stream, now_s)
             else:
                 exited, runs_on = rng.random((2, len(run.requests))) < 0.5
-                s.done(stream, exited | (run.stage == 2), now_s, runs_on)
+                s.update(stream, exited | (run.stage == 2), now_s, runs_on)
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,5 @@ def test_full_batches_of_own_batch_key_leave_no_timers_behind() -> None:
         s.submit(Submission(2 * number, 1, batch_key=number), 0.0)
         s.submit(Submission(2 * number + 1, 3, batch_key=number), 0.0)
         assert isinstance(s.next(0, 0.0), Run)
-        s.done(0, np.ones(4, np.bool_), 0.0)
+        s.update(0, np.ones(4, np.bool_), 0.0)
     assert max(sizes(s).values()) <= BOUND, sizes(s)

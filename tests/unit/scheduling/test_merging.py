@@ -123,8 +123,8 @@ def test_survivors_of_two_batches_become_a_full_one() -> None:
     numbers = []
     for exited in ([True, False, True, False], [False, True, False, True]):
         started(s.next(0, 0.0))
-        transition = s.done(0, np.array(exited), 0.0)
-        numbers.append(transition.buffered)
+        outcome = s.update(0, np.array(exited), 0.0)
+        numbers.append(outcome.buffered)
     assert s.in_flight == 4
     merged = started(s.next(0, 0.0))
     assert (merged.stage, merged.deepest) == (1, 2)
@@ -134,7 +134,7 @@ def test_survivors_of_two_batches_become_a_full_one() -> None:
         (numbers[1], [0, 1]),
     ]
     assert s.take_discarded() == numbers
-    assert s.done(0, none_exit(merged), 0.0).buffered is None  # still full: it runs on
+    assert s.update(0, none_exit(merged), 0.0).buffered is None  # still full: it runs on
     assert (started(s.next(0, 0.0)).stage, s.in_flight) == (2, 4)
 
 
@@ -142,7 +142,7 @@ def test_what_expires_at_a_split_is_told_and_its_batch_discarded() -> None:
     s = scheduler("refill")
     s.submit(Submission(1, 2, 2.0), 0.0)
     run = started(s.next(0, 0.0))
-    buffered = s.done(0, none_exit(run), 1.0).buffered
+    buffered = s.update(0, none_exit(run), 1.0).buffered
     s.submit(Submission(2), 2.0)
     assert [(d.request, d.count, d.cause.value) for d in s.take_dropped()] == [(1, 2, "expired")]
     assert s.take_discarded() == [buffered]

@@ -55,8 +55,8 @@ def life(policy: str) -> str:
         else:
             run = running.pop(stream)
             exited = (random.random(len(run.requests)) < 0.3) | (run.stage == STAGES - 1)
-            found = s.done(stream, exited, now_s)
-            rows_of = (found.released, found.dropped, found.survivors, found.ended)
+            found = s.update(stream, exited, now_s)
+            rows_of = (found.released, found.given_up, found.survivors, found.ended)
             said.append(([rows.tolist() for rows in rows_of], found.buffered))
         said.append([(d.request, d.count, d.cause.value) for d in s.take_dropped()])
         said.append(s.take_discarded())

@@ -21,10 +21,10 @@ def test_a_batch_starts_beside_another_exactly_when_that_is_below_tau_b() -> Non
     s.submit(Submission(1, 8), 0.0)
     started(s.next(0, 0.0))
     assert isinstance(s.next(1, 0.0), Idle)
-    s.done(0, np.array([True, True, False, False]), 1.0)  # 2 rows are left: not below 2
+    s.update(0, np.array([True, True, False, False]), 1.0)  # 2 rows are left: not below 2
     assert isinstance(s.next(1, 1.0), Idle)
     started(s.next(0, 1.0))
-    s.done(0, np.array([True, False]), 2.0)
+    s.update(0, np.array([True, False]), 2.0)
     assert len(started(s.next(1, 2.0)).requests) == 4
 
 
@@ -89,14 +89,14 @@ def test_only_what_was_answered_says_whether_batches_hinder_each_other() -> None
     s.submit(Submission(2, 1, deadline_s=1.25), 0.0)
     s.submit(Submission(3, 1), 0.0)
     assert started(s.next(0, 0.0)).requests.tolist() == [1, 3, 2]
-    s.done(0, np.array([True, False, False]), 1.5)  # 1 has its answer late, 2 has none
+    s.update(0, np.array([True, False, False]), 1.5)  # 1 has its answer late, 2 has none
     assert (limit._seen, limit._late) == (1, 1)
     s.submit(Submission(5, 1, deadline_s=4.0), 3.0)
     s.submit(Submission(6, 1, deadline_s=9.0), 5.0)  # 5 expires in the queue
     started(s.next(0, 5.0))
-    s.done(0, np.array([True]), 6.0)  # 3 has no deadline
+    s.update(0, np.array([True]), 6.0)  # 3 has no deadline
     assert started(s.next(0, 6.0)).requests.tolist() == [6]
-    s.done(0, np.array([True]), 7.0)
+    s.update(0, np.array([True]), 7.0)
     assert (limit._seen, limit._late) == (2, 1)
 
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.scheduling.helpers import none_exit, pairs, points_of, scheduler, started, table
+from tests.unit.scheduling.helpers import (
+    Watched,
+    none_exit,
+    pairs,
+    points_of,
+    scheduler,
+    started,
+    table,
+)
 
 from offramp.engine.scheduling import (
     DeviceKind,
@@ -41,14 +49,14 @@ def placed(*streams: StreamPlacement, policy: str = "refill") -> ModelScheduler:
     return scheduler(policy, streams=len(streams), placement=placement(*streams))
 
 
-def submit(s: ModelScheduler, *requests: int, now_s: float = 0.0, **how: Any) -> None:
+def submit(s: Watched, *requests: int, now_s: float = 0.0, **how: Any) -> None:
     for request in requests:
         s.submit(Submission(request, **how), now_s)
 
 
-def finish(s: ModelScheduler, stream: int, run: Run, now_s: float) -> int | None:
+def finish(s: Watched, stream: int, run: Run, now_s: float) -> int | None:
     """Nobody was sure enough; the number of the buffered batch."""
-    return s.done(stream, none_exit(run), now_s).buffered
+    return s.update(stream, none_exit(run), now_s).buffered
 
 
 OWN = on([0, 1]), on([2])
@@ -135,7 +143,7 @@ def test_inside_its_split_a_batch_goes_on_until_empty_places_have_cost_what_merg
     submit(s, 0, 1, 2, 3)
     run = started(s.next(0, 0.0))
     one_leaves = np.array([True, False, False, False])
-    assert s.done(0, one_leaves, 0.25).buffered is None
+    assert s.update(0, one_leaves, 0.25).buffered is None
     for stage in (1, 2, 3, 4):
         run = started(s.next(0, 0.25 * stage))
         assert (run.stage, len(run.requests), run.pieces) == (stage, 3, ())
@@ -208,7 +216,7 @@ def test_a_kind_predicts_by_its_own_times_and_learns_nothing_from_another() -> N
     started(whole.next(1, 0.5))
     plan = whole._current.placed
     assert plan is not None
-    whole.done(1, np.ones(4, np.bool_), 2.5)  # four times as long as predicted
+    whole.update(1, np.ones(4, np.bool_), 2.5)  # four times as long as predicted
     assert plan.latencies["fast"].speed == 1.0
     assert plan.latencies["slow"].speed == pytest.approx(1 + 3 / 32)
     assert whole.latencies is plan.latencies["fast"], "of who starts what is new"
@@ -265,13 +273,13 @@ def test_a_straggler_gets_what_is_left_then_a_probe_now_and_then() -> None:
     started(s.next(2, 0.0))
     submit(s, 2)
     assert started(s.next(1, 0.0)).stage == 0, "all others are busy"
-    s.done(1, np.ones(1, np.bool_), 9.0)
+    s.update(1, np.ones(1, np.bool_), 9.0)
     assert monitor.standing(1) is Standing.EXCLUDED
     submit(s, 3, now_s=9.0)
     wait = s.next(1, 9.0)
     assert getattr(wait, "until_s", None) == monitor.probe_s(1) == 10.0
     assert started(s.next(1, 10.0)).stage == 0
-    s.done(1, np.ones(1, np.bool_), 10.75)
+    s.update(1, np.ones(1, np.bool_), 10.75)
     assert monitor.standing(1) is Standing.EXCLUDED, "three times as long as the other"
 
 

@@ -47,8 +47,8 @@ def test_nothing_runs_beyond_the_depth_that_was_chosen() -> None:
     s.submit(Submission(1, 2), 0.0)
     run = started(s.next(0, 0.0))
     assert run.deepest == 0
-    transition = s.done(0, run.requests < 0, 1.0)  # nobody is sure
-    assert transition.released.tolist() == [0, 1]
+    outcome = s.update(0, run.requests < 0, 1.0)  # nobody is sure
+    assert outcome.released.tolist() == [0, 1]
     assert isinstance(s.next(0, 1.0), Idle)
 
 

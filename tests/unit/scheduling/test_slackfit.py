@@ -180,7 +180,7 @@ def test_it_goes_less_deep_the_more_arrives() -> None:
             now_s = request / rate
             s.submit(Submission(request, 1, now_s + 2.0), now_s)
             run = started(s.next(0, now_s))
-            s.done(0, run.requests >= 0, now_s)
+            s.update(0, run.requests >= 0, now_s)
         assert run.deepest == deepest
 
 

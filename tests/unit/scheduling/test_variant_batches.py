@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from tests.unit.scheduling.account import Sample
 from tests.unit.scheduling.checks import Setup
-from tests.unit.scheduling.helpers import SIZE, STAGES, none_exit, pairs, points_of, started, table
+from tests.unit.scheduling.helpers import (
+    SIZE,
+    STAGES,
+    Watched,
+    none_exit,
+    pairs,
+    points_of,
+    started,
+    table,
+)
 from tests.unit.scheduling.machine import CAPACITY, SchedulerMachine
 from tests.unit.scheduling.test_every_policy import LIVES
 
@@ -67,8 +76,10 @@ class VariantMachine(SchedulerMachine):
         self.variant: dict[Sample, int] = {}
         self.latencies = [varied(STAGES)]
         queue = SampleQueue(CAPACITY, full=SIZE, max_delay_s=self.setup.max_delay_s)
-        self.s = ModelScheduler(
-            self.policy(self.latencies[0]), self.latencies[0], queue, streams=streams
+        self.s = Watched(
+            ModelScheduler(
+                self.policy(self.latencies[0]), self.latencies[0], queue, streams=streams
+            )
         )
 
     def policy(self, latencies: Latencies) -> AnyVariant:
@@ -117,13 +128,13 @@ def test_survivors_of_different_variants_are_not_fused() -> None:
         s.submit(Submission(request, 2), 0.0)
         run = started(s.next(0, 0.0))
         assert (run.stage, run.variant) == (0, request % 2)
-        assert s.done(0, none_exit(run), 0.0).buffered is not None
+        assert s.update(0, none_exit(run), 0.0).buffered is not None
     merged = started(s.next(0, 0.0))
     assert (merged.stage, merged.variant, sorted(pairs(merged))) == (
         *(1, 0),
         [(0, 0), (0, 1), (2, 0), (2, 1)],
     )
-    s.done(0, none_exit(merged), 0.0)
+    s.update(0, none_exit(merged), 0.0)
     alone = started(s.next(0, 0.0))
     assert (alone.stage, alone.variant, pairs(alone)) == (1, 1, [(1, 0), (1, 1)])
 

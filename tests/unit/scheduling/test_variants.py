@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.unit.scheduling.helpers import none_exit, started
+from tests.unit.scheduling.helpers import Watched, none_exit, started
 from tests.unit.scheduling.variants import (
     SIZE,
     TABLES,
@@ -233,10 +233,10 @@ def test_a_variant_ends_at_its_own_last_stage_and_keeps_itself_when_tried_again(
     s.failed(0, 0.1)
     again = started(s.next(0, 1.0))
     assert (first.variant, first.deepest) == (again.variant, again.deepest) == (1, 1)
-    assert s.done(0, np.array([True, False]), 1.5).survivors.tolist() == [1]
+    assert s.update(0, np.array([True, False]), 1.5).survivors.tolist() == [1]
     last = started(s.next(0, 1.5))
     assert (last.variant, last.stage) == (1, 1)
-    assert s.done(0, none_exit(last), 1.75).released.tolist() == [0]
+    assert s.update(0, none_exit(last), 1.75).released.tolist() == [0]
     assert latencies.speed == 1.0, "its stages took what its own table says"
     assert latencies.variants[1].going_on == [1.0 - 2 / 512 * 0.5, 1.0]
     assert latencies.variants[0].going_on == [1.0, 1.0, 1.0]
@@ -248,7 +248,7 @@ def test_what_runs_on_after_its_answer_is_counted_for_its_variant() -> None:
     s = make_scheduler(PolicyName.parse("fixed:final@1"), points, max_batch_size=2)
     s.submit(Submission(1, 2), 0.0)
     started(s.next(0, 0.0))
-    s.done(0, np.array([True, True]), 0.5, np.array([True, False]))
+    s.update(0, np.array([True, True]), 0.5, np.array([True, False]))
     assert latencies.variants[1].going_on == [1.0 - 2 / 512 * 0.5, 1.0]
 
 
@@ -265,7 +265,7 @@ def test_a_second_try_needs_the_time_of_its_own_variant() -> None:
     """1 s is enough for two rows of variant 2, and not for the full model's."""
     for policy, dropped in (("fixed:final@2", 0), ("fixed:final", 1)):
         points = front_of(latencies_of(THREE), [1.0, 0.9, 0.8])
-        s = make_scheduler(PolicyName.parse(policy), points, max_batch_size=2)
+        s = Watched(make_scheduler(PolicyName.parse(policy), points, max_batch_size=2))
         s.submit(Submission(1, 2, 2.0), 0.0)
         started(s.next(0, 0.0))
         s.failed(0, 1.0)
