@@ -272,8 +272,8 @@ def test_a_request_may_be_answered_under_two_plans_row_by_row() -> None:
     assert (old.plan, new.plan) == (0, 1)
     s.cancel(1)
     assert s.take_dropped() == []  # both run
-    assert nobody_exits(s, 1, new).dropped.tolist() == [0]
-    assert nobody_exits(s, 0, old).dropped.tolist() == [0, 1, 2, 3]
+    assert nobody_exits(s, 1, new).given_up.tolist() == [0]
+    assert nobody_exits(s, 0, old).given_up.tolist() == [0, 1, 2, 3]
     assert sorted(d.count for d in s.take_dropped()) == [1, 4]
 
 
