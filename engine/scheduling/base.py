@@ -1,7 +1,7 @@
 """The vocabulary of scheduling: plain decisions, with no clock, no thread and no tensors.
 
 The executor, the simulator and the tests ask ``next(stream, now)`` whenever a stream is idle and
-tell ``update`` which rows were sure enough; what follows for whom is an :class:`Outcome`. All times
+tell ``update`` which rows were sure enough; what follows for whom is an :class:`StepOutcome`. All times
 are absolute seconds of one monotonic clock. A sample is named by the request that it belongs to and
 its row in it.
 """
@@ -131,7 +131,7 @@ class Piece(NamedTuple):
     """Rows of a batch that was buffered at a split and are now part of a merged one."""
 
     number: int
-    """Names the buffered batch: :attr:`Outcome.buffered`."""
+    """Names the buffered batch: :attr:`StepOutcome.buffered`."""
     positions: Rows
     """Which of its rows, as they were numbered when it was buffered."""
 
@@ -145,7 +145,7 @@ class Dropped:
     cause: DropCause
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """All that follows from one call of a scheduler; the caller acts on it, and asks no further.
 
     The rows are positions in the batch that ended a stage, which is the whole batch where the call
@@ -175,13 +175,13 @@ class Outcome(NamedTuple):
     """Whose samples these are, where a device's ``next`` reports them."""
 
 
-NOTHING = Outcome()
+NOTHING = StepOutcome()
 
 
 class SchedulerFullError(Exception):
     """The bounded queue has no room for a request."""
 
-    outcome: Outcome = NOTHING
+    outcome: StepOutcome = NOTHING
     """What left while room was looked for."""
 
 
@@ -201,7 +201,7 @@ class Run(NamedTuple):
     """The number of the plan that it was started under."""
     variant: int = 0
     """The variant of the model that it runs, from its start to its end; 0 is the full model."""
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[StepOutcome, ...] = ()
     """What left while it was decided, by model; nearly always nothing."""
     model: str = ""
     """Whose samples they are, where several models share the streams."""
@@ -227,7 +227,7 @@ class Wait:
     """The decision to run nothing before this time, unless something is submitted or done."""
 
     until_s: float
-    outcomes: tuple[Outcome, ...] = field(default=(), compare=False)
+    outcomes: tuple[StepOutcome, ...] = field(default=(), compare=False)
     """What left while it was decided, by model."""
 
 
@@ -235,7 +235,7 @@ class Wait:
 class Idle:
     """The decision to run nothing until something is submitted or done."""
 
-    outcomes: tuple[Outcome, ...] = field(default=(), compare=False)
+    outcomes: tuple[StepOutcome, ...] = field(default=(), compare=False)
     """What left while it was decided, by model."""
 
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from offramp.engine.scheduling.base import (
     NOTHING,
     Decision,
-    Outcome,
     Run,
+    StepOutcome,
     Submission,
     Wait,
     wait_until,
@@ -88,7 +88,7 @@ class DeviceScheduler:
         """Whether a stream without a batch might have something to do, now or soon."""
         return any(share.scheduler.waiting for share in self._shares.values())
 
-    def submit(self, model: str, submission: Submission, now_s: float) -> Outcome:
+    def submit(self, model: str, submission: Submission, now_s: float) -> StepOutcome:
         """Queue a request; see :meth:`ModelScheduler.submit`."""
         share = self._shares[model]
         outcome = share.scheduler.submit(submission, now_s)
@@ -108,7 +108,7 @@ class DeviceScheduler:
             assert isinstance(decision, Run), "a stream with a batch goes on with it"
             self._started_s[stream] = now_s
             return decision._replace(model=mine.name, outcomes=_named(decision, mine))
-        until_s, outcomes = float("inf"), list[Outcome]()
+        until_s, outcomes = float("inf"), list[StepOutcome]()
         busy = [s for s in self._shares.values() if s.busy and not s.scheduler.suspends(stream)]
         for share in sorted(busy, key=lambda share: share.used_s):  # who is owed most goes first
             decision = share.scheduler.next(stream, now_s)
@@ -128,7 +128,7 @@ class DeviceScheduler:
         exited: NDArray[np.bool_],
         now_s: float,
         runs_on: NDArray[np.bool_] | None = None,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Take note that the run of ``stream`` ended; see :meth:`ModelScheduler.update`."""
         self._charge(stream, now_s)
         outcome = self._running[stream].scheduler.update(stream, exited, now_s, runs_on)
@@ -136,14 +136,14 @@ class DeviceScheduler:
             del self._running[stream]
         return outcome
 
-    def failed(self, stream: int, now_s: float) -> Outcome:
+    def failed(self, stream: int, now_s: float) -> StepOutcome:
         """Take note that the batch of ``stream`` failed; see :meth:`ModelScheduler.failed`."""
         if stream not in self._running:
             return NOTHING
         self._charge(stream, now_s)
         return self._running.pop(stream).scheduler.failed(stream, now_s)
 
-    def interrupted(self, stream: int, now_s: float) -> Outcome:
+    def interrupted(self, stream: int, now_s: float) -> StepOutcome:
         """Take note that a stream's worker was lost; see :meth:`ModelScheduler.interrupted`."""
         if stream not in self._running:
             return NOTHING
@@ -178,7 +178,7 @@ class DeviceScheduler:
         share.used_s += (now_s - self._started_s[stream]) / share.weight
 
 
-def _named(decision: Decision, share: _Share) -> tuple[Outcome, ...]:
+def _named(decision: Decision, share: _Share) -> tuple[StepOutcome, ...]:
     """Return what left while a model decided, under the model's name."""
     if not decision.outcomes:
         return ()

@@ -13,10 +13,10 @@ from offramp.engine.scheduling.base import (
     NOTHING,
     DropCause,
     Dropped,
-    Outcome,
     Piece,
     Rows,
     RowSet,
+    StepOutcome,
     all_rows,
     concatenate,
 )
@@ -230,14 +230,16 @@ class InFlight:
         exited: NDArray[np.bool_],
         runs_on: NDArray[np.bool_] | None,
         now_s: float,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Decide which rows of a batch are released, dropped and go on; report the dropped."""
         if batch.samples.answered.any() or (runs_on is not None and runs_on.any()):
             staying = np.zeros(len(exited), np.bool_) if runs_on is None else runs_on
             return self._release(batch, exited, staying, now_s)
         return self._shrink(batch, exited, now_s)
 
-    def _shrink(self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float) -> Outcome:
+    def _shrink(
+        self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float
+    ) -> StepOutcome:
         """Decide about each row where whoever is released leaves."""
         before = len(exited)
         leaving = before
@@ -257,7 +259,7 @@ class InFlight:
             released, survivors = exited.nonzero()[0], (~exited).nonzero()[0]
         else:
             survivors = all_rows(before)
-        return Outcome(released, dropped, survivors)
+        return StepOutcome(released, dropped, survivors)
 
     def _release(
         self,
@@ -265,7 +267,7 @@ class InFlight:
         exited: NDArray[np.bool_],
         runs_on: NDArray[np.bool_],
         now_s: float,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Decide about each row where some run on after their answer."""
         samples = batch.samples
         if batch.stage == batch.deepest:
@@ -276,8 +278,8 @@ class InFlight:
                 batch.deepest = last
                 batch.samples = samples.answering(released)
                 ended = (samples.answered & ~runs_on).nonzero()[0]
-                return Outcome(released, _NO_ROWS, audited, ended=ended)
-            return Outcome(released, _NO_ROWS, _NO_ROWS, ended=ended)
+                return StepOutcome(released, _NO_ROWS, audited, ended=ended)
+            return StepOutcome(released, _NO_ROWS, _NO_ROWS, ended=ended)
         newly = exited & ~samples.answered
         staying = ~newly | runs_on
         going_on = int(np.count_nonzero(staying))
@@ -287,7 +289,7 @@ class InFlight:
         released = newly.nonzero()[0]
         if len(released):
             batch.samples = samples.answering(released)
-        return Outcome(released, dropped, staying.nonzero()[0])
+        return StepOutcome(released, dropped, staying.nonzero()[0])
 
     def cancel(self, request: int, cause: DropCause) -> None:
         """Withdraw a request: what waits leaves now, what runs when its stage is done."""
@@ -331,7 +333,7 @@ class InFlight:
             if item.cause in _LATE:
                 self.late += item.count
 
-    def report(self, outcome: Outcome = NOTHING) -> Outcome:
+    def report(self, outcome: StepOutcome = NOTHING) -> StepOutcome:
         """Complete an outcome with what left since the last report.
 
         Old plans are looked after here, as every call of the scheduler ends here.

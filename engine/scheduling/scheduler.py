@@ -37,9 +37,9 @@ from offramp.engine.scheduling.base import (
     Decision,
     DropCause,
     Idle,
-    Outcome,
     Run,
     SchedulerFullError,
+    StepOutcome,
     Submission,
     Wait,
     wait_until,
@@ -152,7 +152,7 @@ class ModelScheduler:
                 f"{ahead} samples wait before it, and of late too many were late"
             )
 
-    def submit(self, submission: Submission, now_s: float) -> Outcome:
+    def submit(self, submission: Submission, now_s: float) -> StepOutcome:
         """Queue a request's samples; SchedulerFullError, and none queued, if not all have room."""
         self._expire(now_s)
         try:
@@ -162,7 +162,7 @@ class ModelScheduler:
             raise
         return self._in_flight.report()
 
-    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> Outcome:
+    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> StepOutcome:
         """Withdraw a request: what waits leaves now, what runs when its stage is done.
 
         O(samples in flight): a request does not know where its samples are.
@@ -204,7 +204,7 @@ class ModelScheduler:
         exited: NDArray[np.bool_],
         now_s: float,
         runs_on: NDArray[np.bool_] | None = None,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Take note that the run of ``stream`` ended, and decide what follows for its rows.
 
         ``exited`` [n] are rows that were sure enough, ``runs_on`` [n] rows that run on after they
@@ -243,7 +243,7 @@ class ModelScheduler:
         self._finish(stream)
         return self._in_flight.report(outcome._replace(buffered=number))
 
-    def failed(self, stream: int, now_s: float) -> Outcome:
+    def failed(self, stream: int, now_s: float) -> StepOutcome:
         """Take note that the batch of ``stream`` failed, if it has one.
 
         Its requests are tried again from the start, half of them at a time, so that one that fails
@@ -259,7 +259,7 @@ class ModelScheduler:
             self.retried += self._in_flight.fail(stream, now_s)
             self._finish(stream)
 
-    def interrupted(self, stream: int, now_s: float) -> Outcome:
+    def interrupted(self, stream: int, now_s: float) -> StepOutcome:
         """Take note that the worker of ``stream`` was lost amid its run, if it has one.
 
         The outcome's ``buffered`` is ``None`` if nothing is resumed: nobody waits for it any more,
@@ -275,7 +275,7 @@ class ModelScheduler:
         resumed = self._in_flight.interrupt(batch, batch.number, now_s)
         self.resumed += resumed
         self._finish(stream)
-        outcome = Outcome(buffered=batch.number) if resumed else NOTHING
+        outcome = StepOutcome(buffered=batch.number) if resumed else NOTHING
         return self._in_flight.report(outcome)
 
     def suspend(self, stream: int) -> None:

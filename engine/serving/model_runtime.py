@@ -25,7 +25,7 @@ from offramp.engine.requests.statistics import (
     VariantStatistics,
 )
 from offramp.engine.requests.variant_audits import AUDITED_SHARE, AuditCounts, VariantAudits
-from offramp.engine.scheduling import DropCause, Dropped, Outcome, PlacedPlan, Run
+from offramp.engine.scheduling import DropCause, Dropped, PlacedPlan, Run, StepOutcome
 from offramp.engine.scheduling.base import RowSet
 from offramp.engine.scheduling.policies import PlanPolicy
 from offramp.engine.stages.base import Rows, TensorBatch
@@ -208,7 +208,7 @@ class ModelRuntime:
         return recorder.runs_on(run.sample_ids)
 
     def conclude(
-        self, run: Run, step: StageStep, outcome: Outcome, run_s: float
+        self, run: Run, step: StageStep, outcome: StepOutcome, run_s: float
     ) -> Future[TensorBatch] | None:
         """Do for every row of a run what the scheduler says becomes of it.
 
@@ -264,7 +264,7 @@ class ModelRuntime:
                 forced = rows - int(np.count_nonzero(step.exited[released]))
             self._departures[run.plan].count(exit_index, rows, forced)
 
-    def fail(self, outcome: Outcome, failure: EngineError) -> None:
+    def fail(self, outcome: StepOutcome, failure: EngineError) -> None:
         """Tell those whose batch failed, and have no second chance, why."""
         self.table.counters.retried = self.scheduler.retried
         self.follow(outcome, failure)
@@ -278,7 +278,7 @@ class ModelRuntime:
                 self.table.drop(left, failure)
             self.cancel(number, DropCause.FAILED)
 
-    def interrupt(self, outcome: Outcome, failure: EngineError) -> Future[TensorBatch] | None:
+    def interrupt(self, outcome: StepOutcome, failure: EngineError) -> Future[TensorBatch] | None:
         """Keep room for the tensors of a batch that is resumed, if it is.
 
         Else it has failed once too often, for which ``failure`` is the reason.
@@ -298,7 +298,7 @@ class ModelRuntime:
             self.cancel(number)
         self.table.deliver()
 
-    def follow(self, outcome: Outcome, failure: EngineError | None = None) -> None:
+    def follow(self, outcome: StepOutcome, failure: EngineError | None = None) -> None:
         """Account for what was dropped or lost, and deliver what is completed.
 
         ``failure`` is why samples of the outcome failed, if any did.
@@ -327,7 +327,7 @@ class ModelRuntime:
         for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
             self.table.lose(number, count)
 
-    def _keep(self, outcome: Outcome) -> Future[TensorBatch] | None:
+    def _keep(self, outcome: StepOutcome) -> Future[TensorBatch] | None:
         """Make room for tensors that another run will take on, if there are any."""
         if outcome.buffered is None:
             return None

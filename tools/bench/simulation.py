@@ -21,10 +21,10 @@ from offramp.engine.scheduling import (
     Dropped,
     Idle,
     ModelScheduler,
-    Outcome,
     Placement,
     Run,
     SchedulerFullError,
+    StepOutcome,
     Submission,
     Wait,
 )
@@ -255,7 +255,7 @@ class _Simulation:
             self._devices.keep(outcome.buffered, stream)
         self._follow(outcome)
 
-    def _follow(self, *outcomes: Outcome) -> None:
+    def _follow(self, *outcomes: StepOutcome) -> None:
         """Note what left, and forget where rows are that nothing waits for any more."""
         for outcome in outcomes:
             self.log.dropped += outcome.dropped

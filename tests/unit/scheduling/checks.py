@@ -14,9 +14,9 @@ from tests.unit.scheduling.helpers import SIZE, pairs, scheduler
 from offramp.engine.scheduling import (
     DropCause,
     Latencies,
-    Outcome,
     Placement,
     Run,
+    StepOutcome,
     Wait,
 )
 from offramp.engine.scheduling.stragglers import Standing
@@ -142,7 +142,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         self.done(stream, sure < share, runs_on < 0.5 if self.setup.feedback else None)
 
     def check_outcome(
-        self, run: Run, outcome: Outcome, exited: Flags, runs_on: Flags | None
+        self, run: Run, outcome: StepOutcome, exited: Flags, runs_on: Flags | None
     ) -> None:
         samples = pairs(run)
         answered = np.array([sample in self.account.answered for sample in samples])
@@ -160,7 +160,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         found = [outcome.released, outcome.given_up, outcome.survivors, outcome.ended]
         assert [f.tolist() for f in found] == [np.flatnonzero(e).tolist() for e in expected]
 
-    def go_on(self, stream: int, run: Run, outcome: Outcome) -> None:
+    def go_on(self, stream: int, run: Run, outcome: StepOutcome) -> None:
         rows = outcome.survivors
         survivors = [pairs(run)[row] for row in rows]
         if outcome.buffered is not None:

@@ -15,12 +15,12 @@ from offramp.engine.scheduling import (
     ModelScheduler,
     OperatingPoint,
     OperatingPoints,
-    Outcome,
     ParallelLimit,
     Placement,
     Run,
     SampleQueue,
     SchedulerFullError,
+    StepOutcome,
     Submission,
 )
 from offramp.engine.scheduling.base import Decision, RowSet
@@ -73,14 +73,14 @@ class Watched(ModelScheduler):
         seen, self._seen_discarded = self._seen_discarded, []
         return seen
 
-    def submit(self, submission: Submission, now_s: float) -> Outcome:
+    def submit(self, submission: Submission, now_s: float) -> StepOutcome:
         try:
             return self._see(super().submit(submission, now_s))
         except SchedulerFullError as error:
             self._see(error.outcome)
             raise
 
-    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> Outcome:
+    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> StepOutcome:
         return self._see(super().cancel(request, cause))
 
     def next(self, stream: int, now_s: float) -> Decision:
@@ -95,16 +95,16 @@ class Watched(ModelScheduler):
         exited: NDArray[np.bool_],
         now_s: float,
         runs_on: NDArray[np.bool_] | None = None,
-    ) -> Outcome:
+    ) -> StepOutcome:
         return self._see(super().update(stream, exited, now_s, runs_on))
 
-    def failed(self, stream: int, now_s: float) -> Outcome:
+    def failed(self, stream: int, now_s: float) -> StepOutcome:
         return self._see(super().failed(stream, now_s))
 
-    def interrupted(self, stream: int, now_s: float) -> Outcome:
+    def interrupted(self, stream: int, now_s: float) -> StepOutcome:
         return self._see(super().interrupted(stream, now_s))
 
-    def _see(self, outcome: Outcome) -> Outcome:
+    def _see(self, outcome: StepOutcome) -> StepOutcome:
         self._seen_dropped += outcome.dropped
         self._seen_lost += outcome.lost
         self._seen_discarded += outcome.discarded

@@ -20,8 +20,8 @@ from offramp.engine.scheduling import (
     Dropped,
     Idle,
     ModelScheduler,
-    Outcome,
     ParallelLimit,
+    StepOutcome,
     Submission,
 )
 from offramp.engine.scheduling.base import RowSet
@@ -34,7 +34,7 @@ def flags(text: str) -> NDArray[np.bool_]:
     return np.array([letter == "x" for letter in text])
 
 
-def fates(outcome: Outcome) -> tuple[list[int], list[int], list[int], list[int]]:
+def fates(outcome: StepOutcome) -> tuple[list[int], list[int], list[int], list[int]]:
     """Released, dropped, survivors, ended."""
     return (
         outcome.released.tolist(),

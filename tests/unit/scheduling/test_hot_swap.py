@@ -23,10 +23,10 @@ from offramp.engine.scheduling import (
     Dropped,
     Idle,
     ModelScheduler,
-    Outcome,
     ParallelLimit,
     Run,
     SchedulerFullError,
+    StepOutcome,
     Submission,
     Wait,
 )
@@ -48,7 +48,7 @@ def hot_swap(
     s.hot_swap(plan, chosen, latencies)
 
 
-def nobody_exits(s: Watched, stream: int, run: Run, now_s: float = 0.0) -> Outcome:
+def nobody_exits(s: Watched, stream: int, run: Run, now_s: float = 0.0) -> StepOutcome:
     return s.update(stream, none_exit(run), now_s)
 
 
