@@ -1,9 +1,9 @@
 """The vocabulary of scheduling: plain decisions, with no clock, no thread and no tensors.
 
 The executor, the simulator and the tests ask ``next(stream, now)`` whenever a stream is idle and
-tell ``update`` which rows were sure enough; what follows for whom is an :class:`StepOutcome`. All times
-are absolute seconds of one monotonic clock. A sample is named by the request that it belongs to and
-its row in it.
+tell ``update`` which rows were sure enough; what follows for whom is a :class:`StepOutcome`. All
+times are absolute seconds of one monotonic clock. A sample is named by the request that it belongs
+to and its row in it.
 """
 
 from __future__ import annotations
