@@ -284,7 +284,7 @@ def _inputs_of(module: nn.Module, batch: object) -> object:
         return {name: value for name, value in named.items() if name not in LABEL_KEYS}
     if not isinstance(batch, tuple | list):
         return batch
-    from offramp.compiler.data.conversion import as_array  # noqa: PLC0415
+    from offramp.compiler.data.batches import as_array  # noqa: PLC0415
 
     required = sum(
         parameter.default is parameter.empty

@@ -3,14 +3,14 @@
     python -m benchmarks.subnets SUPERNET.ee --data TEST.npz [--batch-sizes 1,8,16] [--points 10]
         [--rounds 6] [--samples 4000] [--json FILE]
 
-Four ways of making the model faster (:mod:`.choose.trade_offs`): the full model's
-exits; subnets to their own ends; every subnet with exits of its own; and subnets that hand on to
-the full model what they are not sure of, which no policy serves yet. Thresholds lie on the paths of
-the tuning split. For each batch size, and of each way, points on the fronts of accuracy and of
-agreement over predicted time are chosen on the certify split. Their accuracy and agreement is then
-*counted* on the test data, from answers that every exit of every variant gives once; their time is
-*measured* on the first samples of it, beside the source model as a plain session, batch by batch in
-interleaved rounds: CPU time of the one thread.
+Four ways of making the model faster (:mod:`~offramp.calibration.choose.trade_offs`): the full
+model's exits; subnets to their own ends; every subnet with exits of its own; and subnets that hand
+on to the full model what they are not sure of, which no policy serves yet. Thresholds lie on the
+paths of the tuning split. For each batch size, and of each way, points on the fronts of accuracy
+and of agreement over predicted time are chosen on the certify split. Their accuracy and agreement
+is then *counted* on the test data, from answers that every exit of every variant gives once; their
+time is *measured* on the first samples of it, beside the source model as a plain session, batch by
+batch in interleaved rounds: CPU time of the one thread.
 
 Curves are compared at equal accuracy on the test data, and at equal agreement: of each way the
 measured point of least time that is at least as good. The goal: both ways together take at most 0.9

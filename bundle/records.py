@@ -123,8 +123,8 @@ def count_losses(
 ) -> tuple[ClassLoss, ...]:
     """Count by class, of those that the model gives at all; the largest share of losses first.
 
-    ``codes`` [samples] are the model's answers (:mod:`.answers.agreement`), ``differs``
-    [samples] says which are answered otherwise. Nothing for tasks without classes.
+    ``codes`` [samples] are the model's answers (:mod:`~offramp.engine.answers.agreement`),
+    ``differs`` [samples] says which are answered otherwise. Nothing for tasks without classes.
     """
     if not has_classes(answer):
         return ()

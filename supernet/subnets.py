@@ -2,8 +2,8 @@
 
 SuperServe (4.1, 6.1) profiles subnets on the Pareto front of accuracy and latency; so it is here:
 each subnet is timed beside the full model, and compared with it on the tuning split, and a handful
-on the front is kept (:mod:`.supernet.search`). What of them goes into the bundle, and how, is
-:mod:`.blueprints.variants`.
+on the front is kept (:mod:`~offramp.supernet.graphs.search`). What of them goes into the bundle,
+and how, is :mod:`~offramp.compiler.blueprints.variants`.
 """
 
 from __future__ import annotations

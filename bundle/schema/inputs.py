@@ -142,7 +142,8 @@ def check_value_bounds(bounds: Sequence[ValueBound], inputs: Iterable[TensorSpec
 class Padding:
     """A symbolic size that samples may be padded in: no answer changes by more than rounding.
 
-    The compiler tries it, on the source model and every exit (:mod:`.samples.padding`).
+    The compiler tries it, on the source model and every exit
+    (:mod:`~offramp.compiler.samples.padding`).
     """
 
     size: str

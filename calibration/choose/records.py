@@ -27,8 +27,8 @@ class ExitRecords:
     confidence: NDArray[np.float32]
     """[exits, samples]."""
     prediction: NDArray[np.int32]
-    """[exits, samples]: codes of the answers (:mod:`.answers.agreement`), of classification
-    the classes."""
+    """[exits, samples]: codes of the answers (:mod:`~offramp.engine.answers.agreement`), of
+    classification the classes."""
     final_prediction: NDArray[np.int32]
     """[samples], the source model's: what an exit's equals where their answers agree."""
     final_confidence: NDArray[np.float32]

@@ -283,7 +283,7 @@ def split(
     """Split a data set at random, by groups (default: each row is one).
 
     ``certify_at_least`` are the samples without which not even a policy that never errs can be
-    certified (:func:`offramp.certify.learn_then_test.samples_needed`); a ``DataError`` says how
+    certified (:func:`offramp.certify.binomial.samples_needed`); a ``DataError`` says how
     many samples are needed where there are too few.
     """
     groups = groups or Groups.singletons(len(dataset))

@@ -1,9 +1,9 @@
 """Measure latencies on this machine: the inference times that every prediction starts from.
 
-Rounds are run by :mod:`.common.timing`, and estimates made of them by :mod:`.estimates`.
-Everywhere here ``samples`` gives model inputs of a batch size, ``threads`` are those of ONNX
-Runtime, ``batch_sizes`` rise, and ``progress`` is called with 1 after every sweep that is run at
-least (``effort.least``), or after every candidate where heads are timed.
+Rounds are run by :mod:`~offramp.engine.common.timing`, and estimates made of them by
+:mod:`.estimates`. Everywhere here ``samples`` gives model inputs of a batch size, ``threads`` are
+those of ONNX Runtime, ``batch_sizes`` rise, and ``progress`` is called with 1 after every sweep
+that is run at least (``effort.least``), or after every candidate where heads are timed.
 """
 
 from __future__ import annotations

@@ -298,9 +298,9 @@ def _in_blocks(
 
 
 TOLERANCE = 1e-3
-"""Of the scale of each number (:mod:`.answers.differences`). Float32 kernels add up in an
-order that depends on the batch size, which moves the last bits (1e-7), and where what follows is
-rounded to 255 steps, now and then an activation by one step. Scales that are taken over a batch
+"""Of the scale of each number (:mod:`~offramp.engine.answers.differences`). Float32 kernels add up
+in an order that depends on the batch size, which moves the last bits (1e-7), and where what follows
+is rounded to 255 steps, now and then an activation by one step. Scales that are taken over a batch
 move them all."""
 
 

@@ -26,8 +26,7 @@ from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
 from offramp.compiler.blueprints.cascade import verify_front
 from offramp.compiler.blueprints.packing import Draft
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.cuts.slice_verification import VERIFIED_SAMPLES
-from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.cuts.slicing import VERIFIED_SAMPLES, Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
 from offramp.compiler.exits.exits import BuiltExit, judge
 from offramp.compiler.exits.heads import build_own

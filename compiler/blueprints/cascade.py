@@ -24,8 +24,7 @@ from offramp.calibration.data.dataset import DataError
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.compiler.common.errors import ModelError, VerificationError
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint
-from offramp.compiler.cuts.cuts import GraphAnalysis, find_cuts
+from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, GraphAnalysis, find_cuts
 from offramp.compiler.cuts.slicing import SegmentModel, Sliced, cut_tensors, split
 from offramp.compiler.frontend.model import MIN_OPSET
 from offramp.compiler.frontend.preparation import name_operators, remove_unused
@@ -264,7 +263,8 @@ def verify_front(
     """Run the copy's segments in a chain as they are served, and compare with the whole copy.
 
     ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
-    ``tolerance`` is relative to the scale of each value (:mod:`.answers.differences`).
+    ``tolerance`` is relative to the scale of each value
+    (:mod:`~offramp.engine.answers.differences`).
 
     Gives the largest difference found. VerificationError if it is beyond ``tolerance``, or a value
     is no number; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.

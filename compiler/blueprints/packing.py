@@ -39,8 +39,8 @@ from offramp.calibration.rehearsal import REHEARSAL
 from offramp.compiler.common.rounding import fits_16_bits
 from offramp.compiler.cuts.slicing import SOURCE, Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
-from offramp.compiler.graphs.custom_ops import libraries_of
 from offramp.compiler.graphs.part_sizes import sized_segments
+from offramp.compiler.graphs.runtime import libraries_of
 from offramp.compiler.graphs.weight_parts import in_parts
 from offramp.compiler.graphs.weights import pack_weights
 from offramp.compiler.report import render_report

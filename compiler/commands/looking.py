@@ -18,11 +18,11 @@ from offramp.bundle.schema.serde import to_plain
 from offramp.certify import samples_needed
 from offramp.certify.binomial import least_to_split
 from offramp.compiler.common.options import AskedTask
-from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.graphs.source_model import SourceModel
 
 if TYPE_CHECKING:
-    from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint
+    from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint
 
 
 STATUS: Final = 2

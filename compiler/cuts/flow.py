@@ -6,24 +6,22 @@ layer. So the graph inputs are divided: the *main* ones carry the data that is c
 what is computed from the others alone is *side*, to be recomputed wherever it is needed. Many
 models read their main input again in every layer, for instance token ids that a mask is made of;
 so what is cheap to compute from main inputs may count as side too (:func:`cheap_operators`).
+
+*Gates* are the tensors that everything passes through. In most models one tensor carries everything
+onward between two blocks (Apparate 3.1). Where branches run next to each other for long (two
+towers, convolutions of several widths, a decoder and what it attends to) none does, and a gate is
+the set of tensors that are still to be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
-from typing import TypeAlias, cast
+from typing import NamedTuple
 
-import numpy as np
-import onnx
-
-from offramp.compiler.cuts.flop_rules import HEAVY, RULES, is_heavy
-from offramp.compiler.cuts.gates import Gate, SetSearch, arranged, gates_of
-from offramp.compiler.graphs.bodies import BodyScope, SizedType
+from offramp.compiler.cuts.work import HEAVY, is_heavy
 from offramp.compiler.graphs.graph import Dataflow, Operator
-from offramp.compiler.graphs.shapes import BATCH, concrete_shapes, symbolic_sizes
 
 SHAPE_KINDS = frozenset({"Shape", "Size"})
 """Operators that read sizes only: an edge into them carries no data."""
@@ -225,72 +223,186 @@ class _SideSweep:
                 pending += [t for t in source.reads if t not in self._main or t in inputs]
 
 
-SYMBOLIC_SIZE = 128
-"""What a symbolic size other than the batch counts as, for instance a sequence's length."""
-_FALLBACK_SIZES = (64, 32, 16)
-"""Tried where inference fails at 128, say because a table of positions is shorter."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Main tensors that every path from the main inputs to the answer passes through."""
 
-_Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
+    tensors: tuple[str, ...]
+    """The first is written by the gate's step; no tensor is the first of two gates."""
+    step: int
+    """Index in :attr:`~offramp.compiler.cuts.flow.Flow.steps` of the operator before the gate."""
+    alone: bool
+    """Whether one tensor carries everything. Else there are several, or main inputs beside one."""
+    side_inputs: frozenset[str]
+    """Graph inputs that the operators after it need besides the tensors."""
+    side_flops: float
+    """Cost of the side operators that the operators after it need."""
+
+    @property
+    def tensor(self) -> str:
+        """The tensor that the gate's step writes."""
+        return self.tensors[0]
 
 
-def count_flops(proto: onnx.ModelProto, graph: Dataflow) -> tuple[float, ...]:
-    """Count the floating-point operations of each operator, a multiply-add counting as two.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """What is still to be read after a step."""
 
-    The batch is 1, and other symbolic sizes are :data:`SYMBOLIC_SIZE`. What depends on no graph
-    input counts nothing: a backend folds it when it loads the model. Operators without
-    multiply-adds count one per element of their outputs.
+    tensors: tuple[str, ...]
+    """Those that steps wrote; the first by this one."""
+    inputs: frozenset[str]
+    """Main inputs."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one tensor."""
+        return len(self.tensors) == 1 and not self.inputs
+
+
+class SetSearch(NamedTuple):
+    """How gates of several tensors are looked for."""
+
+    most_tensors: int
+    is_heavy: Callable[[Operator], bool]
+    """Whether a step does work."""
+    is_lazy: Callable[[Operator], bool]
+    """Whether a step had better wait until it is needed, as one that only rearranges values."""
+    interleaved: bool
+    """Whether steps that do work are ordered by progress: branches that exporters write one after
+    the other advance side by side then, so that a set knows something of all of them."""
+
+
+def gates_of(
+    steps: Sequence[Operator],
+    main_inputs: Sequence[str],
+    outputs: Sequence[str],
+    reads: Sequence[Sequence[str]],
+    most_tensors: int,
+) -> dict[int, Unread]:
+    """Find the steps after which few tensors are still to be read, and those tensors.
+
+    ``reads`` are, by step, the main tensors and inputs that it waits for. Where a single tensor is
+    left, everything passes through it whatever the topological order: every operator here lies on a
+    path to the answer, so that it comes either before or after that tensor. Sets, of at most
+    ``most_tensors``, are those of this order, in which each holds all that the later ones are
+    computed from. None is a gate before all main inputs were read: an exit there would not know
+    the others.
     """
-    two, three = (_numeric_types(proto, batch) for batch in (2, 3))
-    costs = [_costs(proto, graph, types) for types in (two, three)]
-    return tuple(np.nan_to_num([2 * a - b for a, b in zip(*costs, strict=True)]).tolist())
+    last = {tensor: i for i, read in enumerate(reads) for tensor in read}
+    unread = {name for name in main_inputs if name in last}
+    inputs = set(unread)
+    ends: dict[int, list[str]] = {}
+    for tensor, step in last.items():
+        ends.setdefault(step, []).append(tensor)
+    written: dict[str, None] = {}
+    found: dict[int, Unread] = {}
+    for i, op in enumerate(steps):
+        unread.difference_update(reads[i])
+        for tensor in ends.get(i, ()):
+            written.pop(tensor, None)
+            inputs.discard(tensor)
+        new = [t for t in op.writes if t in last or t in outputs]
+        written.update(dict.fromkeys(new))
+        if not new or len(written) > most_tensors:
+            continue
+        others = [t for t in written if t != new[0]]
+        here = Unread(tensors=(new[0], *others), inputs=frozenset(inputs))
+        if here.alone or (most_tensors > 1 and not unread):
+            found[i] = here
+    return found
 
 
-def _costs(
-    proto: onnx.ModelProto, graph: Dataflow, types: Mapping[str, SizedType]
-) -> Iterator[float]:
-    """Yield what operators cost, by index; NaN where that of a body is not known."""
-    shapes = {n: s for n, (_, s) in types.items() if s is not None and None not in s}
-    scope = BodyScope.of(proto, types)
-    for op in graph.operators:
-        if graph.is_constant(op):
-            yield 0.0
-        elif op.has_body:
-            yield scope.flops(op.proto, _body_cost)
-        else:
-            yield _cost(op, cast("_Shapes", shapes))
+def arranged(
+    steps: Sequence[Operator],
+    reads: Sequence[Sequence[str]],
+    costs: Sequence[float],
+    search: SetSearch,
+) -> tuple[int, ...]:
+    """Order steps so that few tensors wait between those that do the work; gives their places.
 
-
-def _body_cost(body: onnx.ModelProto) -> float:
-    """Cost of a body's operators, one turn of it."""
-    return sum(_costs(body, Dataflow(body.graph), concrete_shapes(body, {})))
-
-
-def _numeric_types(proto: onnx.ModelProto, batch: int) -> Mapping[str, SizedType]:
-    """Shapes at the first of the stated sizes at which most of them are known.
-
-    Not at batch 1, where inference cannot tell a batch from a dimension to be broadcast: costs
-    are linear in the batch and are extrapolated from 2 and 3. A single size that inference has
-    lost counts as the size stated.
+    Cheap steps come as soon as they can where that leaves no more tensors waiting, as the pooling
+    of a branch before the next one begins; else when they are needed. ``reads`` are, by step, the
+    main tensors that it waits for; ``costs`` are by operator.
     """
-    symbols = [s for s in symbolic_sizes(proto) if s != BATCH]
-    most, best = -1, dict[str, SizedType]()
-    for size in (SYMBOLIC_SIZE, *_FALLBACK_SIZES) if symbols else (SYMBOLIC_SIZE,):
-        found = concrete_shapes(proto, {BATCH: batch} | dict.fromkeys(symbols, size))
-        shapes = {name: told for name, told in found.items() if told[1] is not None}
-        known = sum(None not in (shape or ()) for _, shape in shapes.values())
-        if known > most:
-            most, best = known, {n: (k, _sized(s or (), size)) for n, (k, s) in shapes.items()}
-    return best
+    order = _Arrangement(steps, reads, search)
+    worked = [i for i, op in enumerate(steps) if search.is_heavy(op)]
+    if search.interleaved:
+        worked.sort(key=_progress([costs[op.index] for op in steps], order.sources).__getitem__)
+    for i in (*worked, *range(len(steps))):
+        order.reach(i)
+    return tuple(order.places)
 
 
-def _sized(shape: tuple[int | None, ...], size: int) -> tuple[int | None, ...]:
-    return shape if shape.count(None) > 1 else tuple(size if d is None else d for d in shape)
+class _Arrangement:
+    """Steps in the order in which they are needed, or cost nothing."""
+
+    def __init__(
+        self,
+        steps: Sequence[Operator],
+        reads: Sequence[Sequence[str]],
+        search: SetSearch,
+    ) -> None:
+        self._steps, self._reads, self._search = steps, reads, search
+        writer = {t: i for i, op in enumerate(steps) for t in op.writes}
+        self.sources = [sorted({writer[t] for t in op.reads if t in writer}) for op in steps]
+        self._readers: dict[str, list[int]] = {}
+        for i, read in enumerate(reads):
+            for tensor in read:
+                self._readers.setdefault(tensor, []).append(i)
+        self._left = {tensor: len(readers) for tensor, readers in self._readers.items()}
+        self._missing = [len(sources) for sources in self.sources]
+        self._done = [False] * len(steps)
+        self.places: list[int] = []
+
+    def reach(self, step: int) -> None:
+        """Take a step after all that it needs."""
+        pending = [step]
+        while pending:
+            i = pending[-1]
+            needed = [j for j in self.sources[i] if not self._done[j]]
+            if needed:
+                pending += reversed(needed)
+                continue
+            pending.pop()
+            self._take(i)
+
+    def _take(self, step: int) -> None:
+        """Take a step, and cheap ones behind it that leave no more tensors waiting."""
+        ready = [step]
+        while ready:
+            i = ready.pop()
+            if self._done[i]:
+                continue
+            self._done[i] = True
+            self.places.append(i)
+            for tensor in self._reads[i]:
+                self._left[tensor] -= 1
+            written = self._steps[i].writes
+            behind = sorted({r for t in written for r in self._readers.get(t, ())})
+            for reader in behind:
+                self._missing[reader] -= 1
+            ending = (t for t in self._reads[i] if self._left[t] == 1)
+            among = {r for t in ending for r in self._readers[t]} | set(behind)
+            ready += sorted((r for r in among if self._is_free(r)), reverse=True)
+
+    def _is_free(self, step: int) -> bool:
+        """Whether a step can be taken, does no work, and leaves no more tensors waiting."""
+        op = self._steps[step]
+        if self._done[step] or self._missing[step]:
+            return False
+        if self._search.is_heavy(op) or self._search.is_lazy(op):
+            return False
+        used = [t for t in op.writes if self._readers.get(t)]
+        ended = [t for t in self._reads[step] if self._left[t] == 1]
+        return len(used) <= len(ended)
 
 
-def _cost(op: Operator, shapes: _Shapes) -> float:
-    written = float(sum(prod(shapes.get(t, ())) for t in op.writes if t in shapes))
-    rule = RULES.get(op.kind)
-    if rule is None:
-        return written
-    operands = [shapes.get(t, ()) for t in op.proto.input]
-    return max(written, float(rule(op, operands, written)))
+def _progress(costs: Sequence[float], sources: Sequence[Collection[int]]) -> list[float]:
+    """By step, the share of the work of the longest path by it that is done when it ends."""
+    before, after = [0.0] * len(costs), [0.0] * len(costs)
+    for i, behind in enumerate(sources):
+        before[i] = max((before[j] for j in behind), default=0.0) + costs[i]
+    for i in range(len(costs) - 1, -1, -1):
+        for j in sources[i]:
+            after[j] = max(after[j], after[i] + costs[i])
+    return [b / (b + a) if b + a else 0.0 for b, a in zip(before, after, strict=True)]

@@ -9,9 +9,8 @@ from math import prod
 import onnx
 
 from offramp.calibration.heads.cut_tensors import CutTensor, why_no_head
-from offramp.compiler.cuts.flow import SYMBOLIC_SIZE, Flow
-from offramp.compiler.cuts.gates import Gate
-from offramp.compiler.cuts.work import OperatorWork, work_of
+from offramp.compiler.cuts.flow import Flow, Gate
+from offramp.compiler.cuts.work import SYMBOLIC_SIZE, OperatorWork, work_of
 from offramp.compiler.graphs.graph import Dataflow, Operator
 from offramp.compiler.graphs.layout import ChannelFinder
 from offramp.compiler.graphs.shapes import BATCH, TensorType, declared_types

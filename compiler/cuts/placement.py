@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from offramp.compiler.common.errors import NoCutPointError, UnknownCutPointError
 
 if TYPE_CHECKING:  # it imports onnx
-    from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint
+    from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint
 
 DEFAULT_LIMIT = 12
 """Exits to build at most; PAME 5.2 finds eleven blocks to be enough."""

@@ -1,8 +1,8 @@
 """The work of a model's operators: counted where their arithmetic is known, else measured.
 
-Operators from elsewhere, and those whose shapes nobody can infer, have no count. One of them makes
+Operators of libraries, and those whose shapes cannot be inferred, have no count. One of them makes
 all counts useless, since shares of the work are what matters: then every operator is timed by ONNX
-Runtime's profiler.
+Runtime's profiler. The rules at the end count an operator's FLOPs by the shapes that it reads.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import TypeAlias, cast
 
+import numpy as np
 import onnx
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.cuts.flop_rules import HEAVY, is_heavy
-from offramp.compiler.cuts.flow import count_flops
-from offramp.compiler.graphs.graph import Dataflow, Operator, bodies
+from offramp.compiler.graphs.graph import Dataflow, Operator, bodies, is_standard
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
+from offramp.compiler.graphs.runtime_shapes import BodyScope, SizedType
+from offramp.compiler.graphs.shapes import BATCH, concrete_shapes, symbolic_sizes
 
 _BATCH = 2
 """Samples of a timed run."""
@@ -94,3 +97,173 @@ def _measure(proto: onnx.ModelProto) -> dict[str, float]:
         if event["cat"] == "Node" and name != event["name"]:
             times.setdefault(name, []).append(event["dur"] / 1e6)
     return {name: statistics.median(found[1:] or found) for name, found in times.items()}
+
+
+FlopRule: TypeAlias = "Callable[[Operator, Sequence[tuple[int, ...]], float], float]"
+
+
+def _convolution(weight: int) -> FlopRule:
+    """Every output element sums over a window of all input channels of its group."""
+    return lambda _, operands, written: 2 * written * prod(operands[weight][1:])
+
+
+def _transposed(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
+    """Every input element is spread over a window of all output channels of its group."""
+    return 2.0 * prod(operands[0]) * prod(operands[1][1:])
+
+
+def _matmul(_: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
+    return 2 * written * (operands[0][-1] if operands[0] else 1)
+
+
+def _gemm(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
+    transposed = any(a.name == "transA" and a.i for a in op.proto.attribute)
+    return 2 * written * (operands[0][0 if transposed else -1] if operands[0] else 1)
+
+
+def _einsum(op: Operator, operands: Sequence[tuple[int, ...]], _: float) -> float:
+    equation = next(a.s.decode() for a in op.proto.attribute if a.name == "equation")
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    sizes = {
+        letter: size
+        for term, operand in zip(terms, operands, strict=False)
+        for letter, size in zip(reversed(term.replace(".", "")), reversed(operand), strict=False)
+    }
+    return 2.0 * prod(sizes.values())
+
+
+def _recurrent(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
+    """Input and recurrent weights are applied once per step of the sequence."""
+    return 2.0 * prod(operands[0][:2]) * (prod(operands[1]) + prod(operands[2]))
+
+
+def _attention(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
+    """Scores and weighted sum, for queries, keys, values as separate operands."""
+    query, key = operands[0], operands[1]
+    return 4.0 * prod(query) * (key[-2] if len(key) > 1 else 1)
+
+
+def _packed_attention(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
+    """Projection to queries, keys and values by one weight, then attention; ONNX's has none."""
+    if not op.proto.domain:
+        return _attention(op, operands, written)
+    tokens, weight = operands[0], operands[1]
+    if len(tokens) < 3 or len(weight) < 2:
+        return 0.0
+    return 2.0 * prod(tokens) * weight[-1] + 4.0 * prod(tokens) * tokens[1]
+
+
+RULES: Mapping[str, FlopRule] = {
+    "Conv": _convolution(1),
+    "FusedConv": _convolution(1),
+    "ConvInteger": _convolution(1),
+    "QLinearConv": _convolution(3),
+    "DeformConv": _convolution(1),
+    "ConvTranspose": _transposed,
+    "MatMul": _matmul,
+    "FusedMatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "QLinearMatMul": _matmul,
+    "MatMulIntegerToFloat": _matmul,
+    "DynamicQuantizeMatMul": _matmul,
+    "MatMulNBits": _matmul,
+    "Gemm": _gemm,
+    "FusedGemm": _gemm,
+    "QGemm": _gemm,
+    "Einsum": _einsum,
+    "LSTM": _recurrent,
+    "GRU": _recurrent,
+    "RNN": _recurrent,
+    "Attention": _packed_attention,
+    "MultiHeadAttention": _attention,
+    "GroupQueryAttention": _attention,
+}
+
+HEAVY = frozenset(RULES)
+"""Operator types with multiply-adds; all others are cheap steps between them."""
+_CHEAP = frozenset(
+    {"BiasGelu", "DequantizeLinear", "EmbedLayerNormalization", "FastGelu", "Gelu", "QLinearAdd",
+     "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu",
+     "QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere",
+     "QuantizeLinear", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization",
+     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+)  # fmt: skip
+"""Operators of ONNX Runtime's own that cost about one operation an element of their outputs."""
+
+
+def is_heavy(op: Operator) -> bool:
+    """Whether an operator does the work, or might: others are cheap steps between."""
+    if op.kind in HEAVY or op.has_body:
+        return True
+    return not is_standard(op.proto) and op.kind not in _CHEAP
+
+
+SYMBOLIC_SIZE = 128
+"""What a symbolic size other than the batch counts as, for instance a sequence's length."""
+_FALLBACK_SIZES = (64, 32, 16)
+"""Tried where inference fails at 128, say because a table of positions is shorter."""
+
+_Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
+
+
+def count_flops(proto: onnx.ModelProto, graph: Dataflow) -> tuple[float, ...]:
+    """Count the floating-point operations of each operator, a multiply-add counting as two.
+
+    The batch is 1, and other symbolic sizes are :data:`SYMBOLIC_SIZE`. What depends on no graph
+    input counts nothing: a backend folds it when it loads the model. Operators without
+    multiply-adds count one per element of their outputs.
+    """
+    two, three = (_numeric_types(proto, batch) for batch in (2, 3))
+    costs = [_costs(proto, graph, types) for types in (two, three)]
+    return tuple(np.nan_to_num([2 * a - b for a, b in zip(*costs, strict=True)]).tolist())
+
+
+def _costs(
+    proto: onnx.ModelProto, graph: Dataflow, types: Mapping[str, SizedType]
+) -> Iterator[float]:
+    """Yield what operators cost, by index; NaN where that of a body is not known."""
+    shapes = {n: s for n, (_, s) in types.items() if s is not None and None not in s}
+    scope = BodyScope.of(proto, types)
+    for op in graph.operators:
+        if graph.is_constant(op):
+            yield 0.0
+        elif op.has_body:
+            yield scope.flops(op.proto, _body_cost)
+        else:
+            yield _cost(op, cast("_Shapes", shapes))
+
+
+def _body_cost(body: onnx.ModelProto) -> float:
+    """Cost of a body's operators, one turn of it."""
+    return sum(_costs(body, Dataflow(body.graph), concrete_shapes(body, {})))
+
+
+def _numeric_types(proto: onnx.ModelProto, batch: int) -> Mapping[str, SizedType]:
+    """Shapes at the first of the stated sizes at which most of them are known.
+
+    Not at batch 1, where inference cannot tell a batch from a dimension to be broadcast: costs
+    are linear in the batch and are extrapolated from 2 and 3. A single size that inference has
+    lost counts as the size stated.
+    """
+    symbols = [s for s in symbolic_sizes(proto) if s != BATCH]
+    most, best = -1, dict[str, SizedType]()
+    for size in (SYMBOLIC_SIZE, *_FALLBACK_SIZES) if symbols else (SYMBOLIC_SIZE,):
+        found = concrete_shapes(proto, {BATCH: batch} | dict.fromkeys(symbols, size))
+        shapes = {name: told for name, told in found.items() if told[1] is not None}
+        known = sum(None not in (shape or ()) for _, shape in shapes.values())
+        if known > most:
+            most, best = known, {n: (k, _sized(s or (), size)) for n, (k, s) in shapes.items()}
+    return best
+
+
+def _sized(shape: tuple[int | None, ...], size: int) -> tuple[int | None, ...]:
+    return shape if shape.count(None) > 1 else tuple(size if d is None else d for d in shape)
+
+
+def _cost(op: Operator, shapes: _Shapes) -> float:
+    written = float(sum(prod(shapes.get(t, ())) for t in op.writes if t in shapes))
+    rule = RULES.get(op.kind)
+    if rule is None:
+        return written
+    operands = [shapes.get(t, ()) for t in op.proto.input]
+    return max(written, float(rule(op, operands, written)))

@@ -22,7 +22,7 @@ from offramp.calibration.data.dataset import LABEL_KEYS
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.sample_writer import LABEL, SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
-from offramp.compiler.data.conversion import fit
+from offramp.compiler.data.batches import fit
 from offramp.compiler.data.images import ImageForm, image_form
 from offramp.compiler.data.spec import PreprocessingSpec
 from offramp.compiler.data.texts import TextEncoder

@@ -11,15 +11,21 @@ from typing import Final
 
 from offramp.calibration.data.data_sources import DataSource, NpyFolderSource, NpzSource
 from offramp.calibration.data.errors import DataError
-from offramp.compiler.data.arrow import PARQUET, HuggingFaceSource, ParquetSource
+from offramp.compiler.data.batches import FunctionSource, names_function, source_of_value
 from offramp.compiler.data.first import first_of
-from offramp.compiler.data.functions import FunctionSource, names_function, source_of_value
 from offramp.compiler.data.images import SUFFIXES as IMAGE_SUFFIXES
 from offramp.compiler.data.images import ImageFolderSource
 from offramp.compiler.data.made import RANDOM, SAMPLES, RandomSource
 from offramp.compiler.data.recordings import RecordingSource
 from offramp.compiler.data.spec import TOML_NAME, Family, PreprocessingSpec, read_toml
-from offramp.compiler.data.tables import CSV_SUFFIXES, JSONL_SUFFIXES, TextTableSource
+from offramp.compiler.data.tables import (
+    CSV_SUFFIXES,
+    JSONL_SUFFIXES,
+    PARQUET,
+    HuggingFaceSource,
+    ParquetSource,
+    TextTableSource,
+)
 from offramp.engine.learning.recording import is_recording
 
 _TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables"})

@@ -18,11 +18,11 @@ from offramp.calibration.data.data_sources import ArraysAndHash
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.sample_writer import SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
-from offramp.compiler.data.files import files_in
 from offramp.compiler.data.spec import Layout, PreprocessingSpec, Resample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
 
 _log = logging.getLogger(__name__)
 
@@ -255,3 +255,18 @@ class ImageFolderSource:
                 batch = np.stack([form.decode(file, str(file)) for file in part])
                 writer.append({form.spec.name: batch}, str(part[0]))
             return writer.finish()
+
+
+def files_in(folder: Path, suffixes: Collection[str]) -> list[Path]:
+    """Return the files with some suffixes, in lower case, in a folder and those inside it.
+
+    They are in the order of their paths; files whose name begins with a dot are left out.
+    """
+    return sorted(
+        (
+            file
+            for file in folder.rglob("*")
+            if file.suffix.lower() in suffixes and not file.name.startswith(".") and file.is_file()
+        ),
+        key=lambda file: file.as_posix(),
+    )

@@ -1,24 +1,35 @@
-"""Tables in text files: CSV with a header, and JSONL with an object in each line."""
+"""Tables as samples: CSV, JSONL and parquet files, and data sets of Hugging Face.
+
+CSV has a header, and JSONL an object in each line. How columns become inputs is decided in
+:mod:`.columns`.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
+from offramp.bundle.optional_imports import optional_import
 from offramp.calibration.data.data_sources import ArraysAndHash
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.columns import ROWS, TableColumns, plan_table, read_table
+from offramp.compiler.data.images import files_in
 from offramp.compiler.data.spec import PreprocessingSpec
+
+if TYPE_CHECKING:
+    import pyarrow
+
 
 CSV_SUFFIXES: Final = frozenset({".csv", ".tsv"})
 JSONL_SUFFIXES: Final = frozenset({".jsonl", ".ndjson"})
@@ -201,3 +212,204 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+PARQUET: Final = ".parquet"
+_INSTALL: Final = "pip install 'offramp[parquet]'"
+_INSTALL_DATASETS: Final = "pip install 'offramp[datasets]'"
+_BUFFER_BYTES: Final = 2**20
+"""Bytes of a column that are read at once; by default all of a row group are, in memory."""
+_PARQUET_REMEDY: Final = "expected parquet; write it again"
+_SAVED_REMEDY: Final = "expected a data set of Hugging Face; write it with Dataset.save_to_disk"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowRows:
+    """Some rows of a table."""
+
+    table: pyarrow.Table
+    where: str
+    """File or folder that they are of."""
+    first: int
+    """Number of the first of them there, from 0 on."""
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def place(self, row: int) -> str:
+        """``part-0.parquet: row 12``, from 0 on."""
+        return f"{self.where}: row {self.first + row}"
+
+    def objects(self, column: str) -> Sequence[Any]:
+        """Return a column as Python objects."""
+        found: list[Any] = self._column(column).to_pylist()
+        return found
+
+    def numbers(self, column: str) -> NDArray[Any]:
+        """Return a column of numbers, or of equally long lists of them, as an array [n, …]."""
+        import pyarrow  # noqa: PLC0415 - an optional package
+
+        types, array = pyarrow.types, self._column(column)
+        shape: list[int] = []
+        while True:
+            if isinstance(array.type, pyarrow.BaseExtensionType):
+                array = array.storage
+            if types.is_dictionary(array.type):
+                array = array.dictionary_decode()
+            if array.null_count:
+                row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+                raise DataError(
+                    f"{self.place(self._row(row, shape))}: {column!r} has no value (null); mend or "
+                    "remove the row"
+                )
+            if not (types.is_list(array.type) or types.is_large_list(array.type)
+                    or types.is_fixed_size_list(array.type)):  # fmt: skip
+                break
+            lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+            wrong = np.flatnonzero(lengths != lengths[0])
+            if len(wrong):
+                raise DataError(
+                    f"{self.place(self._row(int(wrong[0]), shape))}: {column!r} is a list of "
+                    f"{lengths[wrong[0]]}, and of {lengths[0]} in {self.place(0)}; pad all to one "
+                    "length"
+                )
+            shape.append(int(lengths[0]))
+            array = array.flatten()
+        if not (types.is_integer(array.type) or types.is_floating(array.type)
+                or types.is_boolean(array.type) or types.is_decimal(array.type)):  # fmt: skip
+            raise DataError(
+                f"{self.where}: the column {column!r} is of type {array.type}, expected numbers or "
+                "lists of them (texts need --tokenizer FILE)"
+            )
+        if types.is_decimal(array.type):
+            array = array.cast(pyarrow.float64())
+        values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+        return values.reshape(len(self), *shape)
+
+    def _column(self, column: str) -> Any:
+        if column not in self.table.column_names:
+            raise DataError(
+                f"{self.where}: there is no column {column!r}, its columns are "
+                f"{', '.join(self.table.column_names)}; give data with one schema"
+            )
+        return self.table.column(column).combine_chunks()
+
+    @staticmethod
+    def _row(element: int, shape: Sequence[int]) -> int:
+        """Return the row that an element of nested lists is in."""
+        return element // int(np.prod(shape, dtype=np.int64)) if shape else element
+
+
+def columns_of(schema: pyarrow.Schema) -> TableColumns:
+    """Describe the columns of a schema; structs with ``bytes`` are images."""
+    import pyarrow  # noqa: PLC0415 - an optional package
+
+    images = []
+    for field in schema:
+        kind = field.type
+        if isinstance(kind, pyarrow.BaseExtensionType):
+            kind = kind.storage_type
+        if pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            images.append(field.name)
+    return TableColumns(names=schema.names, images=images)
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetSource:
+    """A parquet file, or all of a folder in the order of their paths."""
+
+    path: Path
+    options: PreprocessingSpec
+
+    @property
+    def name(self) -> str:
+        """The path as it was given."""
+        return str(self.path)
+
+    def load(
+        self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
+    ) -> ArraysAndHash:
+        """Read the columns that are needed, some rows at a time."""
+        with optional_import("pyarrow", install=_INSTALL, raises=DataError):
+            from pyarrow import parquet  # noqa: PLC0415
+
+        files = files_in(self.path, {PARQUET}) if self.path.is_dir() else [self.path]
+        with _reporting(files[0], _PARQUET_REMEDY):
+            table = columns_of(parquet.read_schema(files[0]))
+        plan = plan_table(table, specs, self.options, self.name, keys=keys)
+        batches = chain.from_iterable(_parquet_rows(file, plan.columns) for file in files)
+        return read_table(batches, plan, self.name, scratch, max_samples=self.options.max_samples)
+
+
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[ArrowRows]:
+    import pyarrow  # noqa: PLC0415 - an optional package
+    from pyarrow import parquet  # noqa: PLC0415
+
+    with _reporting(path, _PARQUET_REMEDY):
+        file = parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    with file:
+        batches = file.iter_batches(batch_size=ROWS, columns=list(columns))
+        tables = (pyarrow.Table.from_batches([batch]) for batch in batches)
+        yield from _rows_of(tables, path, _PARQUET_REMEDY)
+
+
+def _rows_of(tables: Iterator[Any], where: Path | str, remedy: str) -> Iterator[ArrowRows]:
+    """Yield tables with their places; what fails in reading one is a DataError."""
+    first = 0
+    while True:
+        with _reporting(where, remedy):
+            table = next(tables, None)
+        if table is None:
+            return
+        yield ArrowRows(table, str(where), first)
+        first += table.num_rows
+
+
+@contextmanager
+def _reporting(where: Path | str, remedy: str) -> Iterator[None]:
+    """Turn whatever a reader raises for damaged data, of many kinds, into a DataError."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{where} cannot be read ({reason:.150}); {remedy}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceSource:
+    """A data set of Hugging Face's package ``datasets``: as it is on disk, or in a program."""
+
+    data: Any
+    """A folder that ``Dataset.save_to_disk`` wrote, or a ``datasets.Dataset``."""
+    options: PreprocessingSpec
+
+    @property
+    def name(self) -> str:
+        """The folder as it was given."""
+        return str(self.data) if isinstance(self.data, Path) else "data"
+
+    def load(
+        self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
+    ) -> ArraysAndHash:
+        """Read the columns that are needed, some rows at a time."""
+        data = _saved(self.data) if isinstance(self.data, Path) else self.data
+        table = columns_of(data.features.arrow_schema)
+        plan = plan_table(table, specs, self.options, self.name, keys=keys)
+        tables = data.select_columns(list(plan.columns)).with_format("arrow").iter(ROWS)
+        batches = _rows_of(iter(tables), self.name, _SAVED_REMEDY)
+        return read_table(batches, plan, self.name, scratch, max_samples=self.options.max_samples)
+
+
+def _saved(path: Path) -> Any:
+    """Open a folder that ``save_to_disk`` wrote; DataError for splits, and for damage."""
+    with optional_import("datasets", install=_INSTALL_DATASETS, raises=DataError):
+        import datasets  # noqa: PLC0415 - an optional package
+
+    with _reporting(path, _SAVED_REMEDY):
+        data = datasets.load_from_disk(str(path))
+    if isinstance(data, datasets.DatasetDict):
+        raise DataError(
+            f"{path} has the splits {', '.join(data)}; give one of them, such as "
+            f"{path / next(iter(data), 'train')}"
+        )
+    return data

@@ -1,10 +1,10 @@
 """``eecompile build --precision auto``: the precision of engines that is predicted to save most.
 
 Only what is certified is compared. fp16 and int8 are built where the calibration data certify them
-anew (:mod:`.engines.certification`); tf32 is not, since no CPU computes in it, so that nothing says
-what it costs in answers. Then the engines of all stages are timed side by side on the GPU, and the
-times are weighed with the shares of samples that leave at each exit, as they were certified in each
-precision.
+again (:mod:`~offramp.compiler.engines.verification`); tf32 is not, since no CPU computes in it, so
+that nothing says what it costs in answers. Then the engines of all stages are timed side by side on
+the GPU, and the times are weighed with the shares of samples that leave at each exit, as they were
+certified in each precision.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from offramp.calibration.data.errors import UntrainableError
 from offramp.calibration.torch.bridge_training import TrainedBridge, count_samples, train_bridges
 from offramp.calibration.torch.torch_graph import REMEDY, check_trainable
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.cuts.cut_points import CutPoint
+from offramp.compiler.cuts.cuts import CutPoint
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.endings import (
     CONFIDENCE,

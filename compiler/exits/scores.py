@@ -32,12 +32,13 @@ from offramp.compiler.graphs.tail import (
     cut_tail,
     dominators,
     find_activation,
+    find_bounds,
+    find_thresholds,
     keeps_columns,
     keeps_unbounded,
     keeps_values,
     operators_between,
 )
-from offramp.compiler.graphs.tail_trials import find_bounds, find_thresholds
 from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.common.environment import available_cores
 

@@ -33,7 +33,7 @@ from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.frontend.source_file import MAX_BYTES
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.nesting import METADATA, Names, nest
-from offramp.compiler.graphs.unread_inputs import with_unread
+from offramp.compiler.graphs.source_model import with_unread
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.whole_promise import end_evidence, whole_policy

@@ -54,8 +54,8 @@ def verify(
     ``plan`` is in ``leave`` mode, ``models`` are by what messages call them; if they give exits,
     these are compared too. ``unread`` names the inputs that nothing reads, and data lack. Answers
     may differ by ``tolerance``, relative to the scale of each value
-    (:mod:`.answers.differences`); ``progress`` is called with the number of samples of each
-    batch.
+    (:mod:`~offramp.engine.answers.differences`); ``progress`` is called with the number of samples
+    of each batch.
 
     Raises:
         VerificationError: A model cannot be run, answers another sample at another exit than the

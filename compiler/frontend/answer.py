@@ -1,21 +1,27 @@
-"""The answer of a model: which output it is, and whether it is one class of several."""
+"""The answer of a model: which output it is, of which task, and whether it is one class of several.
+
+The task is asked for by the user, or inferred from how the graph ends. With ``--class-map`` the
+graph answers with classes, one byte a pixel or token, instead of all scores: scores of 19 classes
+in 1024 × 2048 pixels are 159 MB a sample, their classes 2 MB, and agreement is judged by classes.
+"""
 
 from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
-from offramp.bundle import Answer, AnswerForm, TaskKind
+from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
 from offramp.bundle.schema.answers import DENSE
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
-from offramp.compiler.frontend.tasks import describe_answer, find_kind, warn_of_heat_maps
 from offramp.compiler.graphs.graph import Dataflow, Operator, refill, rename_tensor
-from offramp.compiler.graphs.shapes import BATCH, FLOATING, declared_types, dtype_name
+from offramp.compiler.graphs.shapes import BATCH, FLOATING, TensorType, declared_types, dtype_name
 from offramp.compiler.graphs.tail import SIGMOIDS, find_activation, keeps_columns, operators_between
 
 _log = logging.getLogger(__name__)
@@ -281,3 +287,148 @@ def _ends(graph: Dataflow, tensor: str) -> Iterator[Operator]:
 
 def _named(op: Operator) -> str:
     return f"{op.name or op.writes[0]!r} ({op.kind})"
+
+
+_INTEGERS: Final = frozenset({"int64", "int32", "uint8", "int8", "uint16", "int16", "uint32"})
+
+
+_HEAT_MAPS: Final = re.compile(
+    r"(?i:(?<![a-z])heat|heat_?map|key_?point|landmark)|(?<![A-Za-z])(?i:pose)(?![a-z])|Pose(?![a-z])"
+)
+"""What heat maps are called, and a Transpose is not."""
+
+
+def find_kind(
+    asked: AskedTask, shape: tuple[int | str, ...], last: Operator | None, *, are_labels: bool
+) -> TaskKind:
+    """Infer the task from the shape of the answer and the operator that it ends with.
+
+    ``are_labels`` says that this is an activation that gives each column a yes or no.
+    """
+    if asked.kind != "auto":
+        return asked.kind
+    kind: TaskKind = "classification"
+    if are_labels:
+        kind = "multi-label"
+    elif len(shape) == 3:
+        kind = "segmentation" if last is not None and last.kind == "ArgMax" else kind
+        kind = "token-classification" if kind == "classification" else kind
+    elif len(shape) == 4:
+        kind = "segmentation"
+    if kind != "classification":
+        heat = "; heat maps are --task pose" if kind == "segmentation" else ""
+        how = f" and ends with {last.kind}" if last is not None else ""
+        sizes = ", ".join(map(str, shape))
+        _log.info("The answer [%s]%s: the task is %s%s.", sizes, how, kind, heat)
+    return kind
+
+
+def warn_of_heat_maps(output: str, shape: tuple[int | str, ...], ends: Iterable[Operator]) -> None:
+    """Say so where what was taken for classes of pixels looks like heat maps.
+
+    ``ends`` are the operators that the answer comes of, the last one first. Channels that each end
+    with a Sigmoid do not compete for a pixel, as classes do.
+    """
+    ends = list(ends)
+    named = next((n for n in (output, *(op.name for op in ends)) if _HEAT_MAPS.search(n)), None)
+    if named is not None:
+        why = f"{named!r} is what heat maps are called"
+    elif ends and ends[0].kind in SIGMOIDS:
+        why = f"it ends with {ends[0].kind}, so that channels do not compete for a pixel"
+    else:
+        return
+    _log.warning(
+        "The answer %r [%s] is taken for classes of pixels (segmentation), but %s: if each channel "
+        "shows where a key point is, add --task pose; else --task segmentation ends this warning.",
+        output,
+        ", ".join(map(str, shape)),
+        why,
+    )
+
+
+def describe_answer(
+    name: str, tensor: TensorType, task: AnswerTask, *, form: AnswerForm, picked: TensorType | None
+) -> Answer:
+    """Describe an answer of another task than classification; ModelError if it does not fit.
+
+    ``picked`` is what a last ArgMax reads: where there is one, the answer is numbers of classes.
+    """
+    kind = task.kind
+    axis = 2 if kind == "token-classification" else 1
+    shape, dtype = tensor.shape or (), tensor.dtype
+    scores = (picked.shape or ()) if picked is not None else shape
+    dense = len(scores) == _RANKS[kind]
+    fits = dense and bool(shape) and shape[0] == BATCH
+    if picked is not None:
+        fits = fits and kind in _NUMBERED and shape == (*scores[:axis], *scores[axis + 1 :])
+        fits = fits and dtype in _INTEGERS
+    else:
+        fits = fits and tensor.is_floating
+    least = 2 if kind in _NUMBERED else 1
+    size = scores[axis] if dense else None
+    if not fits or not isinstance(size, int) or size < least:
+        sizes = ", ".join(map(str, shape)) if tensor.shape is not None else "unknown"
+        raise ModelError(
+            f"output {name!r} is {dtype} [{sizes}], expected {_EXPECTED[kind]} for --task {kind}, "
+            f"of a fixed number of at least {least}; name another --task, or end the model there"
+        )
+    return Answer(output=name, classes=size, form=form, task=task)
+
+
+_RANKS: Final[dict[TaskKind, int]] = {
+    "classification": 2,
+    "multi-label": 2,
+    "regression": 2,
+    "token-classification": 3,
+    "segmentation": 4,
+    "pose": 4,
+}
+"""Dimensions of an answer before its classes are picked."""
+_NUMBERED: Final = frozenset({"token-classification", "segmentation"})
+_EXPECTED: Final[dict[TaskKind, str]] = {
+    "classification": "floating-point [batch, classes]",
+    "multi-label": "floating-point [batch, labels]",
+    "token-classification": "floating-point [batch, tokens, classes]",
+    "segmentation": "floating-point [batch, classes, height, width]",
+    "pose": "floating-point heat maps [batch, key points, height, width]",
+    "regression": "floating-point [batch, values]",
+}
+
+
+_AXES = {3: 2, 4: 1}
+"""Where the classes are, by the number of dimensions: of tokens, and of pixels."""
+_MOST_IN_A_BYTE = 256
+
+
+def answer_with_classes(proto: onnx.ModelProto) -> None:
+    """Let a model of one output answer with the classes of its tokens or pixels, in place.
+
+    The output keeps its name; it becomes uint8, or int32 of more than 256 classes. ModelError if it
+    is not [batch, tokens, classes] or [batch, classes, height, width] of floating-point numbers.
+    """
+    graph = proto.graph
+    (output,) = graph.output
+    tensor = output.type.tensor_type
+    sizes = [dim.dim_value or dim.dim_param or "?" for dim in tensor.shape.dim]
+    axis = _AXES.get(len(sizes))
+    floating = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16}
+    if axis is None or tensor.elem_type not in floating:
+        raise ModelError(
+            f"--class-map: output {output.name!r} is [{', '.join(map(str, sizes))}], expected "
+            "floating-point scores [batch, tokens, classes] or [batch, classes, height, width]; "
+            "leave it out"
+        )
+    name, scores = output.name, f"{output.name}/scores"
+    rename_tensor(graph, name, scores)
+    classes = tensor.shape.dim[axis].dim_value
+    small = 0 < classes <= _MOST_IN_A_BYTE
+    kind = TensorProto.UINT8 if small else TensorProto.INT32
+    picked = f"{name}/picked"
+    graph.node.extend(
+        [
+            helper.make_node("ArgMax", [scores], [picked], name=picked, axis=axis, keepdims=0),
+            helper.make_node("Cast", [picked], [name], name=f"{name}/narrowed", to=kind),
+        ]
+    )
+    tensor.elem_type = kind
+    del tensor.shape.dim[axis]

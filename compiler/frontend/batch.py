@@ -2,25 +2,43 @@
 
 Exporters that trace a model bake the length of the example into constants, mostly into those of
 Reshape. ONNX Runtime then runs the model at this length alone, although the file declares it free.
+
+Choices that a model makes once for a whole batch, by the data of its samples, are refused by name.
+An ``If`` takes one branch for all rows. Where its condition depends on data, as in a BranchyNet
+that was exported with its own exit, a sample's answer depends on the other samples of its batch,
+and where the choice is rare, a few rows that are run do not show it. So the graph is followed: what
+of a tensor depends on data of its own row alone, and what on several rows, or on one row for all.
+Sums of several rows are left to :mod:`.graphs.rows`, which runs them: they show at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, inliner, numpy_helper
 
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
-from offramp.compiler.frontend.batch_conditions import check_conditions
 from offramp.compiler.frontend.batch_repair import REMEDY, repair
-from offramp.compiler.graphs.graph import copied
+from offramp.compiler.graphs.graph import Dataflow, Operator, bodies, copied
 from offramp.compiler.graphs.rows import check_rows
 from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
-from offramp.compiler.graphs.shapes import BATCH, annotate, forget_shapes
+from offramp.compiler.graphs.shapes import (
+    BATCH,
+    UNKNOWN,
+    TensorType,
+    annotate,
+    declared_types,
+    forget_shapes,
+    infer_types,
+)
 from offramp.engine.answers.differences import compare
 
 _COMMON: Final = (8, 32, 64, 128, 224, 256, 384, 512)
@@ -35,7 +53,7 @@ def free_batch(proto: onnx.ModelProto) -> None:
     """Name dimension 0 of every graph input ``batch``, in place, and repair what was fixed to it.
 
     After the repair rows are run at another batch size, and compared with the original. Whatever
-    the batch was, nothing may be chosen for all rows by data of some (:mod:`.batch_conditions`),
+    the batch was, nothing may be chosen for all rows by data of some (:mod:`.batch`),
     and rows alone and together have to agree (:mod:`.graphs.rows`). ModelError if an input has no
     batch
     dimension, the model cannot be made to work at another batch size, or rows change each other's
@@ -206,3 +224,325 @@ def _candidates(proto: onnx.ModelProto) -> list[int]:
             counts.update(numpy_helper.to_array(tensor).ravel().tolist())
     named = [size for size, _ in counts.most_common() if 1 < size <= _LARGEST]
     return list(dict.fromkeys([*named[: _TRIED - len(_COMMON)], *_COMMON]))
+
+
+Shape: TypeAlias = "tuple[int | str, ...]"
+
+
+class Level(IntEnum):
+    """What the values of a tensor, or its sizes, depend on."""
+
+    FIXED = 0
+    """Constants, and sizes of inputs."""
+    ROWS = 1
+    """Data: of each row for itself, as far as the graph tells."""
+    COUNTED = 2
+    """How many elements of several rows are chosen, as ``NonZero`` does."""
+    MIXED = 3
+    """Data of several rows, or of one row for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependence:
+    """What a tensor depends on."""
+
+    values: Level = Level.FIXED
+    sizes: Level = Level.FIXED
+    mixed_by: str = ""
+    """The operator that makes one of several rows, where one does."""
+
+
+FIXED: Final = Dependence()
+_DISCRETE: Final = frozenset({
+    "And", "ArgMax", "ArgMin", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Ceil",
+    "Equal", "Floor", "Greater", "GreaterOrEqual", "Hardmax", "IsInf", "IsNaN", "Less",
+    "LessOrEqual", "NonZero", "Not", "Or", "Round", "Sign", "Unique", "Xor",
+})  # fmt: skip
+"""Operators whose result jumps: rows that are run may all be on one side."""
+_GATES: Final = frozenset({
+    "Celu", "Clip", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max",
+    "Min", "Mish", "Pow", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Swish", "Tanh",
+    "ThresholdedRelu",
+})  # fmt: skip
+"""Operators whose result may stay the same for most values, and change for few."""
+_STEERED: Final[Mapping[str, tuple[int, ...]]] = {
+    "Compress": (1,), "ConstantOfShape": (0,), "Expand": (1,), "Gather": (1,),
+    "GatherElements": (1,), "GatherND": (1,), "OneHot": (0, 1), "Pad": (1,), "Range": (0, 1, 2),
+    "Reshape": (1,), "Resize": (2, 3), "ScatterElements": (1,), "ScatterND": (1,),
+    "Slice": (1, 2, 3, 4), "Split": (1,), "Tile": (1,), "TopK": (1,), "Trilu": (1,), "Where": (0,),
+}  # fmt: skip
+"""Inputs by which operators choose places or sizes."""
+_SIZED_BY: Final = frozenset({"ConstantOfShape", "Expand", "Range", "Reshape", "Resize", "Tile"})
+"""Operators of which such an input says how large, and not what, the result is."""
+_CHOOSING: Final = frozenset({"If", "Loop", "Where"})
+_COUNTING: Final = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
+_SHAPING: Final = frozenset({"Cast", "Concat", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators that a count goes through on its way to be a size."""
+_ALONG: Final = frozenset({
+    "ArgMax", "ArgMin", "CumSum", "Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK",
+})  # fmt: skip
+"""Operators that compute along an axis, and keep it."""
+_RECURRENT: Final = frozenset({"GRU", "LSTM", "RNN"})
+_WHOLE_NUMBERS: Final = frozenset({
+    TensorProto.BOOL, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
+    TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
+})  # fmt: skip
+_REMEDY: Final = (
+    "let each sample choose for itself (torch.where, with a condition for each row), or export the "
+    "model without that choice: exits are what eecompile adds"
+)
+
+
+def check_conditions(proto: onnx.ModelProto) -> None:
+    """Follow what conditions, places and sizes depend on, in a model with a symbolic batch.
+
+    Raises:
+        ModelError: The model chooses for a whole batch by data of its samples.
+    """
+    types = declared_types(proto)
+    if proto.functions:
+        proto = inliner.inline_local_functions(proto)
+        types = infer_types(proto)
+    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+    inputs = {info.name: Dependence(values=Level.ROWS) for info in proto.graph.input}
+    known = inputs | dict.fromkeys(weights, FIXED)
+    _Followed(proto.graph, known, weights, types).run()
+
+
+class _Followed:
+    """A graph, or the body of an operator, that is followed from what its inputs depend on."""
+
+    def __init__(
+        self,
+        graph: onnx.GraphProto,
+        known: Mapping[str, Dependence],
+        weights: Mapping[str, onnx.TensorProto],
+        types: Mapping[str, TensorType],
+    ) -> None:
+        self._flow = Dataflow(graph)
+        self._known = dict(known)
+        self._weights = weights
+        self._types = types
+
+    def run(self) -> list[Dependence]:
+        """Return what each output depends on."""
+        for op in self._flow.operators:
+            read = [self._known.get(name, FIXED) for name in op.reads]
+            self._check(op)
+            joined = _joined(read)
+            for body in bodies(op.proto):
+                joined = _joined([joined, *self._through(op, body)])
+            for name in op.writes:
+                self._known[name] = self._given(op, name, joined)
+        return [self._known.get(name, FIXED) for name in self._flow.outputs]
+
+    def _check(self, op: Operator) -> None:
+        """Raise ModelError if an operator chooses for all rows by data of some."""
+        conditions = {"If": (0,), "Loop": (0, 1)}.get(op.kind, ())
+        for tensor, found in self._inputs(op, conditions):
+            if found.values >= Level.ROWS:
+                raise self._refusal(op, tensor, found)
+        jumps = op.kind in _DISCRETE or self._becomes_whole(op)
+        places = list(range(len(op.proto.input))) if jumps else [*_STEERED.get(op.kind, ())]
+        if op.kind in _GATES:
+            places = [i for i, name in enumerate(op.proto.input) if self._is_one_for_all(name)]
+        for tensor, found in self._inputs(op, places):
+            counts = op.kind == "Where" and found.values is Level.COUNTED and not self._whole(op)
+            if found.values is Level.MIXED or counts:
+                raise self._refusal(op, tensor, found)
+
+    def _inputs(self, op: Operator, places: Sequence[int]) -> Iterator[tuple[str, Dependence]]:
+        for place in places:
+            if place < len(op.proto.input) and (tensor := op.proto.input[place]):
+                yield tensor, self._known.get(tensor, FIXED)
+
+    def _is_one_for_all(self, tensor: str) -> bool:
+        """Whether a tensor has no value for each row."""
+        shape = self._shape(tensor)
+        return shape is not None and UNKNOWN not in shape and not _batch_axes(shape)
+
+    def _becomes_whole(self, op: Operator) -> bool:
+        targets = [a.i for a in op.proto.attribute if a.name == "to"]
+        source = self._types.get(op.proto.input[0]) if op.kind == "Cast" else None
+        was_whole = source is not None and source.elem_type in _WHOLE_NUMBERS
+        return bool(targets) and targets[0] in _WHOLE_NUMBERS and not was_whole
+
+    def _whole(self, op: Operator) -> bool:
+        found = self._types.get(op.writes[0])
+        return found is not None and found.elem_type in _WHOLE_NUMBERS
+
+    def _through(self, op: Operator, body: onnx.GraphProto) -> list[Dependence]:
+        """Follow a body, until what it carries from turn to turn depends on nothing more."""
+        weights = {**self._weights, **{tensor.name: tensor for tensor in body.initializer}}
+        first, states = _states(op, body)
+        reads = [self._known.get(name, FIXED) for name in op.proto.input]
+        begins = [FIXED, FIXED, *reads[2:]] if op.kind == "Loop" else reads
+        given = begins[: len(body.input)]
+        while True:
+            named = {info.name: each for info, each in zip(body.input, given, strict=False)}
+            outputs = _Followed(body, self._known | named, weights, {}).run()
+            if op.kind == "Loop" and outputs[0].values >= Level.ROWS:
+                raise self._refusal(op, body.output[0].name, outputs[0])
+            again = list(given)
+            for i in range(states):
+                ends = outputs[i + (op.kind == "Loop")]
+                again[first + i] = _joined([given[first + i], ends])
+            if again == given:
+                return outputs
+            given = again
+
+    def _given(self, op: Operator, tensor: str, read: Dependence) -> Dependence:
+        """Return what a tensor depends on that an operator makes of what it reads."""
+        if op.kind in ("Shape", "Size"):
+            return Dependence(values=read.sizes, mixed_by=read.mixed_by if read.sizes else "")
+        if op.kind == "DynamicQuantizeLinear" and tensor != op.writes[0]:
+            return FIXED  # how rows round by the range of others is measured and counted
+        values, sizes = read.values, read.sizes
+        if op.kind in _SIZED_BY:
+            steering = {op.proto.input[i] for i in _STEERED[op.kind] if i < len(op.proto.input)}
+            others = [self._known.get(n, FIXED) for n in op.reads if n not in steering]
+            values = _joined(others).values
+            sizes = max(sizes, read.values if read.values > values else Level.FIXED)
+            if op.kind == "Range":
+                values = read.values
+        if op.kind in _COUNTING:
+            sizes = max(sizes, Level.COUNTED)
+        if values is Level.ROWS and self._mixes(op, tensor):
+            level = Level.COUNTED if self._counts(op) else Level.MIXED
+            return Dependence(values=level, sizes=sizes, mixed_by=_name(op))
+        return Dependence(values=values, sizes=sizes, mixed_by=read.mixed_by)
+
+    def _counts(self, op: Operator) -> bool:
+        """Whether an operator counts elements that are chosen, for the size of what replaces them.
+
+        It is what torch's exporter makes of ``y[y < 0] = 0``.
+        """
+        cast = self._flow.producers.get(op.proto.input[0])
+        if op.kind != "ReduceSum" or cast is None or cast.kind != "Cast":
+            return False
+        source = self._types.get(cast.proto.input[0])
+        chosen = source is not None and source.elem_type == TensorProto.BOOL
+        return chosen and self._is_size(op.writes[0])
+
+    def _is_size(self, tensor: str) -> bool:
+        """Whether a tensor serves as nothing but the size of what is repeated."""
+        users = self._flow.consumers.get(tensor, ())
+        for op in users:
+            places = [place for place, name in enumerate(op.proto.input) if name == tensor]
+            sizes = op.kind in ("ConstantOfShape", "Expand") and places == [*_STEERED[op.kind]]
+            shaped = op.kind in _SHAPING and (op.kind == "Concat" or places == [0])
+            if not sizes and not (shaped and self._is_size(op.writes[0])):
+                return False
+        return bool(users) and tensor not in self._flow.outputs
+
+    def _mixes(self, op: Operator, tensor: str) -> bool:
+        """Whether values of single rows become values of several, or of one for all."""
+        shape = self._shape(tensor)
+        if shape is not None and UNKNOWN not in shape and _batch_axes(shape) != 1:
+            return True
+        if op.kind.startswith("Reduce") and self._reduces_all(op):
+            return True
+        source = self._shape(op.proto.input[0]) if op.proto.input else None
+        places = [i for i, size in enumerate(source or ()) if _holds_batch(size)]
+        if source is None or len(places) != 1:
+            return False
+        return self._mixes_along(op, places[0], source, shape)
+
+    def _mixes_along(self, op: Operator, batch: int, source: Shape, shape: Shape | None) -> bool:
+        """Whether an operator computes along axis ``batch`` of what it reads first."""
+        told = {a.name: a.i for a in op.proto.attribute if a.type == onnx.AttributeProto.INT}
+        if op.kind in _ALONG:
+            return self._axis(op, told) % len(source) == batch
+        if op.kind in _RECURRENT:
+            return batch != (0 if told.get("layout") else 1)
+        if op.kind == "BatchNormalization":
+            return bool(told.get("training_mode"))
+        return op.kind == "Slice" and self._takes_some(op, batch, source, shape)
+
+    def _reduces_all(self, op: Operator) -> bool:
+        """Whether a reduction has no axes, so that it takes all."""
+        told = {a.name for a in op.proto.attribute}
+        return not {"axes", "noop_with_empty_axes"} & told and not any(op.proto.input[1:])
+
+    def _axis(self, op: Operator, told: Mapping[str, int]) -> int:
+        if op.kind == "CumSum":
+            value = self._constant(op.proto.input[1])
+            return -1 if value is None else int(value.reshape(-1)[0])
+        return told.get("axis", 0 if op.kind in ("ArgMax", "ArgMin") else -1)
+
+    def _takes_some(self, op: Operator, axis: int, source: Shape, shape: Shape | None) -> bool:
+        """Whether a slice leaves rows out, or turns them round."""
+        if shape is not None and shape[axis] != source[axis]:
+            return True
+        axes, steps = (
+            self._constant(op.proto.input[i]) if len(op.proto.input) > i else None for i in (3, 4)
+        )
+        if steps is None:
+            return False
+        along = range(len(steps)) if axes is None else (axes % len(source)).tolist()
+        return any(i == axis and step < 0 for i, step in zip(along, steps.tolist(), strict=False))
+
+    def _refusal(self, op: Operator, tensor: str, found: Dependence) -> ModelError:
+        entered = f", which {found.mixed_by} makes of several samples" if found.mixed_by else ""
+        user = self._user(op)
+        leads = f", and {_name(user)} goes by it" if user is not None else ""
+        return ModelError(
+            f"{_name(op)} chooses for a whole batch by the data of its samples, at "
+            f"{tensor!r}{entered}{leads}: a sample might be answered otherwise among others; "
+            f"{_REMEDY}"
+        )
+
+    def _user(self, op: Operator) -> Operator | None:
+        """Find the first operator after another that takes one of several ways."""
+        reached = set(op.writes)
+        for later in self._flow.operators[op.index + 1 :]:
+            if not reached.isdisjoint(later.reads):
+                if later.kind in _CHOOSING:
+                    return later
+                reached.update(later.writes)
+        return None
+
+    def _shape(self, tensor: str) -> Shape | None:
+        found = self._types.get(tensor)
+        return None if found is None else found.shape
+
+    def _constant(self, tensor: str) -> NDArray[Any] | None:
+        if tensor in self._weights:
+            return numpy_helper.to_array(self._weights[tensor])
+        op = self._flow.producers.get(tensor)
+        if op is None or op.kind != "Constant":
+            return None
+        value = helper.get_attribute_value(op.proto.attribute[0])
+        return numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.array(value)
+
+
+def _states(op: Operator, body: onnx.GraphProto) -> tuple[int, int]:
+    """Return where the carried values are among a body's inputs, and how many they are."""
+    if op.kind == "Loop":
+        return 2, len(body.input) - 2
+    scanned = next((a.i for a in op.proto.attribute if a.name == "num_scan_inputs"), 0)
+    return 0, len(body.input) - scanned
+
+
+def _joined(found: Sequence[Dependence]) -> Dependence:
+    """Join what several tensors depend on."""
+    if not found:
+        return FIXED
+    most = max(found, key=lambda each: (max(each.values, each.sizes), each.values))
+    return Dependence(
+        values=max(each.values for each in found),
+        sizes=max(each.sizes for each in found),
+        mixed_by=most.mixed_by,
+    )
+
+
+def _batch_axes(shape: Sequence[int | str]) -> int:
+    return sum(map(_holds_batch, shape))
+
+
+def _holds_batch(size: int | str) -> bool:
+    return isinstance(size, str) and BATCH in size.split("*")
+
+
+def _name(op: Operator) -> str:
+    return f"{op.name or op.writes[0]!r} ({op.kind})"

@@ -4,24 +4,34 @@ Exporters bake the size into the targets of ``Reshape`` and ``Expand``, into pos
 states and class tokens. So the graph is followed at two batch sizes at once, its own and a large
 prime: where the two part from what the batch would make of them, the operator is repaired. Whether
 the result computes the same is not believed but tried: rows are run against the original.
+
+The graph is followed at two batch sizes while it is changed (:class:`BatchEdits`), and so is where
+each tensor has its batch (:class:`BatchPlace`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
+from onnx import helper, numpy_helper
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.frontend.batch_edits import BatchEdits
-from offramp.compiler.frontend.batch_place import BatchPlace, moved, scaled
-from offramp.compiler.graphs.graph import Operator, refill
-from offramp.compiler.graphs.shape_trace import Shape
-from offramp.compiler.graphs.shapes import TensorType, declared_types, symbolic_sizes
+from offramp.compiler.graphs.graph import Dataflow, Operator, refill
+from offramp.compiler.graphs.shape_trace import Shape, ShapeTrace
+from offramp.compiler.graphs.shapes import (
+    BATCH,
+    TensorType,
+    declared_types,
+    probe_sizes,
+    symbolic_sizes,
+)
 
 REMEDY = (
     "export the model with a dynamic first dimension (torch.onnx.export: dynamic_shapes, or "
@@ -32,6 +42,122 @@ _STATES = {"LSTM": (4, 5, 6), "GRU": (4, 5), "RNN": (4, 5)}
 """Inputs with a size for every row: lengths, and first states."""
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean")
 _LOGIC = ("Where", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Xor")
+
+
+class BatchEdits:
+    """A graph at its fixed batch size and at another, and the nodes and constants that are added.
+
+    ``fixed`` and ``freed`` tell shapes and small values at ``old`` and ``rows`` samples; ``nodes``
+    are those of the new graph as far as it is done.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, batch: int) -> None:
+        sizes, _ = probe_sizes(proto)
+        self.graph = proto.graph
+        self.flow = Dataflow(proto.graph)
+        self.old, self.rows = batch, sizes[BATCH]
+        self.fixed = ShapeTrace(proto, batch, sizes)
+        self.freed = ShapeTrace(proto, self.rows, sizes)
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+
+    def with_entries(
+        self,
+        node: onnx.NodeProto,
+        vector: str,
+        values: Mapping[int, int],
+        length: int,
+        computed: str = "",
+    ) -> str:
+        """Give a vector with some entries replaced, whether it is constant or computed.
+
+        By ``values``, or by the one of the tensor ``computed``.
+        """
+        name, told = f"{node.output[0]}/freed", self.fixed.value(vector)
+        if vector not in self.flow.variable and told is not None and not computed:
+            changed = told.astype(np.int64).copy()
+            for i, value in values.items():
+                changed[i] = value
+            return self.constant(name, changed)
+        at, new = np.zeros(length, np.bool_), np.zeros(length, np.int64)
+        for i, value in values.items():
+            at[i], new[i] = True, value
+        replaced = computed or self.constant(f"{name}/new", new)
+        return self.add("Where", [self.constant(f"{name}/at", at), replaced, vector], name)
+
+    def numbers(self, size: str, name: str) -> str:
+        """Count up to a size, which is a vector of one: 0, 1, 2 and so on."""
+        ends = [self.constant(f"{name}/{k}", np.array(v)) for k, v in (("0", 0), ("1", 1))]
+        scalar = self.add("Squeeze", [size], f"{name}/scalar")
+        return self.add("Range", [ends[0], scalar, ends[1]], f"{name}/count")
+
+    def size_of(self, tensor: str, axis: int, name: str) -> str:
+        """Measure an axis of a tensor; a vector of one."""
+        shape = self.add("Shape", [tensor], f"{name}/shape")
+        at = self.constant(f"{name}/axis", np.array([axis], np.int64))
+        return self.add("Gather", [shape, at], f"{name}/size")
+
+    def first_row(self, tensor: str, axis: int, name: str) -> str:
+        """Take one row of what has the old number of them, as they are equal."""
+        if self.old == 1:
+            return tensor
+        weights = self.weights.get(tensor)
+        if weights is not None:
+            value = numpy_helper.to_array(weights)
+            row = value.take([0], axis)
+            if not np.array_equal(value, np.broadcast_to(row, value.shape)):
+                raise ValueError(f"its input {tensor!r} holds other values for every row")
+            return self.constant(f"{name}/first", row)
+        ends = [self.constant(f"{name}/{k}", np.array([v])) for k, v in (("a", 0), ("b", 1))]
+        axes = self.constant(f"{name}/along", np.array([axis], np.int64))
+        return self.add("Slice", [tensor, *ends, axes], f"{name}/first")
+
+    def constant(self, name: str, value: NDArray[np.generic]) -> str:
+        """Add an initializer; gives its name."""
+        tensor = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+        self.graph.initializer.append(tensor)
+        self.fixed.give(tensor)
+        self.freed.give(tensor)
+        return name
+
+    def add(self, kind: str, inputs: list[str], name: str, **attributes: Any) -> str:
+        """Add a node before the one that is being repaired."""
+        node = helper.make_node(kind, inputs, [name], name=name, **attributes)
+        self.nodes.append(node)
+        self.freed.follow(node)
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlace:
+    """Where a tensor has its batch: an axis, and how much of that axis is slower than the batch."""
+
+    axis: int
+    slower: int = 1
+    """In ``[tokens * batch, width]`` the tokens; 1 in ``[batch * heads, tokens, width]``."""
+
+
+def scaled(shape: Shape, axis: int, old: int, rows: int) -> Shape:
+    """Give a shape of ``old`` rows as it is of ``rows``."""
+    return (*shape[:axis], shape[axis] // old * rows, *shape[axis + 1 :])
+
+
+def moved(place: BatchPlace, before: Shape, after: Shape, batch: int) -> BatchPlace | None:
+    """Find where a reshape, which keeps the order of elements, puts the batch.
+
+    ``before`` and ``after`` are shapes at ``batch`` rows. The batch goes where as much is slower
+    than it as before; alone in front of its axis if it can be.
+    """
+    slower = prod(before[: place.axis]) * place.slower
+    outer = [prod(after[:axis]) for axis in range(len(after))]
+    alone = [i for i, size in enumerate(after) if outer[i] == slower and size % batch == 0]
+    if alone and (alone[0] < len(after) - 1 or after[alone[0]] == batch):
+        return BatchPlace(alone[0])
+    for axis, size in enumerate(after):  # rather into the rows than into the features
+        within, rest = divmod(slower, outer[axis])
+        if within > 1 and not rest and size % (within * batch) == 0:
+            return BatchPlace(axis, within)
+    return BatchPlace(alone[0]) if alone else None
 
 
 def repair(proto: onnx.ModelProto, batch: int) -> None:

@@ -18,11 +18,10 @@ from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
 from offramp.compiler.cuts.cuts import MAX_CUT_TENSORS
 from offramp.compiler.frontend import preparation
-from offramp.compiler.frontend.anchor import anchor_shapes
-from offramp.compiler.frontend.answer import find_answer, keep_answer
+from offramp.compiler.frontend.answer import answer_with_classes, find_answer, keep_answer
 from offramp.compiler.frontend.answer_tokens import answer_with_tokens
 from offramp.compiler.frontend.batch import fix_baked_sizes, free_batch
-from offramp.compiler.frontend.class_map import answer_with_classes
+from offramp.compiler.frontend.cut_preparation import anchor_shapes, turn_batch_first
 from offramp.compiler.frontend.decoder_cache import check_no_cache
 from offramp.compiler.frontend.model_checks import (
     check_batch_in_front,
@@ -32,14 +31,11 @@ from offramp.compiler.frontend.model_checks import (
 )
 from offramp.compiler.frontend.simplifier import LIMIT_S
 from offramp.compiler.frontend.source_file import load_source
-from offramp.compiler.frontend.turning import turn_batch_first
-from offramp.compiler.graphs.custom_ops import check_operators
 from offramp.compiler.graphs.graph import default_opset
-from offramp.compiler.graphs.runtime import runs_opset
+from offramp.compiler.graphs.runtime import check_operators, runs_opset
 from offramp.compiler.graphs.shapes import annotate, declared_types
-from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.source_model import DeclaredInputs, SourceModel, drop_unread
 from offramp.compiler.graphs.tail import find_dense_tail
-from offramp.compiler.graphs.unread_inputs import DeclaredInputs, drop_unread
 
 _log = logging.getLogger(__name__)
 

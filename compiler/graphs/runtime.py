@@ -1,11 +1,16 @@
-"""Running graphs at compile time on ONNX Runtime, with random inputs."""
+"""Running graphs at compile time on ONNX Runtime: on random inputs, with operators of libraries.
+
+``--custom-ops`` names libraries of operators (:mod:`offramp.engine.backends.custom_ops`); a model
+with an operator that neither ONNX, nor ONNX Runtime, nor a library has is refused.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -13,8 +18,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import helper
 
+from offramp.bundle.schema.compilation import OperatorLibrary
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.graph import Dataflow, bodies, is_standard
 from offramp.compiler.graphs.index_flow import IndexRange, required_ranges
 from offramp.compiler.graphs.shapes import (
     BATCH,
@@ -23,7 +29,13 @@ from offramp.compiler.graphs.shapes import (
     first_long_enough,
     symbolic_sizes,
 )
-from offramp.engine.backends.custom_ops import load_session, session_options
+from offramp.engine.backends.custom_ops import (
+    LoadedLibrary,
+    libraries,
+    load_session,
+    session_options,
+    unknown_operators,
+)
 from offramp.engine.common.errors import BackendError
 
 _SEQUENCE_SIZES = (16, 64, 400, 1600, 6400, 25_600)
@@ -182,3 +194,68 @@ def _random(
     if values.ndim > 1:
         values[:, 0] = 1
     return values.astype(dtype)
+
+
+class _Foreign(NamedTuple):
+    """An operator outside of ONNX's own operator set."""
+
+    domain: str
+    name: str
+    version: int
+
+    def is_known(self, given: Sequence[LoadedLibrary]) -> bool:
+        """Whether ONNX Runtime has it, with these libraries: whatever else it says of it."""
+        node = helper.make_node(self.name, ["x"], ["y"], domain=self.domain)
+        read = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None)
+        graph = helper.make_graph([node], "x", [read], [helper.make_empty_tensor_value_info("y")])
+        versions = [helper.make_opsetid("", 17), helper.make_opsetid(self.domain, self.version)]
+        model = helper.make_model(graph, opset_imports=versions, ir_version=8)
+        try:
+            load_session(model.SerializeToString(), session_options(given))
+        except BackendError:
+            return False
+        except Exception:  # noqa: S110 - its inputs are not those that it takes, so it is known
+            pass
+        return True
+
+
+def check_operators(proto: onnx.ModelProto) -> None:
+    """Refuse a model, by a ModelError, with operators that nobody has given."""
+    unknown = [op for op in _foreign(proto) if not op.is_known(libraries())]
+    if unknown:
+        raise ModelError(unknown_operators([(op.domain, op.name) for op in unknown]))
+
+
+def libraries_of(proto: onnx.ModelProto) -> tuple[OperatorLibrary, ...]:
+    """Give the libraries that a model needs, of those that this process has."""
+    holders: dict[LoadedLibrary, list[str]] = {}
+    for op in _foreign(proto) if libraries() else ():
+        if not op.is_known(()):
+            holder = next(library for library in libraries() if op.is_known([library]))
+            holders.setdefault(holder, []).append(f"{op.domain}:{op.name}")
+    return tuple(
+        OperatorLibrary(file=Path(library.path).name, sha256=library.sha256, operators=tuple(names))
+        for library, names in holders.items()
+    )
+
+
+def _foreign(proto: onnx.ModelProto) -> list[_Foreign]:
+    """Operators outside of ONNX's own set that the model does not define itself, in order."""
+    defined = {(function.domain, function.name) for function in proto.functions}
+    versions = {opset.domain: opset.version for opset in proto.opset_import}
+    nodes = [_all_nodes(proto.graph.node), *(_all_nodes(f.node) for f in proto.functions)]
+    return list(
+        dict.fromkeys(
+            _Foreign(node.domain, node.op_type, versions.get(node.domain, 1))
+            for part in nodes
+            for node in part
+            if not is_standard(node) and (node.domain, node.op_type) not in defined
+        )
+    )
+
+
+def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    for node in nodes:
+        yield node
+        for body in bodies(node):
+            yield from _all_nodes(body.node)

@@ -1,15 +1,24 @@
-"""A model as slicing takes it."""
+"""A model as slicing takes it, and the inputs that its file declares and no operator reads.
+
+ONNX Runtime takes unread inputs, so clients and data sets have them. They belong to the model's
+interface, and to nothing else: neither slicing nor serving sees them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
+from onnx import helper
 
 from offramp.bundle.schema.answers import Answer
-from offramp.bundle.schema.inputs import TensorSpec, UnreadInput, declared_inputs
+from offramp.bundle.schema.inputs import NUMBER_DTYPES, TensorSpec, UnreadInput, declared_inputs
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.graph import Dataflow, copied, refill
+from offramp.compiler.graphs.shapes import BATCH, dtype_name
 from offramp.compiler.graphs.tail import Tail
-from offramp.compiler.graphs.unread_inputs import with_unread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +62,80 @@ class SourceModel:
     def versions(self) -> dict[str, int]:
         """Of operators and file format, as the graphs of exits take them."""
         return {"opset": self.opset, "ir_version": self.proto.ir_version}
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredInputs:
+    """The inputs of a model as its file declares them."""
+
+    infos: tuple[onnx.ValueInfoProto, ...]
+    """In the order of the file."""
+    freed: frozenset[str]
+    """Names of those that the model reads before it is simplified: their batch is made free."""
+
+    @classmethod
+    def of(cls, graph: onnx.GraphProto) -> DeclaredInputs:
+        """Copy them, before the batch of the graph is renamed."""
+        read = frozenset(info.name for info in graph.input if info.name in _read(graph))
+        return cls(tuple(map(copied, graph.input)), read)
+
+    def unread(self, graph: onnx.GraphProto) -> tuple[UnreadInput, ...]:
+        """Describe those that are no inputs of ``graph``, which is the same model, prepared.
+
+        Their first dimension is the batch if its size is open, or the one that the batch of the
+        inputs that are read was fixed at. ModelError if one is no array of numbers.
+        """
+        read = {info.name for info in graph.input}
+        fronts = [
+            info.type.tensor_type.shape.dim[0] for info in self.infos if info.name in self.freed
+        ]
+        fixed = next((front.dim_value for front in fronts if front.HasField("dim_value")), None)
+        return tuple(
+            UnreadInput(spec=_spec(info, fixed), place=place)
+            for place, info in enumerate(self.infos)
+            if info.name not in read
+        )
+
+
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Remove the inputs that no operator reads, in place."""
+    read = _read(graph)
+    refill(graph.input, [info for info in graph.input if info.name in read])
+
+
+def with_unread(proto: onnx.ModelProto, unread: Sequence[UnreadInput]) -> onnx.ModelProto:
+    """Return a model that declares inputs that nothing reads, too; ``proto`` is not changed."""
+    if not unread:
+        return proto
+    declared = copied(proto)
+    for each in unread:
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(each.spec.dtype))
+        info = helper.make_tensor_value_info(each.spec.name, kind, each.spec.shape)
+        declared.graph.input.insert(each.place, info)
+    return declared
+
+
+def _read(graph: onnx.GraphProto) -> set[str]:
+    flow = Dataflow(graph)
+    return {*flow.consumers, *flow.outputs}
+
+
+def _spec(info: onnx.ValueInfoProto, fixed: int | None) -> TensorSpec:
+    tensor = info.type.tensor_type
+    dtype = dtype_name(tensor.elem_type)
+    if not tensor.HasField("shape") or dtype not in NUMBER_DTYPES:
+        raise ModelError(
+            f"input {info.name!r}, which nothing reads, is no array of numbers of known rank; "
+            "remove it from the inputs of the model"
+        )
+    shape = [_size(dim, f"{info.name}_{axis}") for axis, dim in enumerate(tensor.shape.dim)]
+    if shape and (isinstance(shape[0], str) or shape[0] == fixed):
+        shape[0] = BATCH
+    try:
+        return TensorSpec(name=info.name, dtype=dtype, shape=tuple(shape))
+    except ValueError as error:
+        raise ModelError(f"input {info.name!r}, which nothing reads: {error}") from error
+
+
+def _size(dim: onnx.TensorShapeProto.Dimension, unnamed: str) -> int | str:
+    return dim.dim_value if dim.HasField("dim_value") else dim.dim_param or unnamed

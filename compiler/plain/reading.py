@@ -28,14 +28,17 @@ from offramp.compiler.frontend.decoder_cache import check_no_cache
 from offramp.compiler.frontend.model import modern, specs
 from offramp.compiler.frontend.model_checks import check_batch_in_front, check_inputs
 from offramp.compiler.frontend.source_file import load_source
-from offramp.compiler.graphs.custom_ops import check_operators
 from offramp.compiler.graphs.graph import copied, default_opset, refill
 from offramp.compiler.graphs.nesting import METADATA
 from offramp.compiler.graphs.rows import scaled_by_batch
-from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
+from offramp.compiler.graphs.runtime import (
+    GraphRunner,
+    check_operators,
+    describe_shapes,
+    random_inputs,
+)
 from offramp.compiler.graphs.shapes import BATCH, FLOATING, annotate
-from offramp.compiler.graphs.source_model import SourceModel
-from offramp.compiler.graphs.unread_inputs import DeclaredInputs, drop_unread
+from offramp.compiler.graphs.source_model import DeclaredInputs, SourceModel, drop_unread
 from offramp.engine.answers.differences import compare
 from offramp.engine.common.environment import available_cores
 

@@ -32,9 +32,8 @@ from offramp.compiler.common.options import AskedKind, AskedTask
 from offramp.compiler.common.progress import SILENT, Progress
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.cuts.slicing import SOURCE
-from offramp.compiler.graphs.custom_ops import libraries_of
 from offramp.compiler.graphs.graph import weight_bytes
-from offramp.compiler.graphs.runtime import describe_shapes, random_inputs
+from offramp.compiler.graphs.runtime import describe_shapes, libraries_of, random_inputs
 from offramp.compiler.graphs.shapes import BATCH
 from offramp.compiler.graphs.weights import pack_weights
 from offramp.compiler.plain.reading import UnslicedModel, read_plain

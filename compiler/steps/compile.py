@@ -43,15 +43,14 @@ from offramp.compiler.common.options import CompileOptions, check_options
 from offramp.compiler.common.progress import SILENT, Progress
 from offramp.compiler.common.resources import GivingBack, find_scratch, give_back, sweep
 from offramp.compiler.common.rounding import warn_of_overflow
-from offramp.compiler.cuts.slice_verification import VERIFIED_SAMPLES, verify
-from offramp.compiler.cuts.slicing import Sliced, slice_model
+from offramp.compiler.cuts.slicing import VERIFIED_SAMPLES, Sliced, slice_model, verify
 from offramp.compiler.data.made import RandomSource
 from offramp.compiler.exits.bridges import check_bridges, find_bridged_exits, needs_bridges
 from offramp.compiler.exits.exits import FoundExits, find_exits
 from offramp.compiler.exits.policy import FixedPath, record_exits
 from offramp.compiler.exits.timed_model import CompileRun, TimedModel
+from offramp.compiler.frontend.answer_tokens import check_lengths
 from offramp.compiler.frontend.model import read_model
-from offramp.compiler.frontend.prompts import check_lengths
 from offramp.compiler.graphs.graph import weight_bytes
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.weights import weight_file

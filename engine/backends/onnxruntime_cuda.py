@@ -29,7 +29,7 @@ from offramp.engine.backends.sizes import BundleSizes, GraphShapes, dtype_of
 from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import Stream, StreamEvent
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
-from offramp.engine.graphs.onnx_subset import ModelProto
+from offramp.engine.graphs.assembly import ModelProto
 from offramp.engine.stages.plan import StageSpec
 
 _LOG = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from offramp.bundle.optional_imports import optional_import
 from offramp.engine.backends.host import HostBackend, LoadedGraph
 from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.assembly import ModelProto
 from offramp.engine.graphs.external_weights import WeightForm
-from offramp.engine.graphs.onnx_subset import ModelProto
 
 if TYPE_CHECKING:
     import openvino

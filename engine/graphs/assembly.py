@@ -4,14 +4,27 @@ Every segment and exit names its tensors as the source model does (exits under a
 own), so that a stage is the plain union of its parts: nodes and initializers that several parts
 recompute, such as a mask bias, are the same and are kept once. One graph instead of a chain
 matters: a border costs layout changes and lost fusion (6 to 10 % on CNNs).
+
+*Quantised borders.* ONNX Runtime's integer convolutions on CPUs read and write maps with the
+channels last, in a byte a value. A float32 border in between costs a conversion and a transposition
+on either side, which for a small CNN is more than the exit. So where a stage ends with
+``DequantizeLinear`` and the next one begins with a ``QuantizeLinear`` of the same constants, the
+bytes between the two are carried, channels last: the transpositions cancel those that ONNX Runtime
+puts around its convolutions. Values are the same to the bit.
+
+*Schema.* Serving must not need the ``onnx`` package. Protobuf keeps the fields that a schema does
+not know, so a subset of ONNX's in a private descriptor pool (field numbers of onnx.proto3, stable
+since IR version 3) can take graphs apart, join them and add operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
-from offramp.engine.graphs.onnx_subset import FLOAT32, INT, INT64, INTS, ModelProto
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from offramp.bundle import Exit, Segment
 
 
 def assemble(parts: Sequence[bytes], outputs: Sequence[str]) -> bytes:
@@ -99,3 +112,220 @@ def _replace(field: Any, items: Any) -> None:
     kept = [type(item).FromString(item.SerializeToString()) for item in items]
     del field[:]
     field.extend(kept)
+
+
+_PACKAGE = "offramp.onnx_subset"
+
+FLOAT32, UINT8, INT8, INT64, FLOAT16 = 1, 2, 3, 7, 10
+"""``TensorProto.DataType``."""
+INT, INTS = 2, 7
+"""``AttributeProto.AttributeType`` of an integer, and of a list of them."""
+
+_FIELDS = {
+    # message: name, number and type of each field; a star says that it is repeated
+    "TensorProto": "dims 1 int64*, data_type 2 int32, int64_data 7 int64*, name 8 string",
+    "DimensionProto": "dim_value 1 int64",
+    "ShapeProto": "dim 1 DimensionProto*",
+    "TensorTypeProto": "elem_type 1 int32, shape 2 ShapeProto",
+    "TypeProto": "tensor_type 1 TensorTypeProto",
+    "ValueInfoProto": "name 1 string, type 2 TypeProto",
+    "AttributeProto": "name 1 string, i 3 int64, ints 8 int64*, type 20 int32",
+    "NodeProto": "input 1 string*, output 2 string*, name 3 string, op_type 4 string, "
+    "attribute 5 AttributeProto*, domain 7 string",
+    "GraphProto": "node 1 NodeProto*, name 2 string, initializer 5 TensorProto*, "
+    "input 11 ValueInfoProto*, output 12 ValueInfoProto*, value_info 13 ValueInfoProto*",
+    "OperatorSetIdProto": "domain 1 string, version 2 int64",
+    "ModelProto": "graph 7 GraphProto, opset_import 8 OperatorSetIdProto*",
+}
+
+_Field = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {"string": _Field.TYPE_STRING, "int32": _Field.TYPE_INT32, "int64": _Field.TYPE_INT64}
+
+
+def _messages() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(
+        name="offramp/onnx_subset.proto", package=_PACKAGE, syntax="proto2"
+    )
+    for message, fields in _FIELDS.items():
+        described = file.message_type.add(name=message)
+        for name, number, kind in (field.split() for field in fields.split(", ")):
+            field = described.field.add(name=name, number=int(number))
+            field.label = _Field.LABEL_REPEATED if kind.endswith("*") else _Field.LABEL_OPTIONAL
+            type_name = kind.removesuffix("*")
+            if type_name in _SCALARS:
+                field.type = _SCALARS[type_name]
+            else:
+                field.type = _Field.TYPE_MESSAGE
+                field.type_name = f".{_PACKAGE}.{type_name}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return {
+        message: message_factory.GetMessageClass(
+            pool.FindMessageTypeByName(f"{_PACKAGE}.{message}")
+        )
+        for message in ("ModelProto", "NodeProto")
+    }
+
+
+_MESSAGES = _messages()
+NodeProto: Any = _MESSAGES["NodeProto"]
+"""Message class of an operator."""
+ModelProto: Any = _MESSAGES["ModelProto"]
+"""Message class: ``ModelProto.FromString(bytes)``, ``.SerializeToString()``."""
+
+
+def has_half_precision(model: bytes) -> bool:
+    """Whether any weight of a serialised model is float16."""
+    weights = ModelProto.FromString(model).graph.initializer
+    return any(weight.data_type == FLOAT16 for weight in weights)
+
+
+_LAST: Final = (0, 2, 3, 1)
+_FIRST: Final = (0, 3, 1, 2)
+_BYTES: Final = frozenset({INT8, UINT8})
+
+
+def carries_steps(before: bytes, after: bytes, tensor: str) -> bool:
+    """Whether a map between two serialised graphs can be carried as integers.
+
+    ``before`` gives ``tensor`` float32 [n, channels, height, width] out of ``DequantizeLinear``,
+    with one scale for all of it, and whatever reads it in ``after`` quantises it by the same
+    constants.
+    """
+    giving, taking = ModelProto.FromString(before).graph, ModelProto.FromString(after).graph
+    given = {output.name: output.type.tensor_type for output in giving.output}.get(tensor)
+    writers = [node for node in giving.node if tensor in node.output]
+    readers = _readers(taking, tensor)
+    if given is None or len(given.shape.dim) != 4 or not readers:
+        return False
+    if [node.op_type for node in writers] != ["DequantizeLinear"]:
+        return False
+    if any(node.op_type != "QuantizeLinear" for node in readers):
+        return False
+    constants = _scalars(giving, writers[0])
+    return constants is not None and all(_scalars(taking, node) == constants for node in readers)
+
+
+def give_steps(model: bytes, tensor: str) -> bytes:
+    """Give the integers of an output, channels last, under its name.
+
+    Other readers in the graph, such as a head, go on to read its values.
+    """
+    proto = ModelProto.FromString(model)
+    graph = proto.graph
+    values = f"{tensor}/values"
+    for node in graph.node:
+        _rename(node.input, tensor, values)
+        _rename(node.output, tensor, values)
+    (writer,) = (node for node in graph.node if values in node.output)
+    _transpose(graph.node.add(), writer.input[0], tensor, _LAST)
+    dtype = _zero_point(graph, writer).data_type
+    for described in (*graph.output, *graph.value_info):
+        if described.name == tensor:
+            _describe(described, dtype)
+    result: bytes = proto.SerializeToString(deterministic=True)
+    return result
+
+
+def take_steps(model: bytes, tensor: str) -> bytes:
+    """Read an input as integers, channels last, in place of quantising its values."""
+    proto = ModelProto.FromString(model)
+    graph = proto.graph
+    readers = _readers(graph, tensor)
+    steps = readers[0].output[0]
+    dtype = _zero_point(graph, readers[0]).data_type
+    for reader in readers:
+        for node in graph.node:
+            _rename(node.input, reader.output[0], steps)
+    kept = [node for node in graph.node if tensor not in node.input]
+    first = NodeProto()
+    _transpose(first, tensor, steps, _FIRST)
+    nodes = [NodeProto.FromString(node.SerializeToString()) for node in (first, *kept)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    for described in graph.input:
+        if described.name == tensor:
+            _describe(described, dtype)
+    result: bytes = proto.SerializeToString(deterministic=True)
+    return result
+
+
+def _readers(graph: Any, tensor: str) -> list[Any]:
+    return [node for node in graph.node if tensor in node.input]
+
+
+def _zero_point(graph: Any, node: Any) -> Any:
+    """The constant third input, by which the integers' type is known."""
+    return next(weight for weight in graph.initializer if weight.name == node.input[2])
+
+
+def _scalars(graph: Any, node: Any) -> tuple[bytes, ...] | None:
+    """Scale and zero point, but for their names; ``None`` unless both are constants of one value.
+
+    Zero points of other types than a byte are none of ours.
+    """
+    constants = {weight.name: weight for weight in graph.initializer}
+    found = [constants[name] for name in node.input[1:] if name in constants]
+    if len(found) != 2 or len(node.input) != 3 or found[1].data_type not in _BYTES:
+        return None
+    if any(size != 1 for weight in found for size in weight.dims):
+        return None
+    return tuple(_without_name(weight) for weight in found)
+
+
+def _without_name(weight: Any) -> bytes:
+    bare = type(weight).FromString(weight.SerializeToString())
+    bare.ClearField("name")
+    serialised: bytes = bare.SerializeToString(deterministic=True)
+    return serialised
+
+
+def _rename(names: Any, old: str, new: str) -> None:
+    for position, name in enumerate(names):
+        if name == old:
+            names[position] = new
+
+
+def _transpose(node: Any, read: str, made: str, order: tuple[int, ...]) -> None:
+    node.op_type, node.name = "Transpose", f"{made}:Transpose"
+    node.input.append(read)
+    node.output.append(made)
+    node.attribute.add(name="perm", ints=order, type=INTS)
+
+
+def _describe(described: Any, dtype: int) -> None:
+    """State a map of integers with the channels last, where one of floats was stated."""
+    tensor = described.type.tensor_type
+    tensor.elem_type = dtype
+    dims = [type(dim).FromString(dim.SerializeToString()) for dim in tensor.shape.dim]
+    del tensor.shape.dim[:]
+    tensor.shape.dim.extend(dims[axis] for axis in _LAST)
+
+
+ReadPart: TypeAlias = Callable[[str], bytes]
+"""Gives the graph of a part by its file: whole, or naming its weights."""
+
+
+def assemble_stage(
+    around: Sequence[Segment],
+    exit_: Exit | None,
+    given: Sequence[str],
+    inner: slice,
+    read: ReadPart,
+) -> bytes:
+    """Join the inner ones of some segments with an exit, and carry integers where it can be done.
+
+    ``around`` are, in a cascade, the neighbours too that a cut tensor comes from or goes to.
+    """
+    files = [read(segment.file) for segment in around]
+    parts, outputs = files[inner], list(given)
+    if exit_ is not None:
+        parts.append(read(exit_.file))
+        outputs = [exit_.output, exit_.confidence, *outputs]
+    graph = assemble(parts, outputs)
+    first, end = inner.start, inner.stop
+    if first and carries_steps(files[first - 1], files[first], tensor := around[first - 1].output):
+        graph = take_steps(graph, tensor)
+    if end < len(files) and carries_steps(files[end - 1], files[end], around[end - 1].output):
+        graph = give_steps(graph, around[end - 1].output)
+    return graph

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from offramp.engine.graphs.onnx_subset import FLOAT32, INTS, ModelProto, NodeProto
+from offramp.engine.graphs.assembly import FLOAT32, INTS, ModelProto, NodeProto
 
 SMALLEST_BLOCK = 8
 """Channels in a block where vectors are short; 16 where they are long."""

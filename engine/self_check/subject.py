@@ -29,8 +29,7 @@ from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.backends import Backend, Slot, StageResult, TensorBatch
 from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.common.errors import BackendError
-from offramp.engine.graphs.onnx_subset import ModelProto, has_half_precision
-from offramp.engine.graphs.quantised_borders import carries_steps, give_steps
+from offramp.engine.graphs.assembly import ModelProto, carries_steps, give_steps, has_half_precision
 from offramp.engine.self_check.results import CheckFailedError
 from offramp.engine.stages.base import Stage
 from offramp.engine.stages.pipeline import Pipeline

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from offramp.bundle.schema.parts import last_beginning
-from offramp.engine.graphs.assembly import assemble
-from offramp.engine.graphs.stage_assembly import ReadPart
+from offramp.engine.graphs.assembly import ReadPart, assemble
 from offramp.engine.stages.plan import ModelStructure
 
 

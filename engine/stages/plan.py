@@ -34,8 +34,8 @@ from offramp.bundle.schema.answers import PROBABILITY, Criterion
 from offramp.bundle.schema.parts import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
+from offramp.engine.graphs.assembly import ReadPart, assemble_stage
 from offramp.engine.graphs.external_weights import WeightForm
-from offramp.engine.graphs.stage_assembly import ReadPart, assemble_stage
 
 
 class Mode(StrEnum):

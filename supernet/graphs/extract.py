@@ -11,7 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from offramp.calibration.data.dataset import Dataset
-from offramp.compiler.cuts.flow import count_flops
+from offramp.compiler.cuts.work import count_flops
 from offramp.compiler.graphs.graph import Dataflow
 from offramp.compiler.graphs.shapes import annotate, forget_shapes
 from offramp.compiler.graphs.source_model import SourceModel

@@ -5,8 +5,8 @@ matrix whose output channels are elastic is stored as [out, in], and one whose i
 [in, out]: ``Gemm`` takes either. ``MatMul`` takes [in, out] alone; where outputs are elastic it
 becomes a ``Gemm`` between two reshapes, which also adds the bias. Of convolutions, [out, in, …],
 output channels are the first bytes, and input channels are none: these are stored in parts once
-graphs go into a bundle (:mod:`~.graphs.weight_parts`). A matrix that is elastic on both
-sides is copied for each subnet.
+graphs go into a bundle (:mod:`~offramp.compiler.graphs.weight_parts`). A matrix that is elastic on
+both sides is copied for each subnet.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import Sliced, slice_model
+from offramp.compiler.cuts.slicing import Sliced, slice_model, verify
 from offramp.compiler.frontend.model import read_model
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.stages.pipeline import Pipeline

@@ -1,4 +1,4 @@
-"""The published reactions, on periods that one can count by hand (model: :mod:`.rehearsals`)."""
+"""The published reactions, on periods that one can count by hand."""
 
 from __future__ import annotations
 

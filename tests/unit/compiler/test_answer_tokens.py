@@ -36,7 +36,7 @@ from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
 from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.frontend import answer, answer_tokens
-from offramp.compiler.frontend.prompts import check_lengths
+from offramp.compiler.frontend.answer_tokens import check_lengths
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.answers.differences import relative_difference

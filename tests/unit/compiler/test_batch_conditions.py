@@ -13,8 +13,7 @@ from onnx import TensorProto, helper
 from tests.models import Builder
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.frontend.batch import free_batch
-from offramp.compiler.frontend.batch_conditions import check_conditions
+from offramp.compiler.frontend.batch import check_conditions, free_batch
 from offramp.compiler.graphs.rows import check_rows
 from offramp.compiler.graphs.shapes import annotate
 

@@ -12,11 +12,10 @@ from tests.models import Builder
 
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.flow import count_flops
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import slice_model
-from offramp.compiler.graphs.bodies import BodyScope
+from offramp.compiler.cuts.slicing import slice_model, verify
+from offramp.compiler.cuts.work import count_flops
 from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.runtime_shapes import BodyScope
 from offramp.compiler.graphs.shapes import concrete_shapes, declared_types
 
 WIDTH = 16

@@ -8,7 +8,7 @@ import pytest
 
 from offramp.compiler import ExitRule
 from offramp.compiler.common.errors import UnknownCutPointError
-from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.cuts.placement import choose_candidates
 
 

@@ -11,8 +11,7 @@ import pytest
 from tests.zoo.ready import FOLDER, with_random_weights
 
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import split
+from offramp.compiler.cuts.slicing import split, verify
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 

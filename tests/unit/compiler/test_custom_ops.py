@@ -16,10 +16,9 @@ from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import slice_model
-from offramp.compiler.graphs.custom_ops import libraries_of
-from offramp.compiler.graphs.run_alone import OperandType, run_alone
+from offramp.compiler.cuts.slicing import slice_model, verify
+from offramp.compiler.graphs.runtime import libraries_of
+from offramp.compiler.graphs.shape_trace import OperandType, run_alone
 from offramp.compiler.graphs.shapes import declared_types
 from offramp.engine.backends.custom_ops import libraries, using_libraries
 

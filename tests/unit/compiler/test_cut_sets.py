@@ -14,8 +14,7 @@ from tests.sliced import inputs_of, sliced
 from tests.unit.bundle.examples import rewrite_manifest
 
 from offramp.bundle import Bundle, BundleSchemaError
-from offramp.compiler.cuts.cut_points import CutAnalysis
-from offramp.compiler.cuts.cuts import find_cuts
+from offramp.compiler.cuts.cuts import CutAnalysis, find_cuts
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.source_model import SourceModel
 

@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto
 from tests import models
 
-from offramp.compiler.cuts.flow import SYMBOLIC_SIZE, count_flops
+from offramp.compiler.cuts.work import SYMBOLIC_SIZE, count_flops
 from offramp.compiler.graphs.graph import Dataflow
 
 

@@ -15,8 +15,7 @@ from tests.models import Builder
 
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import TOLERANCE, verify
-from offramp.compiler.cuts.slicing import split
+from offramp.compiler.cuts.slicing import TOLERANCE, split, verify
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.runtime import random_inputs
 from offramp.compiler.graphs.source_model import SourceModel

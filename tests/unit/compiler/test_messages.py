@@ -26,7 +26,7 @@ from tests.unit.compiler.test_answer import ending, trees
 
 from offramp.calibration.torch import torch_graph
 from offramp.compiler.commands.cli import main
-from offramp.compiler.cuts import slice_verification
+from offramp.compiler.cuts import slicing
 from offramp.compiler.frontend import preparation, simplifier
 from offramp.compiler.frontend.source_file import MAX_BYTES
 from offramp.engine.answers.differences import Difference
@@ -296,10 +296,9 @@ def halved() -> onnx.ModelProto:
 
 
 def test_pieces_that_round_more_than_is_allowed(capfd, monkeypatch) -> None:
-
     found = Difference(share=2.5e-2, worst="3 instead of 4 (sample 0, class 1; its scale is 40)")
-    monkeypatch.setattr(slice_verification, "compare", lambda *_, **__: found)
-    monkeypatch.setattr(slice_verification, "relative_difference", lambda *_: 2.5e-2)
+    monkeypatch.setattr(slicing, "compare", lambda *_, **__: found)
+    monkeypatch.setattr(slicing, "relative_difference", lambda *_: 2.5e-2)
     told = compiling(capfd, halved(), "--max-disagreement", "0.05", x=samples(16))
     assert told.startswith(
         "eecompile: model.onnx: chained segments differ from the source model at batch 1, by "

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from tests.random_graphs import RandomGraph
 
 from offramp.calibration.heads.families import family_of
-from offramp.compiler.cuts.cut_points import CutAnalysis
-from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import split
+from offramp.compiler.cuts.cuts import CutAnalysis, find_cuts
+from offramp.compiler.cuts.slicing import split, verify
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.graph import Dataflow
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs

@@ -20,8 +20,7 @@ from offramp.compiler.common.rounding import (
     warn_of_overflow,
 )
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import choose_candidates, slice_model, split
+from offramp.compiler.cuts.slicing import choose_candidates, slice_model, split, verify
 from offramp.compiler.graphs.graph import refill
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 

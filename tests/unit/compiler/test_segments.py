@@ -15,10 +15,8 @@ from onnx import TensorProto
 from tests import models
 
 from offramp.compiler.common.errors import ModelError, VerificationError
-from offramp.compiler.cuts.cut_points import CutAnalysis, CutPoint
-from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import split
+from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, find_cuts
+from offramp.compiler.cuts.slicing import split, verify
 from offramp.compiler.frontend import batch
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.graph import Dataflow

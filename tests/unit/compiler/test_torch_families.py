@@ -11,8 +11,7 @@ from tests.torch_families import FAMILIES, export
 
 from offramp.calibration.heads.families import family_of
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import split
+from offramp.compiler.cuts.slicing import split, verify
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 from offramp.engine.answers.differences import relative_difference

@@ -11,10 +11,8 @@ from onnx import helper, numpy_helper
 from rich.console import Console
 
 from offramp.compiler.commands.looking import print_inspection
-from offramp.compiler.cuts.cut_points import CutAnalysis
-from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.slice_verification import verify
-from offramp.compiler.cuts.slicing import split
+from offramp.compiler.cuts.cuts import CutAnalysis, find_cuts
+from offramp.compiler.cuts.slicing import split, verify
 from offramp.compiler.cuts.work import work_of
 from offramp.compiler.graphs.graph import Dataflow
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs

@@ -10,7 +10,7 @@ from tests import models
 from tests.descriptors import layout
 from tests.sliced import BUILDERS
 
-from offramp.engine.graphs.onnx_subset import ModelProto
+from offramp.engine.graphs.assembly import ModelProto
 
 
 def rich() -> onnx.ModelProto:

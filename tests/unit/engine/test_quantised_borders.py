@@ -23,7 +23,7 @@ from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.heads import build_exit, build_own
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.graphs.quantised_borders import carries_steps, give_steps, take_steps
+from offramp.engine.graphs.assembly import carries_steps, give_steps, take_steps
 from offramp.engine.stages.answering_graphs import answering_graphs
 from offramp.engine.stages.plan import plan_stages
 

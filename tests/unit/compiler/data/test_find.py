@@ -17,12 +17,11 @@ from offramp.calibration.data.dataset import read_dataset
 from offramp.calibration.data.errors import DataError
 from offramp.compiler.data import PreprocessingSpec, as_source, find_source
 from offramp.compiler.data.arguments import add_data_arguments, source_of, spec_of
-from offramp.compiler.data.arrow import HuggingFaceSource, ParquetSource
+from offramp.compiler.data.batches import FunctionSource
 from offramp.compiler.data.find import KINDS
-from offramp.compiler.data.functions import FunctionSource
 from offramp.compiler.data.images import ImageFolderSource
 from offramp.compiler.data.spec import OPTIONS, read_toml
-from offramp.compiler.data.tables import TextTableSource
+from offramp.compiler.data.tables import HuggingFaceSource, ParquetSource, TextTableSource
 
 NONE = PreprocessingSpec()
 A = np.ones((4, 3), np.float32)

@@ -17,7 +17,7 @@ from tests.sliced import BUILDERS, inputs_of, sliced
 from offramp.compiler.engines.halving import halve, rounded
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.engine.answers.differences import relative_difference
-from offramp.engine.graphs.onnx_subset import has_half_precision
+from offramp.engine.graphs.assembly import has_half_precision
 
 Tensors = Mapping[str, NDArray[Any]]
 

@@ -15,8 +15,8 @@ from tests.exports import replayed_bundle
 from offramp.bundle import Manifest, Profile, TensorSpec, UnreadInput
 from offramp.bundle.schema.compilation import OperatorLibrary
 from offramp.compiler.common.errors import ExportError
+from offramp.compiler.export.model_folder import ServedFile, config_text, warmup_files
 from offramp.compiler.export.repositories import check_model
-from offramp.compiler.export.triton import ServedFile, config_text, warmup_files
 
 PROFILE = Profile(
     device="cpu",
