@@ -26,8 +26,7 @@ from offramp.compiler.common.errors import ModelError, VerificationError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, GraphAnalysis, find_cuts
 from offramp.compiler.cuts.slicing import SegmentModel, Sliced, cut_tensors, split
-from offramp.compiler.frontend.model import MIN_OPSET
-from offramp.compiler.frontend.preparation import name_operators, remove_unused
+from offramp.compiler.frontend.preparation import MIN_OPSET, name_operators, remove_unused
 from offramp.compiler.graphs.graph import Dataflow, default_opset, refill, rename_graph
 from offramp.compiler.graphs.shapes import annotate, declared_types
 from offramp.compiler.graphs.source_model import SourceModel

@@ -1,6 +1,7 @@
-"""Bringing a model into the form that slicing needs, without changing what it computes.
+"""Edits that bring a model into the form that slicing needs, without changing what it computes.
 
-Operators get names, what is unused goes, and onnxslim simplifies.
+Old opsets are converted, operators get names, what is unused goes, and onnxslim simplifies. Which
+edit comes when is written in :mod:`.passes`.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ import logging
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper, numpy_helper, version_converter
 
+from offramp.bundle.schema.inputs import TensorSpec
 from offramp.calibration.data.scratch import ScratchError, ScratchSpace
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.frontend.simplifier import LIMIT_S, SimplifierError, slim
-from offramp.compiler.graphs.graph import Dataflow, refill, rename_tensor
-from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
-from offramp.compiler.graphs.shapes import FLOATING, dtype_name
+from offramp.compiler.graphs.graph import Dataflow, default_opset, refill, rename_tensor
+from offramp.compiler.graphs.runtime import GraphRunner, random_inputs, runs_opset
+from offramp.compiler.graphs.shapes import FLOATING, declared_types, dtype_name
 from offramp.compiler.graphs.weights import weight_file_if_large
 from offramp.engine.answers.differences import relative_difference
 
 _log = logging.getLogger(__name__)
 
+MIN_OPSET = 13
+"""Older models are converted to this one, where ``axes`` are inputs and Softmax is per axis."""
+_MOST_OPSET = 99
+"""Where the search for the newest that can be run begins."""
+MIN_IR_VERSION = 8
+"""Of the file format; since 4 initializers need not be graph inputs."""
 MOST_SIMPLIFIED = 8000
 """Operators of a model that onnxslim is run on: it takes half a minute for so many."""
 _MOST_TIED = 1000
@@ -31,6 +39,42 @@ _SHOWN = 120
 """Characters of the simplifier's error that are shown."""
 _BATCH = 2
 """Samples that a simplified model is compared on."""
+
+
+def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Convert to :data:`MIN_OPSET` if the model is older."""
+    opset = default_opset(proto)
+    if opset < MIN_OPSET:
+        try:
+            # before the file's IR version is raised: the converter goes by it in finding weights
+            proto = version_converter.convert_version(proto, MIN_OPSET)
+        except Exception as error:  # the converter raises RuntimeError and its own kinds
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ModelError(
+                f"opset {opset}, expected {MIN_OPSET} or newer, and conversion fails ({reason}); "
+                f"export the model again with opset_version={MIN_OPSET} or newer"
+            ) from error
+        _log.info("converted from opset %d to %d", opset, MIN_OPSET)
+    elif opset > MIN_OPSET and not runs_opset(opset):
+        newest = next(n for n in range(min(opset, _MOST_OPSET), 0, -1) if runs_opset(n))
+        raise ModelError(
+            f"opset {opset} is newer than the ONNX Runtime that is installed here takes (up to "
+            f"{newest}); export the model with opset_version={newest}, or install a newer "
+            "onnxruntime"
+        )
+    proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
+    return proto
+
+
+def specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
+    """Describe inputs or outputs; ModelError if one has a type or size that is not supported."""
+    types = declared_types(proto)
+    try:
+        return tuple(
+            TensorSpec(name=n, dtype=types[n].dtype, shape=types[n].shape or ()) for n in names
+        )
+    except ValueError as error:
+        raise ModelError(f"{', '.join(names)}: {error}") from error
 
 
 def unlist_initializers(proto: onnx.ModelProto) -> None:
