@@ -13,7 +13,7 @@ from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
 from offramp.compiler.cuts.cuts import MAX_CUT_TENSORS
 from offramp.compiler.frontend.answer import find_answer
-from offramp.compiler.frontend.passes import SLICEABLE, Draft, PassError, prepare
+from offramp.compiler.frontend.passes import SLICEABLE, ModelDraft, PassError, prepare
 from offramp.compiler.frontend.preparation import specs
 from offramp.compiler.frontend.simplifier import LIMIT_S
 from offramp.compiler.frontend.source_file import load_source
@@ -51,7 +51,7 @@ def read_model(
     path = Path(path)
     asked = task or AskedTask()
     proto, digest = load_source(path)
-    draft = Draft(
+    draft = ModelDraft(
         proto=proto,
         answer=answer,
         answer_tokens=tuple(answer_tokens),

@@ -41,7 +41,7 @@ class PassError(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Draft:
+class ModelDraft:
     """A model that is being prepared: what is asked of it, and what passes have found."""
 
     proto: onnx.ModelProto
@@ -150,14 +150,14 @@ class Pass:
 
     name: str
     """What it does, as an imperative."""
-    run: Callable[[Draft], None]
+    run: Callable[[ModelDraft], None]
     requires: frozenset[Property] = frozenset()
     ensures: frozenset[Property] = frozenset()
     breaks: frozenset[Property] = frozenset()
     """Properties that may not hold after it, though they did before."""
 
 
-def prepare(draft: Draft, passes: Sequence[Pass]) -> None:
+def prepare(draft: ModelDraft, passes: Sequence[Pass]) -> None:
     """Run passes on a draft, in order; what earlier calls have ensured still holds.
 
     Raises:
@@ -180,7 +180,7 @@ def _names(properties: Iterable[Property]) -> str:
 
 def _pass(
     name: str,
-    run: Callable[[Draft], None],
+    run: Callable[[ModelDraft], None],
     *,
     requires: Iterable[Property] = (),
     ensures: Iterable[Property] = (),
@@ -195,27 +195,27 @@ def _pass(
     )
 
 
-def _convert(draft: Draft) -> None:
+def _convert(draft: ModelDraft) -> None:
     draft.proto = preparation.modern(draft.proto)
 
 
-def _answer_with_tokens(draft: Draft) -> None:
+def _answer_with_tokens(draft: ModelDraft) -> None:
     if draft.answer_tokens:
         answer_with_tokens(draft.proto, draft.answer_tokens, draft.answer)
     else:
         check_no_cache(draft.proto)
 
 
-def _give_column(draft: Draft) -> None:
+def _give_column(draft: ModelDraft) -> None:
     draft.flat = preparation.give_column(draft.proto)
 
 
-def _answer_with_classes(draft: Draft) -> None:
+def _answer_with_classes(draft: ModelDraft) -> None:
     if draft.class_map:
         answer_with_classes(draft.proto)
 
 
-def _settle_inputs(draft: Draft) -> None:
+def _settle_inputs(draft: ModelDraft) -> None:
     draft.declared = DeclaredInputs.of(draft.proto.graph)
     drop_unread(draft.proto.graph)
     check_inputs(draft.proto)
@@ -223,12 +223,12 @@ def _settle_inputs(draft: Draft) -> None:
     check_batch_in_front(draft.proto.graph)
 
 
-def _fix_baked_sizes(draft: Draft) -> None:
+def _fix_baked_sizes(draft: ModelDraft) -> None:
     if baked := fix_baked_sizes(draft.proto):
         draft.note(baked)
 
 
-def _simplify(draft: Draft) -> None:
+def _simplify(draft: ModelDraft) -> None:
     if draft.simplify_limit_s is None:
         return
     draft.proto = preparation.simplified(
@@ -238,11 +238,11 @@ def _simplify(draft: Draft) -> None:
     check_some_input(draft.proto)
 
 
-def _anchor_shapes(draft: Draft) -> None:
+def _anchor_shapes(draft: ModelDraft) -> None:
     draft.proto = anchor_shapes(draft.proto, max_tensors=draft.max_cut_tensors)
 
 
-def _turn_batch_first(draft: Draft) -> None:
+def _turn_batch_first(draft: ModelDraft) -> None:
     draft.proto = turn_batch_first(draft.proto, max_tensors=draft.max_cut_tensors)
 
 

@@ -35,7 +35,7 @@ from offramp.compiler.frontend.passes import (
     REMOVE_UNUSED,
     SETTLE_INPUTS,
     UNLIST_WEIGHTS,
-    Draft,
+    ModelDraft,
     PassError,
     prepare,
 )
@@ -108,7 +108,7 @@ def _read(
     proto: onnx.ModelProto, path: Path, digest: str, answer: str | None, asked: AskedTask
 ) -> UnslicedModel:
     notes: list[str] = []
-    draft = Draft(proto=proto, answer=answer, note=notes.append)
+    draft = ModelDraft(proto=proto, answer=answer, note=notes.append)
     prepare(draft, (KNOW_OPERATORS, UNLIST_WEIGHTS, REFUSE_CACHE))
     draft.answer, chosen = _choose_output(draft.proto, answer)
     notes += chosen

@@ -7,11 +7,11 @@ import pytest
 from tests import models
 
 from offramp.compiler.frontend import passes
-from offramp.compiler.frontend.passes import SLICEABLE, Draft, PassError, Property, prepare
+from offramp.compiler.frontend.passes import SLICEABLE, ModelDraft, PassError, Property, prepare
 
 
 def test_a_model_that_is_prepared_has_every_property() -> None:
-    draft = Draft(proto=models.residual_cnn())
+    draft = ModelDraft(proto=models.residual_cnn())
     prepare(draft, SLICEABLE)
     assert draft.holding == set(Property)
     assert all(each.holds(draft.proto) for each in Property)
@@ -27,7 +27,7 @@ def test_a_model_that_is_prepared_has_every_property() -> None:
     ],
 )
 def test_a_pass_does_not_run_before_what_it_requires(early: passes.Pass, before: str) -> None:
-    draft = Draft(proto=models.residual_cnn())
+    draft = ModelDraft(proto=models.residual_cnn())
     untouched = draft.proto.SerializeToString()
     with pytest.raises(PassError, match=f"^{early.name}: before {before}$"):
         prepare(draft, [early])
@@ -37,7 +37,7 @@ def test_a_pass_does_not_run_before_what_it_requires(early: passes.Pass, before:
 def test_what_a_pass_breaks_has_to_be_mended_before_it_is_required() -> None:
     order = [each for each in SLICEABLE if each not in (passes.NAME_OPERATORS, passes.ANNOTATE)]
     with pytest.raises(PassError, match=r": before ANNOTATED, NAMED$"):
-        prepare(Draft(proto=models.residual_cnn()), order)
+        prepare(ModelDraft(proto=models.residual_cnn()), order)
 
 
 def doubled_names(proto: onnx.ModelProto) -> None:
@@ -88,7 +88,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("lacking", SPOILT, ids=lambda each: each.name)
 def test_a_pass_that_does_not_do_what_it_ensures_is_found(lacking: Property) -> None:
-    draft = Draft(proto=models.residual_cnn())
+    draft = ModelDraft(proto=models.residual_cnn())
     prepare(draft, SLICEABLE)
     spoil = passes.Pass(
         name="spoil", run=lambda d: SPOILT[lacking](d.proto), ensures=frozenset({lacking})
