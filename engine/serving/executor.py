@@ -425,8 +425,7 @@ class Executor:
         except WorkerLostError as error:
             self._interrupt(stream, slot, task, batch, error)
             raise _InterruptedError from error
-        step = model.keep_in(run, step)
-        runs_on = model.observe(run, step)
+        step, runs_on = model.observe(run, step)
         with self._lock:
             now_s = self._clock()
             outcome = self._scheduler.update(stream, step.exited, now_s, runs_on)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from itertools import chain, compress, pairwise
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +16,6 @@ from offramp.certify.decision import MODEL_END
 from offramp.engine.common.errors import BackendError, DrainingError, EngineError
 from offramp.engine.models.deployment import Deployment
 from offramp.engine.models.served_model import ServedModel
-from offramp.engine.requests.comparison import AnswerLog, TakesCodes, answer_log
 from offramp.engine.requests.request_table import CompletionQueue, Request, RequestTable
 from offramp.engine.requests.statistics import (
     Counters,
@@ -24,10 +23,11 @@ from offramp.engine.requests.statistics import (
     DepartureCounters,
     VariantStatistics,
 )
-from offramp.engine.requests.variant_audits import AUDITED_SHARE, AuditCounts, VariantAudits
+from offramp.engine.requests.variant_audits import AuditCounts
 from offramp.engine.scheduling import DropCause, Dropped, PlacedPlan, Run, StepOutcome
 from offramp.engine.scheduling.base import RowSet
 from offramp.engine.scheduling.policies import PlanPolicy
+from offramp.engine.serving.evidence import Parts, observer_of
 from offramp.engine.stages.base import Rows, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline, StageStep
 from offramp.engine.stages.plan import StageSpec
@@ -36,15 +36,13 @@ _log = logging.getLogger(__name__)
 
 Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
 """What a batch is merged of: tensors that some stream buffers, and which of their rows."""
-Parts: TypeAlias = Sequence[tuple[Request, slice | Rows]]
-"""What a batch that starts is made of: requests, and which of their rows."""
 
 
 class ModelRuntime:
     """A model on the streams of a device: its first deployment, and no requests, to start with.
 
-    Guarded by the executor's lock, but for :meth:`start` and :meth:`observe`, which only touch what
-    belongs to the samples of their run.
+    Guarded by the executor's lock, but for :meth:`start`, :meth:`check_inputs` and :meth:`observe`,
+    which only touch what belongs to the samples of their run.
     """
 
     def __init__(
@@ -59,15 +57,7 @@ class ModelRuntime:
         self.scheduler = scheduler = model.scheduler
         counters = Counters([variant.name for variant in model.variants])
         self.table = RequestTable(name, counters, completions, clock)
-        self._recorder = model.control.recorder if model.control else None
-        self._audits: tuple[VariantAudits, ...] = ()
-        """Of the variants, where answers are compared."""
-        self._logs: tuple[AnswerLog, ...] = ()
-        """By variant, the full model first: what compares answers, where they are compared."""
-        if self._recorder is not None:
-            self._audits = tuple(VariantAudits(len(v.exits)) for v in model.variants)
-            told: tuple[TakesCodes, ...] = (self._recorder, *self._audits)
-            self._logs = tuple(answer_log(model.answer, takes) for takes in told)
+        self._observer = observer_of(model)
         self._buffered: dict[int, Future[TensorBatch]] = {}
         """Tensors that wait at splits; each is there as soon as its stream has copied it."""
         self._deployments: dict[int, Deployment] = {}
@@ -103,20 +93,24 @@ class ModelRuntime:
         return self.under(run).of_variant(run.variant)
 
     def snapshot(self) -> CountersSnapshot:
-        """Give all counts, of one instant."""
+        """Return all counts, of one instant."""
+        observed = self._observer.counts()
+        audits = observed.audits or [AuditCounts(0, 0)] * len(self.model.variants)
         return self.table.counters.snapshot(
             queued=self.scheduler.queued,
             in_flight=self.scheduler.in_flight,
             auditing=self.scheduler.auditing,
-            lost_feedback=self._recorder.lost if self._recorder else 0,
-            out_of_range=self._recorder.left_out if self._recorder else 0,
-            discounted=self._recorder.discounted if self._recorder else 0,
-            variants=[self._of_variant(variant) for variant in self.model.variants],
+            lost_feedback=observed.lost,
+            out_of_range=observed.out_of_range,
+            discounted=observed.discounted,
+            variants=[
+                self._of_variant(variant, compared)
+                for variant, compared in zip(self.model.variants, audits, strict=True)
+            ],
         )
 
-    def _of_variant(self, variant: Variant) -> VariantStatistics:
+    def _of_variant(self, variant: Variant, compared: AuditCounts) -> VariantStatistics:
         answered, forced = self.table.counters.of_variant(variant.index)
-        compared = self._audits[variant.index - 1].counts if self._audits else AuditCounts(0, 0)
         return VariantStatistics(
             name=variant.name,
             answered=answered,
@@ -162,50 +156,18 @@ class ModelRuntime:
             counters.padded_positions += added.positions
 
     def start(self, run: Run) -> None:
-        """Record that the samples of a batch start; without the lock."""
-        if self._recorder is not None:
-            deployment = self.under(run)
-            forced = run.deepest < len(deployment.plan.stages) - 1
-            self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
-            if run.variant:
-                self._recorder.set_aside(run.sample_ids, AUDITED_SHARE)
-                self._audits[run.variant - 1].start(run.sample_ids)
+        """Record that the samples of a batch start."""
+        deployment = self.under(run)
+        forced = run.deepest < len(deployment.plan.stages) - 1
+        self._observer.starts(run, policy_version=deployment.policy.version, forced=forced)
 
     def check_inputs(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Leave samples out of the evidence that are out of range, or equal to recent ones."""
-        if self._recorder is None:
-            return
-        self._logs[run.variant].begin(run.sample_ids, inputs)
-        is_evidence = np.full(len(run.sample_ids), not run.variant)
-        if self.model.guard is not None:
-            in_range = self.model.guard.in_range(inputs)
-            if not in_range.all():
-                self._recorder.leave_out(run.sample_ids[~in_range])
-                is_evidence &= in_range
-        if is_evidence.any():
-            origins = chain.from_iterable(request.origins(rows) for request, rows in parts)
-            self._recorder.admit(run.sample_ids[is_evidence], [*compress(origins, is_evidence)])
+        """Show the inputs of a batch that starts to whatever observes it."""
+        self._observer.reads(run, parts, inputs)
 
-    def keep_in(self, run: Run, step: StageStep) -> StageStep:
-        """Let no sample exit whose inputs are out of range; without the lock."""
-        if self._recorder is None or not step.leaving or step.result.carry is None:
-            return step
-        in_range = self._recorder.in_range(run.sample_ids)
-        if in_range.all():
-            return step
-        exited = step.exited & in_range
-        return StageStep(step.result, exited, int(np.count_nonzero(exited)))
-
-    def observe(self, run: Run, step: StageStep) -> NDArray[np.bool_] | None:
-        """Record what a stage said, without the lock; gives which rows run on once answered."""
-        recorder, answer = self._recorder, step.result.answer
-        if recorder is None:
-            return None
-        if answer is not None:
-            exit_index = self._stage_of(run).answered_by
-            log = self._logs[run.variant]
-            log.say(run.sample_ids, exit_index, answer, step.result.confidence)
-        return recorder.runs_on(run.sample_ids)
+    def observe(self, run: Run, step: StageStep) -> tuple[StageStep, NDArray[np.bool_] | None]:
+        """Show what a stage says; returns what of it counts, and which rows run on if answered."""
+        return self._observer.sees(run, step, self._stage_of(run))
 
     def conclude(
         self, run: Run, step: StageStep, outcome: StepOutcome, run_s: float
@@ -215,7 +177,8 @@ class ModelRuntime:
         ``run_s`` is the seconds that the stage took. Gives where to put the survivors' tensors if
         another run will take them on.
         """
-        exit_index, result = self._stage_of(run).exit, step.result
+        stage, result = self._stage_of(run), step.result
+        exit_index = stage.exit
         if exit_index is not None:  # where a split alone ends, nothing is said or counted
             counters = self.table.counters.stages[run.variant, exit_index]
             counters.batch_size.observe(len(run.requests))
@@ -224,28 +187,15 @@ class ModelRuntime:
                 self._count_departures(run, step, exit_index, outcome.released)
         # Survivors run on: on this stream, or from a buffer that others may be given at once.
         kept = self._keep(outcome)
-        # The recorder is told which rows were answered early, and which will not be heard of again.
-        runs_on: NDArray[np.bool_] | None = None
-        if self._recorder is not None:
-            rows = outcome.released
-            if exit_index not in (None, MODEL_END) and len(rows):
-                if run.variant:
-                    self._audits[run.variant - 1].answered(run.sample_ids[rows], exit_index)
-                else:
-                    self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
-            runs_on = np.zeros(len(run.requests), np.bool_)
-            runs_on[outcome.survivors] = True
-            leaves = ~runs_on
-            leaves[outcome.given_up] = False  # among the outcome's lost ones
-            self._recorder.finish(run.sample_ids[leaves])
-            if run.variant:
-                self._audits[run.variant - 1].finish(run.sample_ids[leaves])
-            self._logs[run.variant].forget(run.sample_ids[leaves])
+        self._observer.concluded(run, step, stage, outcome)
         # Released rows are answered. Those of them that survive run on for feedback.
+        runs_on = np.zeros(len(run.requests), np.bool_)
+        runs_on[outcome.survivors] = True
         for rows in _by_request(run, outcome.released):
             assert exit_index is not None
-            following = 0 if runs_on is None else int(np.count_nonzero(runs_on[rows]))
-            self._answer(run, step, rows, exit_index, following)
+            self._answer(
+                run, step, rows, exit_index, following=int(np.count_nonzero(runs_on[rows]))
+            )
         # Rows that were answered before, and end here: the model's end has its say, or is lost.
         for rows in _by_request(run, outcome.ended):
             number, answer = int(run.requests[rows[0]]), result.answer
@@ -319,10 +269,7 @@ class ModelRuntime:
 
     def _lose(self, samples: RowSet) -> None:
         """Note that no more will be known of samples."""
-        if self._recorder is not None:
-            self._recorder.lose(samples.sample_ids)
-        for log in self._logs:
-            log.forget(samples.sample_ids)
+        self._observer.lost(samples.sample_ids)
         requests, counts = np.unique(samples.requests[samples.answered], return_counts=True)
         for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
             self.table.lose(number, count)
@@ -351,7 +298,7 @@ class ModelRuntime:
         return self.pipeline_of(run).plan.stages[run.stage]
 
     def _answer(
-        self, run: Run, step: StageStep, rows: Rows, exit_index: int, following: int
+        self, run: Run, step: StageStep, rows: Rows, exit_index: int, *, following: int
     ) -> None:
         """Give the answers of some rows to their request."""
         number, (answer, confidence, _) = int(run.requests[rows[0]]), step.result

@@ -1,0 +1,200 @@
+"""Observation of a model's batches, apart from answering them.
+
+Some samples are evidence about a model's answers: a controller learns from them, variants are
+audited by them, and both take an exit's answer beside the model's own. :class:`.ModelRuntime` tells
+a :class:`BatchObserver` of every batch what starts, what each stage says, and what follows; an
+observer may keep samples in the model, and never answers any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer
+from offramp.certify.decision import MODEL_END
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.requests.comparison import TakesCodes, answer_log
+from offramp.engine.requests.input_guard import InputGuard
+from offramp.engine.requests.recorder import Recorder
+from offramp.engine.requests.request_table import Request
+from offramp.engine.requests.variant_audits import AUDITED_SHARE, AuditCounts, VariantAudits
+from offramp.engine.scheduling import Run, StepOutcome
+from offramp.engine.stages.base import Rows
+from offramp.engine.stages.pipeline import StageStep
+from offramp.engine.stages.plan import StageSpec
+
+Parts: TypeAlias = Sequence[tuple[Request, slice | Rows]]
+"""What a batch that starts is made of: requests, and which of their rows."""
+SampleIds = NDArray[np.int64]
+
+
+class EvidenceCounts(NamedTuple):
+    """Samples that are no evidence, by why they are not, and audits of each variant."""
+
+    lost: int = 0
+    out_of_range: int = 0
+    discounted: int = 0
+    audits: Sequence[AuditCounts] = ()
+    """Of the variants beside the full model; empty where nothing is compared."""
+
+
+class BatchObserver(Protocol):
+    """Observes the batches of one model.
+
+    :meth:`concluded` and :meth:`lost` are called under the executor's lock, the others without:
+    they only touch what belongs to the samples of their run.
+    """
+
+    def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
+        """Take note of samples that start; ``forced`` if they have to leave before the end."""
+
+    def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Take the inputs [n, …] of samples that start, and the requests that they are of."""
+
+    def sees(
+        self, run: Run, step: StageStep, stage: StageSpec
+    ) -> tuple[StageStep, NDArray[np.bool_] | None]:
+        """Take what a stage says.
+
+        Returns the step without exits of samples that have to stay, and which rows run on once
+        they are answered; ``None`` if none does.
+        """
+
+    def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
+        """Take what becomes of the rows of a run."""
+
+    def lost(self, sample_ids: SampleIds) -> None:
+        """Take samples that left otherwise than they were meant to."""
+
+    def counts(self) -> EvidenceCounts:
+        """Count what was observed."""
+
+
+class NoObserver:
+    """Observes nothing, of a model that is not controlled."""
+
+    def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
+        """Need nothing."""
+
+    def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Need nothing."""
+
+    def sees(
+        self,
+        run: Run,  # noqa: ARG002 - all batches are alike
+        step: StageStep,
+        stage: StageSpec,  # noqa: ARG002
+    ) -> tuple[StageStep, NDArray[np.bool_] | None]:
+        """Return the step as it is."""
+        return step, None
+
+    def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
+        """Need nothing."""
+
+    def lost(self, sample_ids: SampleIds) -> None:
+        """Need nothing."""
+
+    def counts(self) -> EvidenceCounts:
+        """Return that nothing was counted."""
+        return EvidenceCounts()
+
+
+def observer_of(model: ServedModel) -> BatchObserver:
+    """Make what observes a model's batches, by whether it is controlled."""
+    if model.control is None:
+        return NoObserver()
+    exits = [len(variant.exits) for variant in model.variants]
+    return AnswerEvidence(model.answer, model.control.recorder, exits, model.guard)
+
+
+class AnswerEvidence:
+    """Records for a controller what exits and model answer, and audits variants.
+
+    ``variant_exits`` are the numbers of exits of the variants beside the full model; ``guard``
+    decides which inputs are in range.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        recorder: Recorder,
+        variant_exits: Sequence[int],
+        guard: InputGuard | None,
+    ) -> None:
+        self._recorder, self._guard = recorder, guard
+        self._audits = tuple(VariantAudits(exits) for exits in variant_exits)
+        told: tuple[TakesCodes, ...] = (recorder, *self._audits)
+        self._logs = tuple(answer_log(answer, takes) for takes in told)
+        """By variant, the full model first."""
+
+    def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
+        """Toss the coins of samples, which say whether they are audited."""
+        self._recorder.start(run.sample_ids, policy_version, forced=forced)
+        if run.variant:
+            self._recorder.set_aside(run.sample_ids, AUDITED_SHARE)
+            self._audits[run.variant - 1].start(run.sample_ids)
+
+    def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Leave samples out of the evidence that are out of range, or equal to recent ones."""
+        self._logs[run.variant].begin(run.sample_ids, inputs)
+        is_evidence = np.full(len(run.sample_ids), not run.variant)
+        if self._guard is not None:
+            in_range = self._guard.in_range(inputs)
+            if not in_range.all():
+                self._recorder.leave_out(run.sample_ids[~in_range])
+                is_evidence &= in_range
+        if is_evidence.any():
+            origins = chain.from_iterable(request.origins(rows) for request, rows in parts)
+            self._recorder.admit(run.sample_ids[is_evidence], [*compress(origins, is_evidence)])
+
+    def sees(
+        self, run: Run, step: StageStep, stage: StageSpec
+    ) -> tuple[StageStep, NDArray[np.bool_] | None]:
+        """Record what a stage says, and let no sample exit whose inputs are out of range."""
+        result = step.result
+        if step.leaving and result.carry is not None:
+            in_range = self._recorder.in_range(run.sample_ids)
+            if not in_range.all():
+                exited = step.exited & in_range
+                step = StageStep(result, exited, int(np.count_nonzero(exited)))
+        if result.answer is not None:
+            log = self._logs[run.variant]
+            log.say(run.sample_ids, stage.answered_by, result.answer, result.confidence)
+        return step, self._recorder.runs_on(run.sample_ids)
+
+    def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
+        """Record which rows were answered early, and of which no more will be known."""
+        rows, exit_index = outcome.released, stage.exit
+        if len(rows) and exit_index is not None and exit_index != MODEL_END:
+            if run.variant:
+                self._audits[run.variant - 1].answered(run.sample_ids[rows], exit_index)
+            else:
+                self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
+        leaves = np.ones(len(run.requests), np.bool_)
+        leaves[outcome.survivors] = False
+        leaves[outcome.given_up] = False  # among the outcome's lost ones
+        ended = run.sample_ids[leaves]
+        self._recorder.finish(ended)
+        if run.variant:
+            self._audits[run.variant - 1].finish(ended)
+        self._logs[run.variant].forget(ended)
+
+    def lost(self, sample_ids: SampleIds) -> None:
+        """Record that samples are no evidence."""
+        self._recorder.lose(sample_ids)
+        for log in self._logs:
+            log.forget(sample_ids)
+
+    def counts(self) -> EvidenceCounts:
+        """Count samples that are no evidence, and audits."""
+        return EvidenceCounts(
+            lost=self._recorder.lost,
+            out_of_range=self._recorder.left_out,
+            discounted=self._recorder.discounted,
+            audits=[audits.counts for audits in self._audits],
+        )
