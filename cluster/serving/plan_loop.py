@@ -9,7 +9,6 @@ profile and on the workers that are there, and changes the plan if that is worth
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from offramp.cluster.serving.profile_loop import ProfileLoop
 from offramp.cluster.serving.split_change import SplitChange, SplitServing
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.scheduling.stragglers import Standing
+from offramp.engine.serving.periodic import FailureLog, PeriodicLoop
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ _DRAINING_PERIOD_S: Final = 0.02
 """Between two looks while rows drain."""
 GONE_AFTER_S: Final = 30.0
 """A worker that is out of service for so long is a device that is gone."""
-_STOP_S: Final = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +59,7 @@ class _Known:
     """Of the last change that was given up, since there was another: it is told once."""
 
 
-class PlanLoop:
+class PlanLoop(PeriodicLoop):
     """Plans anew for a split model, and changes its plan, until stopped."""
 
     def __init__(
@@ -71,6 +70,7 @@ class PlanLoop:
         rules: ReplanRules | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("plans")
         self._served = served
         self._profiles = profiles
         self._clock = clock
@@ -81,20 +81,17 @@ class PlanLoop:
         self._lost_at_s: dict[int, float] = {}
         """When workers were first seen to be lost that still are."""
         self._change: SplitChange | None = None
-        self._failing = False
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="plans", daemon=True)
+        self._failures = FailureLog(_log, "%s: planning failed; its plan stays", served.name)
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self.begin()
 
     def stop(self) -> None:
         """Stop the loop; a change that is under way stays where it is. Blocks for seconds."""
-        self._stopped.set()
+        self.halt()
         self._served.deployments.cancel()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_S)
+        self.end()
 
     def add(self, key: str, name: str, model: ServedModel) -> None:
         """Do nothing: a model that is split is the only one, and is not replaced."""
@@ -105,16 +102,14 @@ class PlanLoop:
     def remove(self, key: str, *, save: bool = True) -> None:
         """Do nothing."""
 
+    def pause_s(self) -> float:
+        """Return the period, which is short while rows drain."""
+        return PERIOD_S if self._change is None else _DRAINING_PERIOD_S
+
     def look(self) -> None:
-        """Look once; what the thread does all the time."""
-        try:
-            self._look()
-        except Exception:  # serving goes on as it is, and whoever operates it must know
-            if not self._failing:
-                _log.exception("%s: planning failed; its plan stays", self._served.name)
-            self._failing, self._change = True, None
-        else:
-            self._failing = False
+        """Look once."""
+        if not self._failures.run(self._look):
+            self._change = None
 
     def status(self, key: str) -> PlanStatus:  # noqa: ARG002 - there is one model
         """Give what is known of the plan in force; called by any thread."""
@@ -154,12 +149,6 @@ class PlanLoop:
             changed_s=None if changed is None else self._clock() - changed,
             changed_for=known.changed_for,
         )
-
-    def _work(self) -> None:
-        period_s = PERIOD_S
-        while not self._stopped.wait(period_s):
-            self.look()
-            period_s = PERIOD_S if self._change is None else _DRAINING_PERIOD_S
 
     def _look(self) -> None:
         now_s = self._clock()

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from offramp.cluster.planning.batch_profile import (
     WINDOW_S,
@@ -26,10 +25,9 @@ from offramp.cluster.serving.profile_file import ProfileFile
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.requests.departures import Departures
 from offramp.engine.serving.executor import Executor
+from offramp.engine.serving.periodic import PeriodicLoop
 
 _log = logging.getLogger(__name__)
-
-_STOP_S: Final = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +55,7 @@ class _Recorded:
     status: ProfileStatus
 
 
-class ProfileLoop:
+class ProfileLoop(PeriodicLoop):
     """Records the batch profile of every model that has exits to run, until stopped.
 
     Models are known by the executor's key; that of the first ones is their name. ``wall`` tells the
@@ -73,6 +71,7 @@ class ProfileLoop:
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("batch-profile")
         self._executor = executor
         self._window_s = window_s
         self._clock = clock
@@ -89,8 +88,6 @@ class ProfileLoop:
         """Held while a window ends, files are written, or a model is added or removed."""
         self._lock = threading.Lock()
         """Held while counts become a window, and while one is read; not while files are written."""
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="batch-profile", daemon=True)
 
     def start(self) -> None:
         """Begin the first window, and start the thread."""
@@ -98,13 +95,11 @@ class ProfileLoop:
         for recorded in self._recorded.values():
             recorded.forecast = _forecast(recorded)
         if self._recorded:
-            self._thread.start()
+            self.begin()
 
     def stop(self) -> None:
         """Stop the loop; the window that is not over is lost. Blocks for seconds at most."""
-        self._stopped.set()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_S)
+        self.end()
         for recorded in self._recorded.values():
             _end(recorded)
 
@@ -125,9 +120,9 @@ class ProfileLoop:
             recorded.forecast = _forecast(recorded)
             with self._lock:
                 self._recorded[key] = recorded
-            if self._thread.ident is None and not self._stopped.is_set():
+            if not self.begun:
                 self._begin_s = self._clock()
-                self._thread.start()
+                self.begin()
 
     def retire(self, key: str) -> None:
         """Do nothing: what comes before a version is over is of use."""
@@ -173,8 +168,12 @@ class ProfileLoop:
             running.add(self._epoch_s + self._begin_s, self._counted(recorded)[0])
             return running.profile()
 
-    def end_window(self) -> None:
-        """End the window of every model; what the thread does when its time is over."""
+    def pause_s(self) -> float:
+        """Return the seconds until the window is over."""
+        return max(self._begin_s + self._window_s - self._clock(), 0.0)
+
+    def look(self) -> None:
+        """End the window of every model."""
         begun_s, now_s = self._begin_s, self._clock()
         due_s = begun_s + self._window_s
         self._begin_s = due_s if now_s < due_s + self._window_s else now_s
@@ -184,10 +183,6 @@ class ProfileLoop:
                     self._end_window_of(recorded, self._epoch_s + begun_s)
                 except Exception:  # serving goes on, and so do the other models
                     _log.exception("%s: a window of the batch profile is lost", recorded.name)
-
-    def _work(self) -> None:
-        while not self._stopped.wait(max(self._begin_s + self._window_s - self._clock(), 0.0)):
-            self.end_window()
 
     def _counted(
         self, recorded: _Recorded

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from offramp.bundle import ActiveExit, ExitPolicy
@@ -27,6 +28,7 @@ from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.served_model import ModelControl, ServedModel
 from offramp.engine.serving.engine_upgrades import EngineUpgrades
 from offramp.engine.serving.executor import Executor
+from offramp.engine.serving.periodic import FailureLog, PeriodicLoop
 from offramp.engine.serving.swapping import put_in_force
 
 _log = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ PERIOD_S: Final = 0.05
 """Between two looks: an alarm is at most this late, and a look costs little beside it."""
 _SAVE_EVERY: Final = 200
 """Looks between two savings of a controller's state: ten seconds."""
-_STOP_S: Final = 10.0
+_PREPARED_S: Final = 10.0
+"""How long :meth:`ControlLoop.remove` waits for stages that are prepared."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,10 +69,10 @@ class _State:
     looks: int = 0
     saved_version: int
     """Of the policy in the state kept: what an alarm took back must not come back."""
-    failing: bool = False
+    failures: FailureLog
 
 
-class ControlLoop:
+class ControlLoop(PeriodicLoop):
     """Shows controllers what was observed and puts their policies in force, until stopped.
 
     Models without control are left alone. They are known by the executor's key; that of the first
@@ -86,10 +89,11 @@ class ControlLoop:
         upgrades: EngineUpgrades | None = None,
         period_s: float = PERIOD_S,
     ) -> None:
+        super().__init__("control")
         self._executor = executor
         self._jobs = jobs or JobRunner()
         self._upgrades = upgrades or EngineUpgrades()
-        self._upgrades_failing = False
+        self._upgrade_failures = FailureLog(_log, "engines cannot be built beside serving")
         self._period_s = period_s
         self._states = {
             name: _state_of(name, name, model.options, model.control)
@@ -100,20 +104,16 @@ class ControlLoop:
         self._turn = threading.Lock()
         """Held while the loop looks at all models, and while one is added or removed."""
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="assembling")
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="control", daemon=True)
 
     def start(self) -> None:
         """Restore what was kept of the controllers, and start the thread."""
         for state in self._states.values():
             self._restore(state)
-        self._thread.start()
+        self.begin()
 
     def stop(self) -> None:
         """Stop the loop, and keep what the controllers know; blocks for seconds at most."""
-        self._stopped.set()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_S)
+        self.end()
         self._upgrades.close()
         for state in self._states.values():
             self._save(state)
@@ -132,7 +132,7 @@ class ControlLoop:
         with self._turn:
             state = _state_of(key, name, model.options, model.control)
             for other in self._sharing(state):
-                self._guarded(other, self._observe)
+                other.failures.run(partial(self._observe, other))
                 self._save(other)
                 other.keeps_file = False
                 _release(other)
@@ -154,13 +154,13 @@ class ControlLoop:
             if (state := self._states.pop(key, None)) is None:
                 return
             if save:
-                self._guarded(state, self._observe)
+                state.failures.run(partial(self._observe, state))
                 self._save(state)
             self._end(state)
             for other in () if save else self._sharing(state):
                 other.keeps_file = True
         if state.building is not None:
-            wait([state.building[2]], _STOP_S)
+            wait([state.building[2]], _PREPARED_S)
 
     def _sharing(self, state: _State) -> list[_State]:
         """Return the states of other models that are kept in the same file."""
@@ -179,33 +179,16 @@ class ControlLoop:
         """Give what a controller knows, as of the last look."""
         return self._states[model].status
 
-    def _step_upgrades(self) -> None:
-        try:
-            self._upgrades.step()
-        except Exception:  # control goes on, which matters more
-            if not self._upgrades_failing:
-                _log.exception("engines cannot be built beside serving")
-            self._upgrades_failing = True
-        else:
-            self._upgrades_failing = False
+    def pause_s(self) -> float:
+        """Return the period."""
+        return self._period_s
 
     def look(self) -> None:
-        """Look at every model once; what the thread does all the time."""
-        self._step_upgrades()
+        """Look at every model once."""
+        self._upgrade_failures.run(self._upgrades.step)
         with self._turn:
             for state in self._states.values():
-                self._guarded(state, self._look_at)
-
-    def _guarded(self, state: _State, step: Callable[[_State], None]) -> None:
-        """Do something that may raise: serving goes on as it is, and the log says so once."""
-        try:
-            step(state)
-        except Exception:
-            if not state.failing:
-                _log.exception("%s: control failed; its policy stays as it is", state.name)
-            state.failing = True
-        else:
-            state.failing = False
+                state.failures.run(partial(self._look_at, state))
 
     def _look_at(self, state: _State) -> None:
         controller = state.control.controller
@@ -220,10 +203,6 @@ class ControlLoop:
         if version != state.saved_version or state.looks % _SAVE_EVERY == 0:
             state.saved_version = version
             self._save(state)
-
-    def _work(self) -> None:
-        while not self._stopped.wait(self._period_s):
-            self.look()
 
     def _observe(self, state: _State) -> None:
         control = state.control
@@ -356,6 +335,7 @@ def _state_of(key: str, name: str, options: ModelOptions, control: ModelControl)
         control=control,
         status=control.status(),
         saved_version=control.controller.policy.version,
+        failures=FailureLog(_log, "%s: control failed; its policy stays as it is", name),
     )
 
 

@@ -77,7 +77,7 @@ class Planning:
     async def window(self, *numbers: int) -> None:
         """Let a window pass with rows of these requests, and look at its end."""
         await self.send(*numbers)
-        profiles_of(self.serving.engine).end_window()
+        profiles_of(self.serving.engine).look()
         self.now_s += RULES.window_s
         await self.look()
 
@@ -105,9 +105,7 @@ def test_the_plan_follows_what_is_observed(
         await planning.look()
         assert planning.status.changes == 0
         assert planning.status.reason == "a change would gain 0.0%, less than 10%"
-        profiles_of(
-            planning.serving.engine
-        ).end_window()  # what came before the test does not count
+        profiles_of(planning.serving.engine).look()  # what came before the test does not count
         await planning.send(*late)
         planning.now_s += 1
         await planning.look()
@@ -177,7 +175,7 @@ def test_a_worker_that_is_gone_for_long_is_planned_without(small: Small) -> None
         await planning.serving.load.more()
         backend.up[lost] = True
         planning.now_s += RULES.pause_s
-        profiles_of(planning.serving.engine).end_window()
+        profiles_of(planning.serving.engine).look()
         await planning.look()
         assert planning.status.reason != "workers of the plan in force are gone"
 
@@ -214,7 +212,7 @@ def test_a_change_that_fails_is_told_in_a_line(
         await planning.look()
         before = planning.splits
         planning.serving.backend.hold_fails = "out of memory"
-        profiles_of(planning.serving.engine).end_window()
+        profiles_of(planning.serving.engine).look()
         await planning.send(*leaving[1])
         await planning.look()
         assert planning.status.given_up == 1

@@ -395,7 +395,7 @@ def test_what_fails_before_the_switch_leaves_the_old_version_whole(
             assert (statistics.version, statistics.earlier) == (1, None)
             assert await exit_of(engine) == 0
             controller_of(first).kept = {"policy": 3, "seen": 5}
-            profiles.end_window()
+            profiles.look()
         assert load_state(path, fingerprint={}) == {"policy": 3, "seen": 5}
         assert profile.exists()
 

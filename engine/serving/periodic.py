@@ -1,0 +1,73 @@
+"""Loops beside the streams: each looks again and again, on a thread of its own, until stopped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Final
+
+_STOP_S: Final = 10.0
+"""How long :meth:`PeriodicLoop.end` waits for a look that runs."""
+
+
+class PeriodicLoop(ABC):
+    """Calls :meth:`look` whenever :meth:`pause_s` is over, on a daemon thread of a given name."""
+
+    def __init__(self, name: str) -> None:
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    @abstractmethod
+    def look(self) -> None:
+        """Look once; what the thread does all the time. It must not raise."""
+
+    @abstractmethod
+    def pause_s(self) -> float:
+        """Return the seconds until the next look."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the thread was started."""
+        return self._thread.ident is not None
+
+    def begin(self) -> None:
+        """Start the thread, unless it was started or the loop was stopped before."""
+        if not self.begun and not self._stopped.is_set():
+            self._thread.start()
+
+    def halt(self) -> None:
+        """Begin no more looks; returns at once."""
+        self._stopped.set()
+
+    def end(self) -> None:
+        """Begin no more looks, and wait for one that runs; blocks for seconds at most."""
+        self.halt()
+        if self.begun:
+            self._thread.join(_STOP_S)
+
+    def _work(self) -> None:
+        while not self._stopped.wait(self.pause_s()):
+            self.look()
+
+
+class FailureLog:
+    """Logs the first of failures that follow each other; serving goes on as it is."""
+
+    def __init__(self, logger: logging.Logger, message: str, *arguments: object) -> None:
+        """``message`` and its arguments are logged with the traceback."""
+        self._log, self._message, self._arguments = logger, message, arguments
+        self._failing = False
+
+    def run(self, step: Callable[[], None]) -> bool:
+        """Do something that may raise; returns whether it did not."""
+        try:
+            step()
+        except Exception:
+            if not self._failing:
+                self._log.exception(self._message, *self._arguments)
+            self._failing = True
+        else:
+            self._failing = False
+        return not self._failing
