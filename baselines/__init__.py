@@ -1,5 +1,5 @@
 """Extension: controllers and threshold searches that others published, for comparison with ours.
 
 Apparate's controller may serve (``eeserve --controller apparate``); the others are driven by
-``eebench adapt`` and the benchmarks.
+``python -m benchmarks.adapt`` and the benchmarks.
 """

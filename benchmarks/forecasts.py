@@ -10,12 +10,12 @@ Series: a request of the Azure traces goes on behind exit k if its context is lo
 quantile of all contexts of its trace (so that 80, 50 and 20 % do); windows of two minutes. Besides,
 mixes of easy and hard rows that shift from 80:20 to 20:80, by steps and by waves, with as many rows
 in a window as the traces have; which rows are easy is drawn. With a bundle and data that it never
-saw, mixes that shift are served in simulation too, as `eebench adapt` does (SIMULATED: thresholds
-as compiled, and as the default controller moves them meanwhile), and what the recorder of the
-server made of it are the series; rows in a window are those of the conversations trace, and exits
-are where they are in the model, by depth. For each window each method sees those before it.
-Pinball loss is that of shares, the mean of quantiles 0.5 and 0.8; lost goodput is PREDICTED, of
-the plan for a forecast against that for what came, both under what came, on 16 V100 (batch curves
+saw, mixes that shift are served in simulation too, as `python -m benchmarks.adapt` does (SIMULATED:
+thresholds as compiled, and as the default controller moves them meanwhile), and what the recorder
+of the server made of it are the series; rows in a window are those of the conversations trace, and
+exits are where they are in the model, by depth. For each window each method sees those before it.
+Pinball loss is that of shares, the mean of quantiles 0.5 and 0.8; lost goodput is PREDICTED, of the
+plan for a forecast against that for what came, both under what came, on 16 V100 (batch curves
 assumed). ARIMA needs the extra `forecast`.
 """
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from benchmarks.adapt.scenarios import answering
 from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
@@ -25,7 +26,6 @@ from offramp.calibration.data.dataset import read_samples
 from offramp.certify import evaluate
 from offramp.compiler.exits.policy import PolicyChoice
 from offramp.engine.common.environment import available_cores
-from offramp.tools.bench.adapt.scenarios import answering
 from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 
 

@@ -1,8 +1,8 @@
 """Batch profiles recorded while shifting mixes are served in simulation, to be forecast.
 
-The samples of each scenario of `eebench adapt` are served by a controller, chunk by chunk, on the
-recorded answers of a real bundle's exits; the rows of each window are counted as a server counts
-them, and given to the same recorder.
+The samples of each scenario of `python -m benchmarks.adapt` are served by a controller, chunk by
+chunk, on the recorded answers of a real bundle's exits; the rows of each window are counted as a
+server counts them, and given to the same recorder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from benchmarks.adapt.contenders import Workplace, make_contender
+from benchmarks.adapt.replay import (
+    Contender,
+    ReplaySettings,
+    ReplayTrace,
+    replay,
+)
+from benchmarks.adapt.scenarios import (
+    Material,
+    ScenarioSettings,
+    answering,
+    scenarios_of,
+)
+from benchmarks.adapt.sequence import draw
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, Bundle
@@ -20,20 +34,6 @@ from offramp.cluster.planning.batch_profile import BatchProfile, BatchProfileRec
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control.costs import CostModel
 from offramp.engine.requests.departures import Departures
-from offramp.tools.bench.adapt.contenders import Workplace, make_contender
-from offramp.tools.bench.adapt.replay import (
-    Contender,
-    ReplaySettings,
-    ReplayTrace,
-    replay,
-)
-from offramp.tools.bench.adapt.scenarios import (
-    Material,
-    ScenarioSettings,
-    answering,
-    scenarios_of,
-)
-from offramp.tools.bench.adapt.sequence import draw
 
 CONTROLLERS = ("leave", "certified")
 """Thresholds that stay, and those that the server's default controller moves meanwhile."""
@@ -70,7 +70,7 @@ def served_profiles(
 
 
 def workplace_of(bundle: Bundle) -> Workplace:
-    """As `eebench adapt` has it by default."""
+    """As `python -m benchmarks.adapt` has it by default."""
     promise = bundle.policy.promise
     return Workplace(
         bundle=bundle,

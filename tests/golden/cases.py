@@ -128,11 +128,22 @@ def simulated(options: str) -> Any:
         return json.loads((folder / "found.json").read_text())
 
 
+def run_adapt(*arguments: str) -> None:
+    """Run ``python -m benchmarks.adapt``, which was ``eebench adapt`` in older checkouts."""
+    try:
+        module = import_module("benchmarks.adapt.__main__")
+    except ModuleNotFoundError:
+        run("eebench", "adapt", *arguments)
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert module.main(arguments) == 0, arguments
+
+
 def adapted(options: str) -> Any:
-    """What ``eebench adapt`` writes."""
+    """What ``python -m benchmarks.adapt`` writes."""
     with scratch() as folder:
         arguments = ["--data", str(FRESH), *options.split(), "--json", "found.json"]
-        run("eebench", "adapt", str(BUNDLE), *arguments)
+        run_adapt(str(BUNDLE), *arguments)
         return json.loads((folder / "found.json").read_text())
 
 

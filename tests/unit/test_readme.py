@@ -86,7 +86,7 @@ def test_every_option_is_explained() -> None:
     subparsers = [a for a in bench_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     commands = [parser for action in subparsers for parser in action.choices.values()]
     assert {parser.prog for parser in commands} == {
-        "eebench adapt", "eebench compare", "eebench load", "eebench simulate",
+        "eebench compare", "eebench load", "eebench simulate",
     }  # fmt: skip
     compiling = [command.parser() for command in SUBCOMMANDS.values()]
     for parser in (COMPILE.parser(), *compiling, make_parser(), eeworker.make_parser(), *commands):

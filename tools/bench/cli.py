@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +15,25 @@ from offramp.commands.parser import LayeredParser
 from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.backends.custom_ops import using_libraries
 from offramp.engine.common.errors import BackendError
-from offramp.tools.bench import adapt_command, compare_command, load_command, simulate_command
+from offramp.tools.bench import compare_command, load_command, simulate_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``eebench``; return the exit status."""
     complete(make_parser)
-    options = make_parser().parse_args(argv)
+    return run_command(make_parser(), argv)
+
+
+def run_command(parser: LayeredParser, argv: Sequence[str] | None) -> int:
+    """Run what a command line asks for; returns the exit status."""
+    options = parser.parse_args(argv)
     try:
         for text in options.criterion_module:
             load_criterion(text)
         with using_libraries(options.custom_ops):
             return int(options.run(options))
     except (BundleError, DataError, BackendError, CriterionError, OSError, ValueError) as error:
-        print(f"eebench: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
 
 
@@ -52,26 +58,31 @@ def make_parser() -> LayeredParser:
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", help="one of these:"
     )
-    for command in (compare_command, load_command, simulate_command, adapt_command):
+    for command in (compare_command, load_command, simulate_command):
         command.add_parser(commands)
     for subparser in commands.choices.values():
-        add = subparser.add_argument_group("code of your own").add_argument
-        add(
-            "--custom-ops",
-            metavar="LIB.so",
-            action="append",
-            default=[],
-            type=Path,
-            help="library with operators that ONNX Runtime does not have; may be repeated",
-        )
-        add(
-            "--criterion-module",
-            metavar="FILE.py:NAME",
-            action="append",
-            default=[],
-            help="your own criterion, which a bundle was compiled with; may be repeated",
-        )
+        add_own_code(subparser)
     return parser
+
+
+def add_own_code(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name code of the user's, which :func:`run_command` loads."""
+    add = parser.add_argument_group("code of your own").add_argument
+    add(
+        "--custom-ops",
+        metavar="LIB.so",
+        action="append",
+        default=[],
+        type=Path,
+        help="library with operators that ONNX Runtime does not have; may be repeated",
+    )
+    add(
+        "--criterion-module",
+        metavar="FILE.py:NAME",
+        action="append",
+        default=[],
+        help="your own criterion, which a bundle was compiled with; may be repeated",
+    )
 
 
 if __name__ == "__main__":

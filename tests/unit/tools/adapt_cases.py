@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from benchmarks.adapt.sequence import Population, SampleSequence, SegmentSpan, ShiftSegment
 
 from offramp.bundle import ActiveExit, ExitPolicy
 from offramp.certify import Observations
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.adapt.sequence import Population, SampleSequence, SegmentSpan, ShiftSegment
 
 COSTS = CostModel(
     source_ms=10.0,

@@ -1,4 +1,4 @@
-"""``eebench adapt`` on a tiny model: table, JSON and page, and the errors that teach."""
+"""``python -m benchmarks.adapt`` on a tiny model: table, JSON, page, and errors that teach."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.adapt.__main__ import main
+from benchmarks.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
+from benchmarks.adapt.scenarios import answering
+from benchmarks.adapt.sequence import answering_places
 from tests import models
 from tests.bundles import compile_tiny
 
@@ -19,10 +23,6 @@ from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import make_plan
-from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
-from offramp.tools.bench.adapt.scenarios import answering
-from offramp.tools.bench.adapt.sequence import answering_places
-from offramp.tools.bench.cli import main
 
 
 def images(samples: int, seed: int) -> dict[str, np.ndarray]:
@@ -52,7 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapt(bundle: Bundle, data: Path, *options: str) -> int:
     given = ["--samples", "1500", "--tuning-delay", "64", *options]
-    return main(["adapt", str(bundle.path), "--data", str(data), *given])
+    return main([str(bundle.path), "--data", str(data), *given])
 
 
 class Tags(HTMLParser):
@@ -167,7 +167,7 @@ def test_the_calibration_data_is_warned_of(
 
 def test_help_names_every_scenario_and_controller(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["adapt", "--help-all"])
+        main(["--help-all"])
     shown = capsys.readouterr().out
     for name in (*KINDS, "difficulty", "classes", "corruption", "abrupt", "domain"):
         assert f"\n  {name} " in shown

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.adapt.corruptions import KINDS, WORST, PixelRange, channel_axis, corrupt
 from hypothesis import given
 from hypothesis import strategies as st
-
-from offramp.tools.bench.adapt.corruptions import KINDS, WORST, PixelRange, channel_axis, corrupt
 
 BYTES = PixelRange(low=0.0, high=255.0)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.adapt.page import cards, write_page
+from benchmarks.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
+from benchmarks.adapt.report import Comparison, ControllerRun
+from benchmarks.adapt.scores import course, hindsight, score
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
 from offramp.engine.control.controller import ControlEvent
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.adapt.page import cards, write_page
-from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
-from offramp.tools.bench.adapt.report import Comparison, ControllerRun
-from offramp.tools.bench.adapt.scores import course, hindsight, score
 
 SEQUENCE = in_order(("first", repeated(FOUR, 500)), ("second <b>", repeated(FOUR, 500)))
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
 
 
 def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> ReplayTrace:

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from offramp.calibration.data.dataset import Dataset
-from offramp.tools.bench.adapt.scenarios import (
+from benchmarks.adapt.scenarios import (
     SCENARIOS,
     Material,
     ScenarioSettings,
     is_easy,
     scenarios_of,
 )
-from offramp.tools.bench.adapt.sequence import Population
+from benchmarks.adapt.sequence import Population
+
+from offramp.calibration.data.dataset import Dataset
 
 EXITS = 4
 SAMPLES = 200

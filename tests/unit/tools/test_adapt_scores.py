@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.adapt.replay import Change, ReplayedJob, ReplayTrace
+from benchmarks.adapt.scores import SegmentScore, course, hindsight, risks, score
+from benchmarks.adapt.sequence import SampleSequence
 from tests.unit.tools.adapt_cases import (
     COSTS,
     FOUR,
@@ -19,9 +22,6 @@ from tests.unit.tools.adapt_cases import (
 
 from offramp.certify import MODEL_END
 from offramp.engine.control.controller import ControlStatus, Evidence
-from offramp.tools.bench.adapt.replay import Change, ReplayedJob, ReplayTrace
-from offramp.tools.bench.adapt.scores import SegmentScore, course, hindsight, risks, score
-from offramp.tools.bench.adapt.sequence import SampleSequence
 
 AGGRESSIVE = policy_of(1, {0: 0.5, 1: 0.5})
 """Wrong on every fourth sample of FOUR."""

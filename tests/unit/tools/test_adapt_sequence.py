@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.adapt.sequence import ShiftSegment, answering_places, draw, thresholds_of
 from tests.unit.tools.adapt_cases import FOUR, policy_of
 
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END
-from offramp.tools.bench.adapt.sequence import ShiftSegment, answering_places, draw, thresholds_of
 
 
 def segment(*weights: float, samples: int = 10, name: str = "some") -> ShiftSegment:

@@ -14,7 +14,6 @@ NEEDED = {
     "compare": ["m.ee", "--data=d.npz"],
     "load": ["host:1", "--model=m", "--data=d.npz"],
     "simulate": ["m.ee"],
-    "adapt": ["m.ee", "--data=d.npz"],
 }
 TABLES = {
     "compare": compare_command.ILLEGAL,

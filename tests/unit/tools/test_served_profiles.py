@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.adapt.replay import Contender, ReplaySettings, replay
 from benchmarks.served_profiles import departures_of, profile_of
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
@@ -11,7 +12,6 @@ from offramp.bundle import NEVER
 from offramp.certify import MODEL_END
 from offramp.cluster.planning.batch_profile import ProfileWindow
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, replay
 
 
 @pytest.mark.parametrize(("mode", "decided"), [(Mode.RELEASE, (4, 4)), (Mode.LEAVE, (4, 0))])

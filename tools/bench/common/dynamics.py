@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import (
+    ChoiceLoader,
+    Environment,
+    FileSystemLoader,
+    PackageLoader,
+    StrictUndefined,
+    Template,
+)
 from markupsafe import Markup
 from numpy.typing import NDArray
 
@@ -340,12 +347,17 @@ def _template() -> Template:
     )
 
 
-def load_template(name: str, **filters: Callable[..., Any]) -> Template:
-    """A page of eebench by its file's name, with what it formats numbers by."""
+def load_template(
+    name: str, *, folder: Path | None = None, **filters: Callable[..., Any]
+) -> Template:
+    """Load a page by its file's name, with the filters that it formats numbers by.
+
+    It is looked for in ``folder``, then among the pages of eebench and of the compiler.
+    """
+    folders = [] if folder is None else [FileSystemLoader(folder)]
+    packages = map(PackageLoader, ("offramp.tools.bench", "offramp.compiler"))
     environment = Environment(
-        loader=ChoiceLoader(
-            [PackageLoader("offramp.tools.bench"), PackageLoader("offramp.compiler")]
-        ),
+        loader=ChoiceLoader([*folders, *packages]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.adapt.replay import Contender, ReplayTrace
+from benchmarks.adapt.scores import WINDOW, Course, Hindsight, Score, SegmentScore
+from benchmarks.adapt.sequence import SampleSequence
 from rich.console import Console
 
-from offramp.tools.bench.adapt.replay import Contender, ReplayTrace
-from offramp.tools.bench.adapt.scores import WINDOW, Course, Hindsight, Score, SegmentScore
-from offramp.tools.bench.adapt.sequence import SampleSequence
 from offramp.tools.bench.common.output import figure_table
 
 WIDTH = 124

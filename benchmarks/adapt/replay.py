@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from benchmarks.adapt.sequence import Population, SampleSequence, answering_places
 
 from offramp.bundle import NEVER, ExitPolicy
 from offramp.certify import (
@@ -28,7 +29,6 @@ from offramp.certify import (
 from offramp.engine.control.controller import ControlEvent, Controller, ControlStatus, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.adapt.sequence import Population, SampleSequence, answering_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from benchmarks.adapt.replay import ReplayTrace
+from benchmarks.adapt.sequence import SampleSequence, SegmentSpan
 
 from offramp.baselines.thresholds import tune
 from offramp.certify import BoolArray, FloatArray, IntArray
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.adapt.replay import ReplayTrace
-from offramp.tools.bench.adapt.sequence import SampleSequence, SegmentSpan
 
 WINDOW: Final = 1000
 """Samples of the windows that the constraint is held against."""

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from benchmarks.adapt.report import Comparison, ControllerRun
+from benchmarks.adapt.sequence import SampleSequence
 from jinja2 import Template
 from markupsafe import Markup
 
 from offramp.certify import FloatArray
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
-from offramp.tools.bench.adapt.report import Comparison, ControllerRun
-from offramp.tools.bench.adapt.sequence import SampleSequence
 from offramp.tools.bench.common.dynamics import load_template, plain, steps, stroke
 
 _WIDTH, _HEIGHT = 520.0, 132.0
@@ -203,6 +203,7 @@ def _shade(exit_: int, exits: int) -> float:
 def _template() -> Template:
     return load_template(
         "adapt.html.j2",
+        folder=Path(__file__).parent,
         percent=numbers.percent,
         bare=numbers.plain_percent,
         plain=plain,

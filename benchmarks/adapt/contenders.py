@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from benchmarks.adapt.replay import Contender
+
 from offramp.baselines.apparate import ApparateController, ApparateSettings
 from offramp.baselines.pame import PameController, PameSettings
 from offramp.baselines.thresholds import (
@@ -26,7 +28,6 @@ from offramp.engine.control.static import StaticController
 from offramp.engine.models.controllers import make_controller
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.adapt.replay import Contender
 from offramp.tools.bench.common.arguments import look_up
 
 

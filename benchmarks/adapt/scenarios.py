@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
+from benchmarks.adapt.corruptions import PixelRange, channel_axis, corrupt
+from benchmarks.adapt.sequence import Population, ShiftSegment
 
 from offramp.bundle import Bundle
 from offramp.calibration.choose.records import record_answers
 from offramp.calibration.data.dataset import Dataset
 from offramp.certify import BoolArray, FloatArray
 from offramp.engine.stages.answering_graphs import answering_graphs
-from offramp.tools.bench.adapt.corruptions import PixelRange, channel_axis, corrupt
-from offramp.tools.bench.adapt.sequence import Population, ShiftSegment
 from offramp.tools.bench.common.arguments import look_up
 
 EASY: Final = 0.8

@@ -1,43 +1,46 @@
-"""``eebench adapt``: controllers on a sequence of samples whose distribution shifts."""
+"""``python -m benchmarks.adapt``: controllers while the distribution of samples shifts."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
-
-from offramp.bundle import Bundle
-from offramp.calibration.data.dataset import Dataset, read_samples
-from offramp.compiler.data.arguments import add_data_arguments, source_of
-from offramp.engine.backends.custom_ops import open_runnable
-from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
-from offramp.tools.bench.adapt.corruptions import KINDS as CORRUPTIONS
-from offramp.tools.bench.adapt.corruptions import WORST
-from offramp.tools.bench.adapt.page import write_page
-from offramp.tools.bench.adapt.replay import ReplaySettings, replay
-from offramp.tools.bench.adapt.report import (
+from benchmarks.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
+from benchmarks.adapt.corruptions import KINDS as CORRUPTIONS
+from benchmarks.adapt.corruptions import WORST
+from benchmarks.adapt.page import write_page
+from benchmarks.adapt.replay import ReplaySettings, replay
+from benchmarks.adapt.report import (
     WIDTH,
     Comparison,
     ControllerRun,
     print_comparison,
     to_json,
 )
-from offramp.tools.bench.adapt.scenarios import (
+from benchmarks.adapt.scenarios import (
     SCENARIOS,
     Material,
     ScenarioSettings,
     answering,
     scenarios_of,
 )
-from offramp.tools.bench.adapt.scores import course, hindsight, score
-from offramp.tools.bench.adapt.sequence import Population, SampleSequence, draw
+from benchmarks.adapt.scores import course, hindsight, score
+from benchmarks.adapt.sequence import Population, SampleSequence, draw
+from rich.console import Console
+from rich.progress import Progress
+
+from offramp.bundle import Bundle
+from offramp.calibration.data.dataset import Dataset, read_samples
+from offramp.commands.parser import LayeredParser
+from offramp.compiler.data.arguments import add_data_arguments, source_of
+from offramp.engine.backends.custom_ops import open_runnable
+from offramp.engine.control.costs import CostModel
+from offramp.tools.bench.cli import add_own_code, run_command
 from offramp.tools.bench.common.arguments import COUNT, SHARE
 from offramp.tools.bench.common.output import (
     check_outputs,
@@ -60,16 +63,20 @@ SHORT: Final = (
     *("--json", "--html"),
 )
 _EXAMPLES: Final = {
-    "eebench adapt m.ee --data test.npz": "all scenarios",
-    "eebench adapt m.ee --data test.npz --scenario abrupt": "one of them",
+    "python -m benchmarks.adapt m.ee --data test.npz": "all scenarios",
+    "python -m benchmarks.adapt m.ee --data test.npz --scenario abrupt": "one of them",
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to the result of ``add_subparsers`` of eebench's parser."""
-    parser = commands.add_parser(
-        "adapt",
-        help="controllers while the distribution of samples shifts",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; return the exit status."""
+    return run_command(make_parser(), argv)
+
+
+def make_parser() -> LayeredParser:
+    """Make the parser of the command line."""
+    parser = LayeredParser(
+        prog="python -m benchmarks.adapt",
         description=_DESCRIPTION,
         short=SHORT,
         examples=_EXAMPLES,
@@ -106,6 +113,8 @@ def add_parser(commands: Any) -> None:
     described = {name: f"{k.description} ({k.mode.value} mode)" for name, k in KINDS.items()}
     parser.add_argument_group("controllers", "\n".join(_columns(described)))
     parser.set_defaults(run=run)
+    add_own_code(parser)
+    return parser
 
 
 def _columns(described: Mapping[str, str]) -> Iterator[str]:
@@ -345,3 +354,7 @@ def _write(
             max_disagreement=workplace.max_disagreement,
             environment=environment,
         )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
