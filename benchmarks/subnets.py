@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 from benchmarks.common import make_parser
+from benchmarks.frontier.measurement import FrontierPoint, SharedStages, point_of
 from rich.console import Console
 
 from offramp.bundle import Bundle, ExitPolicy
@@ -55,7 +56,6 @@ from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import make_plan
 from offramp.tools.bench.common.compare import measure_size
 from offramp.tools.bench.common.output import describe_environment, figure_table, write_json
-from offramp.tools.bench.frontier.measurement import FrontierPoint, SharedStages, point_of
 
 DROPS: Final = (0.0, 0.0025, 0.005, 0.01, 0.02, 0.04)
 """Accuracies and agreements that are compared, below the full model's."""

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
 
 from offramp.bundle import Answer
 from offramp.calibration.data.augmentation import MadeSamples
@@ -129,50 +127,3 @@ def check_unusual(
     except DataError as error:
         raise DataError(f"{found}; {error}") from error
     _log.warning("%s; the model's answers to them are finite, so they are used.", found)
-
-
-BATCH_BYTES = 2**28
-"""Activations of a batch that are held at once."""
-
-
-def activations(
-    proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, *, threads: int
-) -> Iterator[tuple[str, NDArray[Any], str]]:
-    """Give each of some float32 tensors for a batch, batch by batch, and which samples those are.
-
-    The samples are words for messages. Nothing is written to disk. A ``DataError`` where the model
-    fails on one.
-    """
-    given = {i.name for i in proto.graph.input}
-    inner = [name for name in tensors if name not in given]
-    session = make_session(_exposing(proto, inner), threads)
-    read = [tensor.name for tensor in session.get_inputs()]
-    start, size = 0, 1
-    while start < len(dataset):
-        batch = dataset.take(slice(start, start + size))
-        where = f"{dataset.rows[start]} to {dataset.rows[min(start + size, len(dataset)) - 1]}"
-        try:
-            # an empty list would ask for all outputs
-            feeds = {name: batch[name] for name in read}
-            values = session.run(inner, feeds) if inner else []
-        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            reason = str(error).splitlines()[0]
-            raise DataError(f"the model fails on one of samples {where}: {reason}") from error
-        arrays = batch | dict(zip(inner, values, strict=True))
-        for name in tensors:
-            yield name, arrays[name], where
-        start += size
-        a_sample = sum(array.nbytes for array in values) // size
-        size = max(1, min(BATCH_SIZE, BATCH_BYTES // max(a_sample, 1)))
-
-
-def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
-    """Give the model with inner tensors among its outputs."""
-    exposed = onnx.ModelProto()
-    exposed.CopyFrom(proto)
-    inner = [name for name in tensors if name not in {o.name for o in proto.graph.output}]
-    exposed.graph.output.extend(
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inner
-    )
-    serialised: bytes = exposed.SerializeToString()
-    return serialised

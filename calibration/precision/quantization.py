@@ -26,8 +26,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from offramp.calibration.data.activations import activations
 from offramp.calibration.data.dataset import DataError, Dataset
-from offramp.calibration.data.running import activations
 
 PREFIX = "offramp_int8/"
 """What all names that are added begin with."""

@@ -19,8 +19,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from offramp.calibration.data.activations import activations
 from offramp.calibration.data.dataset import DataError, Dataset
-from offramp.calibration.data.running import activations
 from offramp.calibration.precision.graphs import (
     LEVELS,
     PREFIX,

@@ -11,6 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.methods import (
+    ENTROPY,
+    METHODS,
+    _kept_entropies,
+    _patient,
+    _recorded,
+    _tuning_split,
+    tune_methods,
+)
+from benchmarks.methods import main as methods_main
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
@@ -31,16 +41,6 @@ from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, make_plan
 from offramp.server.cli import main as serve
-from offramp.tools.bench.cli import main as bench
-from offramp.tools.bench.methods import (
-    ENTROPY,
-    METHODS,
-    _kept_entropies,
-    _patient,
-    _recorded,
-    _tuning_split,
-    tune_methods,
-)
 
 OWN = "mean_margin"
 
@@ -145,7 +145,7 @@ def test_methods_are_tuned_within_the_bound_and_measured(bundles, tmp_path, caps
     how = ["--batch-sizes", "4", "--rounds", "2", "--json", str(out), "--data"]
     inputs = str(bundle.path.parent / "inputs.npz")
     names = ["--method", "branchynet,deebert", "--method", "pabee"]
-    assert bench(["compare", str(bundle.path), *how, inputs, *names]) == 0
+    assert methods_main([str(bundle.path), *how, inputs, *names]) == 0
     document = json.loads(out.read_text())
     rows = {row["system"]: row for row in document["rows"]}
     assert list(rows) == ["source", "offramp", "offramp-no-exit", "branchynet", "deebert", "pabee"]
@@ -225,7 +225,7 @@ def test_data_that_the_bundle_was_not_compiled_with_does_not_tune(
     bundle = bundles["probability"]
     folder = bundle.path.parent
     out, inputs, own = tmp_path / "out.json", str(folder / "inputs.npz"), str(folder / "data.npz")
-    command = ["compare", str(bundle.path), "--data", inputs, "--method", "deebert"]
+    command = [str(bundle.path), "--data", inputs, "--method", "deebert"]
     brief = ["--batch-sizes", "8", "--rounds", "1", "--json", str(out)]
     for more, message in (
         (["--method-data", inputs], "these are not the data that the bundle was compiled with"),
@@ -234,9 +234,9 @@ def test_data_that_the_bundle_was_not_compiled_with_does_not_tune(
             "another --seed than 3",
         ),
     ):
-        assert bench([*command, *more]) == 1
+        assert methods_main([*command, *more]) == 1
         assert message in capsys.readouterr().err
-    assert bench([*command, *brief, "--method-data", own]) == 0
+    assert methods_main([*command, *brief, "--method-data", own]) == 0
     (method,) = json.loads(out.read_text())["environment"]["methods"].values()
     assert "samples that the bundle was tuned on" in method["tuned_on"]
 
@@ -269,6 +269,6 @@ def test_methods_that_cannot_be_measured_say_why(bundles, tmp_path: Path, capsys
         ("deebert", "give at least 200, or --method-data, what the bundle was compiled with"),
         ("deeberd", "unknown method 'deeberd'; there is deebert"),
     ):
-        command = ["compare", str(bundle.path), "--data", str(few), "--method", method]
-        assert bench(command) == 1
+        command = [str(bundle.path), "--data", str(few), "--method", method]
+        assert methods_main(command) == 1
         assert message in capsys.readouterr().err

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from benchmarks.frontier.__main__ import main
+from benchmarks.frontier.measurement import whole_copy
+from benchmarks.frontier.policies import BOTH, EXITS, BundlePair, choose_policies
 from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny
@@ -15,9 +18,6 @@ from tests.integration.test_cascade import by_graph, fast_copies
 from tests.integration.test_compile_tiny import answers, vectors
 
 from offramp.engine.stages.plan import make_plan
-from offramp.tools.bench.cli import main
-from offramp.tools.bench.frontier.measurement import whole_copy
-from offramp.tools.bench.frontier.policies import BOTH, EXITS, BundlePair, choose_policies
 
 __all__ = ["fast_copies"]
 ROWS = 90
@@ -56,7 +56,7 @@ def test_the_command_measures_what_each_system_answers(
     how = ["--data", "test.npz", "--batch-sizes", "1,6", "--rounds", "3", "--seed", "5"]
     output = ["--json", "f.json", "--html", "f.html"]
     bounds = ["--bounds", "0.05,0.0001"]
-    assert main(["compare", "m8.ee", "--precision", "m.ee", *how, *output, *bounds]) == 0
+    assert main(["m8.ee", "m.ee", *how, *output, *bounds]) == 0
     said = capsys.readouterr().out
     document = json.loads(Path("f.json").read_text())
     systems = {(s["system"], s["max_disagreement"]): s for s in document["systems"]}
@@ -107,7 +107,7 @@ def test_it_warns_of_calibration_data(
 ) -> None:
     monkeypatch.chdir(made.folder)
     how = ["--batch-sizes", "1", "--rounds", "1", "--samples", "4", "--bounds", "0.05"]
-    command = ["compare", "m.ee", "--precision", "m8.ee", "--data", "data.npz", *how]
+    command = ["m.ee", "m8.ee", "--data", "data.npz", *how]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "the data that the bundle was calibrated on" in said

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks import methods
+from benchmarks.adapt import __main__ as adapt
+from benchmarks.frontier import __main__ as frontier
 
 from offramp.cluster.remote import eeworker
 from offramp.compiler.commands.cli import COMMANDS, COMPILE
@@ -32,11 +35,14 @@ PARSERS = {
     if isinstance(action, argparse._SubParsersAction)
 ]
 PARSERS |= {f"eebench {name}": parser for name, parser in SUBCOMMANDS.choices.items()}
+PARSERS |= {
+    module.make_parser().prog: module.make_parser() for module in (adapt, frontier, methods)
+}
 FLAGS = {
     name: {flag for action in parser._actions for flag in action.option_strings}
     for name, parser in PARSERS.items()
 }
-NAMES = "eecompile|eeserve|eeworker|eebench"
+NAMES = r"eecompile|eeserve|eeworker|eebench|python -m benchmarks\.(?:adapt|frontier|methods)"
 LINE = re.compile(rf"^[ >]*(?:[\w-]*\$ )?(?:\S*/bin/)?((?:{NAMES}) .+)$", re.MULTILINE)
 """A command on a line of its own: in a block of code, after a prompt, or in a table of commands."""
 INLINE = re.compile(rf"`((?:{NAMES})(?: [^`]*)?)`")
@@ -55,9 +61,16 @@ def printed(document: Path) -> Iterator[str]:
 
 def parser_of(words: list[str]) -> tuple[str, list[str]]:
     """Return the name of the parser that reads a command, and the words that it reads."""
-    if " ".join(words[:2]) in PARSERS and words[0] != "eebench":
-        return " ".join(words[:2]), words[2:]
-    return words[0], words[1:]
+    name = name_of(words)
+    if words[0] == "eebench":  # its parser reads the subcommand, too
+        name = "eebench"
+    return name, words[len(name.split()) :]
+
+
+def name_of(words: list[str]) -> str:
+    """Return the longest name of a parser that a command begins with."""
+    names = (" ".join(words[:count]) for count in (3, 2, 1))
+    return next(name for name in names if name in PARSERS)
 
 
 LINES = [(path.name, line) for path in DOCUMENTS for line in printed(path)]
@@ -86,7 +99,7 @@ def test_flags_in_the_text_are_those_of_the_commands(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for command in INLINE.findall(text):
         words = command.split()
-        known = FLAGS.get(" ".join(words[:2]), FLAGS[words[0]])
+        known = FLAGS[name_of(words)]
         for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", command):
             assert flag in known, f"{command}: there is no {flag}"
     anywhere = set().union(*FLAGS.values()) | SCRIPTS

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
+from offramp.bundle import Bundle
 from offramp.bundle.schema.policy import Promise
-from offramp.calibration.data.dataset import read_samples
-from offramp.commands.combinations import Illegal
+from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU_RUNTIMES
+from offramp.engine.stages.plan import Plan
 from offramp.engine.tensorrt.probe import parse_device
-from offramp.tools.bench import frontier_command
 from offramp.tools.bench.common.arguments import COUNT, positives
 from offramp.tools.bench.common.compare import (
     OFFRAMP,
@@ -40,46 +41,30 @@ from offramp.tools.bench.common.output import (
     warn_of_calibration_data,
     write_json,
 )
-from offramp.tools.bench.methods import TunedMethod, parse_methods, tune_methods
 
 SHORT: Final = (
     *("--data", "--batch-sizes", "--rounds", "--samples", "--threads", "--backend"),
-    *("--precision", "--also", "--json"),
+    *("--also", "--json"),
 )
 _EXAMPLES: Final = {
     "eebench compare m.ee --data test.npz": "",
     "eebench compare m.ee --data test.npz --also small=s.onnx": "",
 }
-_FRONTIER: Final = (
-    "it is for comparing with an int8 copy; leave it out, or add --precision, which says how to "
-    "make one"
-)
 _NORMAL_95: Final = 1.96
 """Standard deviations within which 95 % of a normal distribution lie."""
-ILLEGAL: Final = (
-    *(
-        Illegal(option=option, without="--precision", why=_FRONTIER)
-        for option in ("--bounds", "--confidence", "--seed", "--html")
-    ),
-    *(
-        Illegal(
-            option=option,
-            beside="--precision",
-            why="that comparison is of the two bundles alone; leave one of them out",
-        )
-        for option in ("--also", "--method")
-    ),
-    Illegal(
-        option="--method-data",
-        without="--method",
-        why="it tunes methods; leave it out, or add --method branchynet,deebert",
-    ),
-    Illegal(
-        option="--method-seed",
-        without="--method-data",
-        why="it says how those data were split; leave it out, or add --method-data",
-    ),
-)
+
+
+class FurtherPlans(NamedTuple):
+    """Plans of a bundle's exits that are measured beside its own, and what is said of them."""
+
+    measured: Dataset
+    """What of the data is measured: the rest has tuned the plans."""
+    plans: Mapping[str, Plan] = MappingProxyType({})
+    """By name."""
+    facts: Mapping[str, object] = MappingProxyType({})
+    """For the JSON document, by name."""
+    notes: Sequence[str] = ()
+    """For people."""
 
 
 def add_parser(commands: Any) -> None:
@@ -91,20 +76,31 @@ def add_parser(commands: Any) -> None:
         "same batches, in turn, and compare. All figures are measured here and now.",
         short=SHORT,
         examples=_EXAMPLES,
-        illegal=ILLEGAL,
     )
-    command.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")
-    _add_measuring(command.add_argument_group("measuring").add_argument)
-    _add_others(command.add_argument_group("further systems, on the CPU").add_argument)
-    frontier_command.add_arguments(command)
-    add_data_arguments(command)
-    add = command.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--html", type=Path, metavar="FILE", help="with --precision: write a page with plots there")
+    add_arguments(command)
     command.set_defaults(run=run)
 
 
-def _add_measuring(add: Callable[..., object]) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of a comparison that :func:`measure` runs."""
+    command.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")
+    add_measuring(command)
+    command.add_argument_group("further systems, on the CPU").add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=FILE.onnx",
+        help="another model to measure, with the same inputs and an answer of the same name and "
+        "shape, such as an exported bundle or a quantised model; may be repeated",
+    )
+    add_data_arguments(command)
+    add = command.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+
+
+def add_measuring(command: argparse.ArgumentParser) -> None:
+    """Add the options that say what is measured, how often, and on what."""
+    add = command.add_argument_group("measuring").add_argument
     add(
         "--data",
         required=True,
@@ -137,45 +133,21 @@ def _add_measuring(add: Callable[..., object]) -> None:
     )
 
 
-def _add_others(add: Callable[..., object]) -> None:
-    add(
-        "--also",
-        action="append",
-        default=[],
-        metavar="NAME=FILE.onnx",
-        help="another model to measure, with the same inputs and an answer of the same name and "
-        "shape, such as an exported bundle or a quantised model; may be repeated",
-    )
-    add(
-        "--method",
-        action="append",
-        default=[],
-        metavar="NAME,…",
-        help="published methods to measure on the bundle's own exits: branchynet (entropy, a "
-        "threshold for each exit), deebert (entropy, one threshold), pabee (exits in a row that "
-        "agree); may be repeated",
-    )
-    add(
-        "--method-data",
-        metavar="DATA",
-        help="data that the bundle was compiled with: branchynet and deebert are tuned on the "
-        "samples that the bundle was tuned on, and all of --data is measured",
-    )
-    add("--method-seed", type=int, default=0, metavar="K", help="--seed of that compilation")
-
-
 def run(options: argparse.Namespace) -> int:
     """Compare, and print the report; return the exit status."""
-    if options.precision is not None:
-        return frontier_command.run(options)
+    return measure(options)
+
+
+def measure(
+    options: argparse.Namespace,
+    further: Callable[[Bundle, Dataset], FurtherPlans] | None = None,
+) -> int:
+    """Compare, with ``further`` plans of the bundle's exits; return the exit status."""
     console = Console()
     check_outputs(options.json)
-    also, named = parse_also(options.also), parse_methods(options.method)
+    also = parse_also(options.also)
     bundle = open_runnable(options.bundle)
     dataset = read_samples(source_of(options.data, options), bundle.manifest)
-    compiled_with = None
-    if options.method_data is not None:
-        compiled_with = read_samples(source_of(options.method_data, options), bundle.manifest)
     backend = make_backend(
         options.backend,
         threads=options.threads,
@@ -184,21 +156,15 @@ def run(options: argparse.Namespace) -> int:
         max_rows=max(options.batch_sizes),
         bundles=(options.bundle,),
     )
-    if (also or named) and backend.name not in CPU_RUNTIMES:
+    if (also or further) and backend.name not in CPU_RUNTIMES:
         backend.close()
         raise ValueError(
             f"{'--also' if also else '--method'} runs on the CPU, the bundle on {backend.name}: "
             "not to be compared; add --backend onnxruntime"
         )
     others = {model.name: AlsoRunner(model, bundle, options.threads) for model in also}
-    methods, measured = tune_methods(
-        named,
-        bundle,
-        dataset,
-        threads=options.threads,
-        compiled_with=compiled_with,
-        seed=options.method_seed,
-    )
+    beside = FurtherPlans(dataset) if further is None else further(bundle, dataset)
+    measured = beside.measured
     total = samples_run(
         measured, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
@@ -213,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
             rounds=options.rounds,
             samples=options.samples,
             others=others,
-            methods={method.name: method.plan for method in methods},
+            methods=beside.plans,
             progress=lambda amount: bars.advance(task, amount),
         )
     backend.close()
@@ -229,29 +195,17 @@ def run(options: argparse.Namespace) -> int:
         rounds=options.rounds,
         data=Path(options.data).name,
         also=describe_also(also),
-        methods={m.name: _described(m) for m in methods},
+        methods=dict(beside.facts),
     )
     title = f"{options.bundle}: measured on {backend.name}"
     print_rows(console, rows, title=title, baseline=baseline)
     if promise := bundle.policy.promise:
         console.print(chance_of(promise, rows, min(options.samples, len(measured))), soft_wrap=True)
-    for method in methods:
-        console.print(method.describe(), soft_wrap=True)
-    if methods:
-        console.print(f"{', '.join(named)}: no certificate; what holds holds of what tuned them.")
+    for note in beside.notes:
+        console.print(note, soft_wrap=True)
     document = {"rows": [asdict(row) for row in rows], "environment": environment}
     write_json(options.json, document)
     return 0
-
-
-def _described(method: TunedMethod) -> dict[str, Any]:
-    """Say how a method was tuned, for the JSON document."""
-    return {
-        "thresholds": method.thresholds,
-        "tuned_on": method.tuned_on,
-        "disagreement_there": method.disagreement,
-        "predicted_savings_there": method.predicted_savings,
-    }
 
 
 def chance_of(promise: Promise, rows: Sequence[Row], samples: int) -> str:

@@ -12,7 +12,7 @@ from onnx import TensorProto, numpy_helper
 from tests.models import Builder
 from tests.sliced import BUILDERS, Sliced, dataset_of, inputs_of, sliced
 
-from offramp.calibration.data import running
+from offramp.calibration.data import activations
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.precision.quantization import PREFIX, Ranges, measure_ranges, quantize
 from offramp.compiler.graphs.runtime import GraphRunner
@@ -232,7 +232,7 @@ def test_zeros_have_a_positive_scale() -> None:
 def test_batches_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = sliced("residual")
     wanted = ranges_of(pieces, samples=11)
-    monkeypatch.setattr(running, "BATCH_BYTES", 1)  # one sample at a time
+    monkeypatch.setattr(activations, "BATCH_BYTES", 1)  # one sample at a time
     single = ranges_of(pieces, samples=11)
     assert single.limits.keys() == wanted.limits.keys()
     for name, limit in wanted.limits.items():

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.unit.bundle import cascades, examples
-
-from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise, Ratio, write_bundle
-from offramp.bundle.files import dump
-from offramp.tools.bench.frontier.measurement import (
+from benchmarks.frontier.measurement import (
     Frontier,
     FrontierPoint,
     FrontierSystem,
     gain_of,
 )
-from offramp.tools.bench.frontier.policies import BOTH, EXITS, INT8, INT8_CERTIFIED, SOURCE
+from benchmarks.frontier.policies import BOTH, EXITS, INT8, INT8_CERTIFIED, SOURCE
+from tests.unit.bundle import cascades, examples
+
+from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise, Ratio, write_bundle
+from offramp.bundle.files import dump
 
 
 def records(known: Sequence[float], *, samples: int = 1000) -> bytes:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from offramp.commands.combinations import Illegal
-from offramp.tools.bench import compare_command, load_command, simulate_command
+from offramp.tools.bench import load_command, simulate_command
 from offramp.tools.bench.cli import main, make_parser
 
 NEEDED = {
@@ -16,12 +16,11 @@ NEEDED = {
     "simulate": ["m.ee"],
 }
 TABLES = {
-    "compare": compare_command.ILLEGAL,
     "load": load_command.ILLEGAL,
     "simulate": simulate_command.ILLEGAL,
 }
 ROWS = [*itertools.chain.from_iterable([(c, r) for r in t] for c, t in TABLES.items())]
-VALUES = {"--trace": "poisson", "--bounds": "0.01", "--precision": "other.ee", "--no-deadline": ""}
+VALUES = {"--trace": "poisson", "--no-deadline": ""}
 """Values, which may be the defaults; of other options 0.5 or 1."""
 NUMBERS = ("--confidence", "--rate", "--base-rate", "--cv2", "--rate-to", "--acceleration")
 
@@ -42,9 +41,7 @@ def test_a_row_is_refused(command: str, row: Illegal, capsys: pytest.CaptureFixt
     assert line == f"eebench {command}: error: {row.option} {other}: {row.why}"
     assert see == f"see eebench {command} --help"
     excused = [word(row.without)] if row.without else []
-    if row.option != "--method-seed":  # which needs --method-data, and that needs --method
-        options = [word(row.option), *excused]
-        assert make_parser().parse_args([command, *NEEDED[command], *options]).run
+    assert make_parser().parse_args([command, *NEEDED[command], word(row.option), *excused]).run
 
 
 @pytest.mark.parametrize("command", NEEDED)
@@ -58,7 +55,6 @@ def test_what_is_needed_is_enough(command: str) -> None:
         (["compare", "m.ee", "--data=d", "--rounds=0"], "'0' is not a whole number from 1 on"),
         (["compare", "m.ee", "--data=d", "--rounds=x"], "'x' is not a whole number from 1 on"),
         (["compare", "m.ee", "--data=d", "--batch-sizes=1,x"], "'x' is not a whole number from 1"),
-        (["compare", "m.ee", "--data=d", "--bounds=x"], "nan is not between 0 and 1"),
         (["simulate", "m.ee", "--audit-probability=x"], "'x' is not a share: above 0, at most 1"),
         (["simulate", "m.ee", "--polcy=delay"], "there is no option --polcy; did you mean --poli"),
         (["simulat", "m.ee"], "invalid choice: 'simulat'"),

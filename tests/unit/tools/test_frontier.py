@@ -1,4 +1,4 @@
-"""``eebench compare --precision``: pairs of bundles, policies at bounds, what combining gains."""
+"""``python -m benchmarks.frontier``: pairs of bundles, policies at bounds, what combining gains."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.frontier import __main__ as frontier_command
+from benchmarks.frontier.__main__ import main
+from benchmarks.frontier.measurement import gain_of
+from benchmarks.frontier.policies import (
+    BOTH,
+    DESCRIPTIONS,
+    EXITS,
+    INT8_CERTIFIED,
+    SOURCE,
+    BundlePair,
+    choose_policies,
+)
+from benchmarks.frontier.report import describe_gain, print_frontier, to_json
 from rich.console import Console
 from tests.unit.bundle import examples
 from tests.unit.tools.frontier_cases import (
@@ -25,20 +38,7 @@ from tests.unit.tools.frontier_cases import (
 from offramp.bundle import ExitPolicy
 from offramp.bundle.files import dump
 from offramp.certify import samples_needed
-from offramp.tools.bench import frontier_command
-from offramp.tools.bench.cli import main
 from offramp.tools.bench.common.arguments import shares
-from offramp.tools.bench.frontier.measurement import gain_of
-from offramp.tools.bench.frontier.policies import (
-    BOTH,
-    DESCRIPTIONS,
-    EXITS,
-    INT8_CERTIFIED,
-    SOURCE,
-    BundlePair,
-    choose_policies,
-)
-from offramp.tools.bench.frontier.report import describe_gain, print_frontier, to_json
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_few_rounds_have_no_interval() -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What the command says when it refuses, before it reads any data."""
-    assert main(["compare", *map(str, arguments), "--data", "none.npz"]) == 1
+    assert main([*map(str, arguments), "--data", "none.npz"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     return said
@@ -198,20 +198,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_without_the_other_bundle_it_says_how_to_make_it(
     pair: BundlePair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, pair.cascade.path, "--precision")
-    assert "--precision" in said
+    said = refused(capsys, pair.cascade.path)
+    assert "OTHER is missing" in said
     command = "eecompile m.onnx --data CALIBRATION.npz --precision fp32 --output small_int8_fp32.ee"
     assert said.endswith(f"{command}\n")
-    assert "--precision int8 --output small_int8.ee" in refused(
-        capsys, pair.exits.path, "--precision"
-    )
+    assert "--precision int8 --output small_int8.ee" in refused(capsys, pair.exits.path)
 
 
 def test_two_bundles_of_one_precision_are_refused(
     pair: BundlePair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for one, other in ((pair.exits, "int8"), (pair.cascade, "fp32")):
-        said = refused(capsys, one.path, "--precision", one.path)
+        said = refused(capsys, one.path, one.path)
         assert f"it is of precision {one.manifest.precision}, as {one.path} is" in said
         assert "expected one of fp32 and one of int8" in said
         assert f"--precision {other} --output" in said
@@ -239,7 +237,7 @@ def test_bundles_of_different_models_are_refused(
     message: str,
 ) -> None:
     other = write_fp32(tmp_path / "other", manifest=replace(examples.MANIFEST, **changes))
-    said = refused(capsys, pair.cascade.path, "--precision", other.path)
+    said = refused(capsys, pair.cascade.path, other.path)
     assert message in said
     assert "both bundles must be of one model" in said
 
@@ -256,14 +254,14 @@ def test_bundles_of_different_models_are_refused(
 def test_values_that_make_no_sense_are_refused(
     pair: BundlePair, capsys: pytest.CaptureFixture[str], value: list[str], message: str
 ) -> None:
-    both = (pair.cascade.path, "--precision", pair.exits.path)
+    both = (pair.cascade.path, pair.exits.path)
     assert message in refused(capsys, *both, *value)
 
 
 @pytest.mark.parametrize("text", ["0.005,1", "0", "-0.1", "nan", "1,2"])
 def test_bounds_are_shares(capsys: pytest.CaptureFixture[str], text: str) -> None:
     with pytest.raises(SystemExit):
-        main(["compare", "b.ee", "--data", "d.npz", "--precision", "o.ee", f"--bounds={text}"])
+        main(["b.ee", "--data", "d.npz", "o.ee", f"--bounds={text}"])
     assert "is not between 0 and 1; 1 % is written 0.01" in capsys.readouterr().err
 
 
@@ -283,8 +281,8 @@ def test_it_runs_on_the_cpu_alone(
     data = tmp_path / "data.npz"
     np.savez(data, image=np.zeros((8, 1, 28, 28), np.uint8))
     how = ["--batch-sizes", "1", "--rounds", "1", "--data", str(data)]
-    paths = [str(pair.cascade.path), "--precision", str(pair.exits.path)]
-    assert main(["compare", *paths, *how]) == 1
+    paths = [str(pair.cascade.path), str(pair.exits.path)]
+    assert main([*paths, *how]) == 1
     assert "not on tensorrt; add --backend onnxruntime" in capsys.readouterr().err
     assert closed == [True]
 

@@ -7,18 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.frontier.page import plots, tooltip, write_page
+from benchmarks.frontier.policies import BOTH, EXITS, INT8_CERTIFIED
 from tests.unit.tools.frontier_cases import certified, frontier, point
 from tests.unit.tools.test_dynamics import Tags
-
-from offramp.tools.bench.frontier.page import plots, tooltip, write_page
-from offramp.tools.bench.frontier.policies import BOTH, EXITS, INT8_CERTIFIED
 
 ENVIRONMENT = {
     "data_is_calibration_data": False,
     "data": "test <data>.npz",
     "confidence": 0.95,
     "seed": 3,
-    "command": "eebench compare a.ee --precision b.ee",
+    "command": "python -m benchmarks.frontier a.ee b.ee",
 }
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.frontier.measurement import FrontierPoint
 from benchmarks.subnets import DROPS, EqualWorth, MeasuredPoint, at_equal_worth, choose
 from tests.unit.calibration.test_trade_offs import OF_FULL, OF_SUBNET, full, subnet
 
 from offramp.bundle import Ratio
 from offramp.calibration.choose.trade_offs import WAYS, TradeOff, Way
 from offramp.certify import MODEL_END
-from offramp.tools.bench.frontier.measurement import FrontierPoint
 
 
 def measured(

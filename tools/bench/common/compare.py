@@ -87,7 +87,7 @@ def compare(
         rounds: Parts of the data; figures are medians over them.
         samples: How many of the data to use, at most.
         others: Further systems by name, measured along on the same samples.
-        methods: Further plans of the bundle's exits by name (:mod:`.bench.methods`), likewise.
+        methods: Further plans of the bundle's exits by name (``benchmarks.methods``), likewise.
         progress: Called with the number of samples of each batch.
         clock: In seconds. ``time.thread_time``, on the CPU with one thread, counts none of the time
             that other processes take.

@@ -12,7 +12,7 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
     linear,
 )
 
-from offramp.calibration.data import running
+from offramp.calibration.data import activations
 from offramp.calibration.precision.static import Range, activation_ranges
 
 
@@ -50,5 +50,5 @@ def test_ranges_do_not_depend_on_how_samples_are_batched(monkeypatch: pytest.Mon
     graph = convolved_and_multiplied()
     proto, given = onnx.ModelProto.FromString(graph), dataset(inputs(graph, 11))
     wanted = activation_ranges(proto, ["image", "second"], given, threads=1)
-    monkeypatch.setattr(running, "BATCH_BYTES", 1)  # one sample at a time
+    monkeypatch.setattr(activations, "BATCH_BYTES", 1)  # one sample at a time
     assert activation_ranges(proto, ["image", "second"], given, threads=1) == wanted

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.frontier.measurement import CombiningGain, Frontier, FrontierSystem
+from benchmarks.frontier.policies import BOTH, DESCRIPTIONS, INT8, SOURCE
 from rich.console import Console
 from rich.table import Table
 
 from offramp.bundle import Ratio
 from offramp.tools.bench.common.output import figure_table
-from offramp.tools.bench.frontier.measurement import CombiningGain, Frontier, FrontierSystem
-from offramp.tools.bench.frontier.policies import BOTH, DESCRIPTIONS, INT8, SOURCE
 
 WIDTH = 100
 """Columns of a console on which the table is not cut."""

@@ -1,22 +1,28 @@
-"""``eebench compare --precision``: float32, int8, exits and both on one page, at several bounds."""
+"""``python -m benchmarks.frontier``: float32, int8, exits and both, at several bounds."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from benchmarks.frontier.measurement import measure_frontier
+from benchmarks.frontier.page import write_page
+from benchmarks.frontier.policies import BundlePair, choose_policies, how_to_make
+from benchmarks.frontier.report import WIDTH, print_frontier, to_json
 from rich.console import Console
 from rich.progress import Progress
 
 from offramp.calibration.data.dataset import read_samples
-from offramp.compiler.data.arguments import source_of
+from offramp.commands.parser import LayeredParser
+from offramp.compiler.data.arguments import add_data_arguments, source_of
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU
 from offramp.engine.tensorrt.probe import parse_device
+from offramp.tools.bench.cli import add_own_code, run_command
 from offramp.tools.bench.common.arguments import shares
 from offramp.tools.bench.common.compare import baseline_of, samples_run
 from offramp.tools.bench.common.output import (
@@ -26,65 +32,78 @@ from offramp.tools.bench.common.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.bench.frontier.measurement import measure_frontier
-from offramp.tools.bench.frontier.page import write_page
-from offramp.tools.bench.frontier.policies import BundlePair, choose_policies, how_to_make
-from offramp.tools.bench.frontier.report import WIDTH, print_frontier, to_json
+from offramp.tools.bench.compare_command import add_measuring
 
 _BOUNDS = (0.005, 0.01, 0.02)
-_CONFIDENCE_LEVEL = 0.95
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``compare`` for the frontier."""
-    add = parser.add_argument_group(
-        "comparison of precisions, on the CPU",
-        "The source model, its int8 copy, exits, and both, certified again at several bounds\n"
-        "from what the bundles keep, and measured in the same rounds.",
-    ).add_argument
-    # There are no defaults here: they are filled in where the frontier is asked for.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the frontier; return the exit status."""
+    return run_command(make_parser(), argv)
+
+
+def make_parser() -> LayeredParser:
+    """Make the parser of the command line."""
+    parser = LayeredParser(
+        prog="python -m benchmarks.frontier",
+        description="Measure the source model, its int8 copy, exits, and both, certified again at "
+        "several bounds\nfrom what two bundles keep, in the same rounds, on the CPU.",
+    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")
     add(
-        "--precision",
+        "other",
         nargs="?",
-        const="",
+        type=Path,
         metavar="OTHER",
         help="another bundle of the model: fp32 next to int8, or the other way round",
     )
+    add_measuring(parser)
+    add = parser.add_argument_group("promise").add_argument
     add(
         "--bounds",
         type=shares,
+        default=_BOUNDS,
         metavar="SHARE,…",
         help="bounds of disagreement to certify (default: 0.005,0.01,0.02)",
     )
     add(
         "--confidence",
         type=float,
+        default=0.95,
         metavar="SHARE",
         help="confidence level of each certificate (default: 0.95)",
     )
-    add(
-        "--seed",
-        type=int,
-        metavar="K",
-        help="seed of the order in which samples are taken (default: 0)",
-    )
+    add("--seed", type=int, default=0, metavar="K", help="seed of the samples' order")
+    add_data_arguments(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    parser.set_defaults(run=run)
+    add_own_code(parser)
+    return parser
 
 
 def run(options: argparse.Namespace) -> int:
     """Certify, measure, and print the report; return the exit status."""
-    asked = _Asked.of(options)
+    if not 0 < options.confidence < 1:
+        raise ValueError(
+            f"--confidence {options.confidence:g}: expected a share between 0 and 1, as 0.95"
+        )
+    if options.seed < 0:
+        raise ValueError(f"--seed {options.seed}: expected a whole number of at least 0")
     check_outputs(options.json, options.html)
     bundle = open_runnable(options.bundle)
-    if not options.precision:
-        raise ValueError(f"--precision needs another bundle of the model. {how_to_make(bundle)}")
-    pair = BundlePair.of(bundle, open_runnable(options.precision))
+    if options.other is None:
+        raise ValueError(f"OTHER is missing, another bundle of the model. {how_to_make(bundle)}")
+    pair = BundlePair.of(bundle, open_runnable(options.other))
     dataset = read_samples(source_of(options.data, options), bundle.manifest)
     total = samples_run(
         dataset, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
     backend = _cpu_backend(options, pair)
-    policies = choose_policies(pair, asked.bounds, asked.confidence_level)
-    order = np.random.default_rng(asked.seed).permutation(len(dataset))
+    policies = choose_policies(pair, options.bounds, options.confidence)
+    order = np.random.default_rng(options.seed).permutation(len(dataset))
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("Compare", total=total)
         frontier = measure_frontier(
@@ -110,9 +129,9 @@ def run(options: argparse.Namespace) -> int:
         threads=options.threads,
         rounds=options.rounds,
         data=Path(options.data).name,
-        seed=asked.seed,
-        bounds=list(asked.bounds),
-        confidence=asked.confidence_level,
+        seed=options.seed,
+        bounds=list(options.bounds),
+        confidence=options.confidence,
         bundles={one.manifest.precision: one.path.name for one in pair.bundles},
         source=source.original_name,
         source_sha256=source.original_sha256,
@@ -124,32 +143,13 @@ def run(options: argparse.Namespace) -> int:
         frontier,
         title=f"{source.original_name}: measured on {backend.name}",
         baseline=f"source model ({baseline})",
-        confidence_level=asked.confidence_level,
+        confidence_level=options.confidence,
     )
     write_json(options.json, {**to_json(frontier), "environment": environment})
     if options.html is not None:
         title = source.original_name
         write_page(options.html, title=title, frontier=frontier, environment=environment)
     return 0
-
-
-class _Asked(NamedTuple):
-    """What was asked for, with the defaults filled in."""
-
-    bounds: tuple[float, ...]
-    confidence_level: float
-    seed: int
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> _Asked:
-        """Check it; ValueError where a value makes no sense."""
-        level = _CONFIDENCE_LEVEL if options.confidence is None else options.confidence
-        seed = options.seed or 0
-        if not 0 < level < 1:
-            raise ValueError(f"--confidence {level:g}: expected a share between 0 and 1, as 0.95")
-        if seed < 0:
-            raise ValueError(f"--seed {seed}: expected a whole number of at least 0")
-        return cls(options.bounds or _BOUNDS, level, seed)
 
 
 def _cpu_backend(options: argparse.Namespace, pair: BundlePair) -> Backend:
@@ -164,7 +164,7 @@ def _cpu_backend(options: argparse.Namespace, pair: BundlePair) -> Backend:
     if backend.name != CPU:
         backend.close()
         raise ValueError(
-            f"--precision compares on the CPU, for which int8 copies are chosen, not on "
+            f"the frontier is measured on the CPU, for which int8 copies are chosen, not on "
             f"{backend.name}; add --backend onnxruntime"
         )
     return backend
@@ -179,3 +179,7 @@ def _warn(console: Console, environment: Mapping[str, object]) -> None:
             "differ for that reason too.",
             soft_wrap=True,
         )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,6 @@
-"""Published early-exit methods on a bundle's own exits: what ``eebench compare --method`` measures.
+"""Published early-exit methods on a bundle's own exits, beside what ``eebench compare`` measures.
+
+    python -m benchmarks.methods BUNDLE --data TEST --method branchynet,deebert,pabee [--json FILE]
 
 A method is a criterion and a rule for its thresholds. Backbone, heads, data and rounds are the
 bundle's, so that what differs is how it is decided who leaves:
@@ -17,6 +19,8 @@ first samples of the data tune entropies, and are not measured.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,10 +34,13 @@ from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.records import TUNE
 from offramp.bundle.schema.answers import PATIENCE, Criterion
 from offramp.calibration.choose.records import ExitRecords, record_answers
-from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.certify import FloatArray, Records, evaluate
 from offramp.certify.binomial import count_allowed
 from offramp.certify.path import best_common_thresholds
+from offramp.commands.combinations import Illegal
+from offramp.commands.parser import LayeredParser
+from offramp.compiler.data.arguments import source_of
 from offramp.compiler.engines.verification import part_data
 from offramp.compiler.exits.endings import with_certainty
 from offramp.engine.answers.criteria import State, patience_of_classes
@@ -41,7 +48,9 @@ from offramp.engine.control.costs import CostModel
 from offramp.engine.models.controllers import MAX_DISAGREEMENT
 from offramp.engine.stages.answering_graphs import answering_graphs
 from offramp.engine.stages.plan import Plan, StageSpec, make_plan
+from offramp.tools.bench.cli import add_own_code, run_command
 from offramp.tools.bench.common.arguments import look_up
+from offramp.tools.bench.compare_command import FurtherPlans, add_arguments, measure
 
 TUNING_SHARE: Final = 0.25
 """Of the data, that tunes where records do not do."""
@@ -286,3 +295,88 @@ def _patient(records: ExitRecords) -> ExitRecords:
     for place, classes in enumerate(records.prediction):
         confidence[place], state = patience_of_classes(classes, state)
     return replace(records, confidence=confidence)
+
+
+ILLEGAL: Final = (
+    Illegal(
+        option="--method-seed",
+        without="--method-data",
+        why="it says how those data were split; leave it out, or add --method-data",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare a bundle with published methods; return the exit status."""
+    return run_command(make_parser(), argv)
+
+
+def make_parser() -> LayeredParser:
+    """Make the parser of the command line."""
+    parser = LayeredParser(
+        prog="python -m benchmarks.methods",
+        description="Measure published methods on a bundle's own exits, in the same rounds as the "
+        "bundle and its source model.",
+        illegal=ILLEGAL,
+    )
+    add_arguments(parser)
+    add = parser.add_argument_group("methods").add_argument
+    add(
+        "--method",
+        action="append",
+        required=True,
+        metavar="NAME,…",
+        help="branchynet (entropy, a threshold for each exit), deebert (entropy, one threshold), "
+        "pabee (exits in a row that agree); may be repeated",
+    )
+    add(
+        "--method-data",
+        metavar="DATA",
+        help="data that the bundle was compiled with: branchynet and deebert are tuned on the "
+        "samples that the bundle was tuned on, and all of --data is measured",
+    )
+    add("--method-seed", type=int, default=0, metavar="K", help="--seed of that compilation")
+    parser.set_defaults(run=run)
+    add_own_code(parser)
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tune, compare, and print the report; return the exit status."""
+    named = parse_methods(options.method)
+
+    def tuned(bundle: Bundle, dataset: Dataset) -> FurtherPlans:
+        compiled_with = None
+        if options.method_data is not None:
+            compiled_with = read_samples(source_of(options.method_data, options), bundle.manifest)
+        methods, measured = tune_methods(
+            named,
+            bundle,
+            dataset,
+            threads=options.threads,
+            compiled_with=compiled_with,
+            seed=options.method_seed,
+        )
+        promise = f"{', '.join(named)}: no certificate; what holds holds of what tuned them."
+        return FurtherPlans(
+            measured,
+            plans={method.name: method.plan for method in methods},
+            facts={method.name: _described(method) for method in methods},
+            notes=[*(method.describe() for method in methods), promise],
+        )
+
+    return measure(options, tuned)
+
+
+def _described(method: TunedMethod) -> dict[str, object]:
+    """Describe how a method was tuned, for the JSON document."""
+    return {
+        "thresholds": method.thresholds,
+        "tuned_on": method.tuned_on,
+        "disagreement_there": method.disagreement,
+        "predicted_savings_there": method.predicted_savings,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

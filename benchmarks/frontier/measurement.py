@@ -12,6 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from benchmarks.frontier.policies import (
+    ALONE,
+    BOTH,
+    INT8,
+    SOURCE,
+    BundlePair,
+    FrontierPolicy,
+)
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Ratio
@@ -27,14 +35,6 @@ from offramp.engine.stages.base import Stage
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Plan, StageSpec, exit_label, make_plan
 from offramp.tools.bench.common.compare import measure_size
-from offramp.tools.bench.frontier.policies import (
-    ALONE,
-    BOTH,
-    INT8,
-    SOURCE,
-    BundlePair,
-    FrontierPolicy,
-)
 
 _LEAST_ROUNDS = 6
 """Fewest that give a median an interval of 95 %."""

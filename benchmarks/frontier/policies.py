@@ -79,7 +79,7 @@ def how_to_make(bundle: Bundle) -> str:
     name = bundle.path.name.removesuffix(".ee")
     nothing = " (of fp32 again where int8 saves nothing beside exits here: it says why)"
     return (
-        f"Make the other bundle of the data that made {bundle.path}, and name it with --precision: "
+        f"Make the other bundle of the data that made {bundle.path}, and name it as OTHER: "
         f"eecompile {bundle.manifest.source.original_name} --data CALIBRATION.npz --precision "
         f"{precision} --output {name}_{precision}.ee" + (nothing if precision == "int8" else "")
     )

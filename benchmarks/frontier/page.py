@@ -11,15 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from jinja2 import Template
-from markupsafe import Markup
-
-from offramp.bundle import Ratio
-from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.svg import Scale, Tick
-from offramp.tools.bench.common.dynamics import load_template, plain, stroke
-from offramp.tools.bench.frontier.measurement import Frontier, FrontierPoint, FrontierSystem
-from offramp.tools.bench.frontier.policies import (
+from benchmarks.frontier.measurement import Frontier, FrontierPoint, FrontierSystem
+from benchmarks.frontier.policies import (
     BOTH,
     DESCRIPTIONS,
     EXITS,
@@ -27,6 +20,13 @@ from offramp.tools.bench.frontier.policies import (
     INT8_CERTIFIED,
     SOURCE,
 )
+from jinja2 import Template
+from markupsafe import Markup
+
+from offramp.bundle import Ratio
+from offramp.compiler.report import numbers, svg
+from offramp.compiler.report.svg import Scale, Tick
+from offramp.tools.bench.common.dynamics import load_template, plain, stroke
 
 _WIDTH, _HEIGHT = 520.0, 330.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 26.0, 42.0, 40.0
@@ -198,6 +198,7 @@ def with_width(ratio: Ratio) -> str:
 def _template() -> Template:
     return load_template(
         "frontier.html.j2",
+        folder=Path(__file__).parent,
         percent=numbers.percent,
         bare=numbers.plain_percent,
         ms=numbers.milliseconds,
