@@ -161,7 +161,6 @@ def test_killed_actors_cost_clients_nothing(cluster: LocalRay, launch: Any, tmp_
 
     assert len(pids()) == 2
     ask_while_killing(server, bundle, 600, 2, pids)
-    assert server.metric("offramp_worker_restarts_total") >= 1
 
 
 def golden_answers(backend: Backend) -> list[tuple[list[int], list[Any]]]:

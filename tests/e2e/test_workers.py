@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -113,13 +114,16 @@ def ask_while_killing(
     assert (answered, killed) == (requests, kills)
     assert server.metric("offramp_answers_total") == requests
     assert server.metric("offramp_failures_total") == 0
+    until_s = time.monotonic() + 60
+    while server.metric("offramp_worker_restarts_total") < 1:  # may come after the last answer
+        assert time.monotonic() < until_s, "no killed process was started again"
+        time.sleep(0.1)
 
 
 def test_killed_workers_cost_clients_nothing(launch: Any, bundle: Bundle) -> None:
     server = launch(bundle.path, "--mode=leave", "--workers=2", "--backend=onnxruntime")
     pid = server.process.pid
     ask_while_killing(server, bundle, REQUESTS, KILLS, lambda: list(children(pid)))
-    assert server.metric("offramp_worker_restarts_total") >= 1
     assert "workers in service" in server.get("/")
 
 
@@ -139,7 +143,6 @@ def test_a_killed_worker_on_a_network_costs_clients_nothing(
         ask_while_killing(
             server, bundle, 600, 3, lambda: list(children(worker.process.pid, EEWORKER.encode()))
         )
-        assert server.metric("offramp_worker_restarts_total") >= 1
     finally:
         assert worker.stop() == 0
 

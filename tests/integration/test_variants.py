@@ -36,7 +36,7 @@ from offramp.engine.models.served_model import scheduler_of
 from offramp.engine.requests.results import EngineResult
 from offramp.engine.requests.statistics import ModelStatistics
 from offramp.engine.scheduling.policies import PolicyName
-from offramp.engine.serving import model_runtime
+from offramp.engine.serving import evidence
 from offramp.engine.stages.plan import Mode
 from offramp.server.metrics import render_metrics
 from offramp.server.status import render_status
@@ -250,7 +250,7 @@ def test_audits_of_variants_run_the_full_model(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is audited here: the counts are those of the two models run by themselves."""
-    monkeypatch.setattr(model_runtime, "AUDITED_SHARE", 1.0)
+    monkeypatch.setattr(evidence, "AUDITED_SHARE", 1.0)
     bundle = compiled.quiet
     found: list[EngineResult] = []
 
