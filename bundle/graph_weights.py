@@ -12,20 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Final
 
-from offramp.bundle.onnx_wire import (
+from offramp.bundle.onnx_wire import Part, Place, graph_fields, length_of, with_length
+from offramp.proto.wire_format import (
     BYTES,
     VARINT,
-    Part,
-    Place,
     WireError,
     WireField,
-    fields_of,
-    length_of,
     message_of,
     text_of,
     varint,
     varint_at,
-    with_length,
 )
 
 WEIGHTS: Final = "weights.bin"
@@ -111,10 +107,10 @@ def external_locations(model: bytes) -> frozenset[str]:
     """Return the files that tensors of any ONNX model name for their bytes; WireError."""
     found = set()
     for tensor in _tensors(memoryview(model), "model", 0):
-        for field in fields_of(tensor):
+        for field in graph_fields(tensor):
             if field.number == _EXTERNAL and field.wire == BYTES:
                 inner = tensor[field.start : field.end]
-                entry = {f.number: bytes(inner[f.start : f.end]) for f in fields_of(inner)}
+                entry = {f.number: bytes(inner[f.start : f.end]) for f in graph_fields(inner)}
                 if entry.get(1) == b"location":
                     found.add(entry.get(2, b"").decode("utf-8", "replace"))
     return frozenset(found)
@@ -156,7 +152,7 @@ def reference(place: Place) -> bytes:
 
 def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
     """Read and check where a tensor is said to be, if it is said; ``None`` if it holds itself."""
-    fields = list(fields_of(tensor))
+    fields = list(graph_fields(tensor))
     if not any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
         return None
     name = _tensor_name(tensor, fields)
@@ -203,7 +199,7 @@ def _told_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> d
         entry = {}
         if field.wire == BYTES:
             inner = tensor[field.start : field.end]
-            entry = {f.number: bytes(inner[f.start : f.end]) for f in fields_of(inner)}
+            entry = {f.number: bytes(inner[f.start : f.end]) for f in graph_fields(inner)}
         key, value = (entry.get(n, b"").decode("utf-8", "replace") for n in (1, 2))
         if len(entry) != 2 or key not in ("location", "offset", "length") or key in told:
             raise WireError(
@@ -255,7 +251,7 @@ def _tensor_bytes(tensor: memoryview, fields: Sequence[WireField], name: str) ->
 
 def _raw_bytes(tensor: memoryview) -> memoryview | None:
     """Give the bytes that a tensor holds, where they are all there is, of whole elements."""
-    fields = list(fields_of(tensor))
+    fields = list(graph_fields(tensor))
     raw = [f for f in fields if f.number == _RAW]
     if len(raw) != 1 or raw[0].wire != BYTES:
         return None
@@ -277,7 +273,7 @@ def _changed(model: memoryview, change: Callable[[memoryview], list[Part] | None
     Tensors that are elsewhere in the model must hold themselves: WireError.
     """
     parts: list[Part] = []
-    for field in fields_of(model):
+    for field in graph_fields(model):
         if field.number == _GRAPH and field.wire == BYTES:
             graph = _changed_graph(model[field.start : field.end], change)
             parts += with_length(field.number, graph)
@@ -291,7 +287,7 @@ def _changed_graph(
     graph: memoryview, change: Callable[[memoryview], list[Part] | None]
 ) -> list[Part]:
     parts: list[Part] = []
-    for field in fields_of(graph):
+    for field in graph_fields(graph):
         new = None
         if field.number == _INITIALIZER and field.wire == BYTES:
             new = change(graph[field.start : field.end])
@@ -310,7 +306,7 @@ def _check_inside(message: memoryview, field: WireField, kind: str) -> None:
     if inner is None or field.wire != BYTES:
         return
     for tensor in _tensors(message[field.start : field.end], inner, 1):
-        fields = list(fields_of(tensor))
+        fields = list(graph_fields(tensor))
         if any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
             raise WireError(
                 f"the tensor {_tensor_name(tensor, fields)} is said to be in a file, expected that "
@@ -326,7 +322,7 @@ def _tensors(message: memoryview, kind: str, depth: int) -> Iterator[memoryview]
     if depth > _MOST_DEPTH:
         raise WireError(f"messages are in each other more than {_MOST_DEPTH} deep")
     inside = _INSIDE[kind]
-    for field in fields_of(message):
+    for field in graph_fields(message):
         inner = inside.get(field.number)
         if inner is not None and field.wire == BYTES:
             yield from _tensors(message[field.start : field.end], inner, depth + 1)
@@ -342,7 +338,7 @@ def _with_field(
     new = content if number == _EXTERNAL else with_length(number, content)
     before: list[Part] = []
     behind: list[Part] = []
-    for field in fields_of(message):
+    for field in graph_fields(message):
         if field.number not in without:
             # Writers give fields by number, and then those that they do not know.
             side = before if field.number < number and not behind else behind

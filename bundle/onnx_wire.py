@@ -1,7 +1,7 @@
-"""Protobuf's wire format, as far as serialised ONNX models need it: fields, numbers, lengths.
+"""Serialised ONNX models, read and written field by field (:mod:`offramp.proto.wire_format`).
 
-The package that reads bundles needs neither protobuf nor onnx, and copies no large weight: fields
-are found by where they are, and messages are given as parts that follow each other.
+The package that reads bundles needs neither protobuf nor onnx, and copies no large weight: messages
+are given as parts that follow each other.
 """
 
 from __future__ import annotations
@@ -9,17 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-"""Wire types."""
+from offramp.proto.wire_format import BYTES, WireError, WireField, fields_of, varint
+
 _GRAPH, _INPUT = 7, 11
 """Fields of ``ModelProto`` and ``GraphProto``."""
-
-
-class WireError(ValueError):
-    """Bytes are no message of protobuf's, or a graph's weights are not what they must be.
-
-    The message names the place or the weight.
-    """
 
 
 class Place(NamedTuple):
@@ -31,18 +24,6 @@ class Place(NamedTuple):
 
 Part: TypeAlias = memoryview | Place
 """Of a message: bytes that are there, or bytes of a file."""
-
-
-class WireField(NamedTuple):
-    """A field of a message, by where it is in the message."""
-
-    number: int
-    wire: int
-    begin: int
-    """Of its tag."""
-    start: int
-    """Of its value."""
-    end: int
 
 
 def with_length(number: int, parts: Iterable[Part]) -> list[Part]:
@@ -57,32 +38,18 @@ def length_of(part: Part) -> int:
     return part.length if isinstance(part, Place) else len(part)
 
 
-def fields_of(message: memoryview) -> Iterator[WireField]:
-    """Yield the fields of a message; WireError if it is none."""
-    at, size = 0, len(message)
-    while at < size:
-        begin = at
-        tag, at = varint_at(message, at)
-        number, wire = tag >> 3, tag & 7
-        start = at
-        if wire == BYTES:
-            length, start = varint_at(message, at)
-            at = start + length
-        elif wire == VARINT:
-            _, at = varint_at(message, at)
-        elif wire in (FIXED64, FIXED32):
-            at += 8 if wire == FIXED64 else 4
-        else:
-            raise WireError(f"not an ONNX graph: wire type {wire}")
-        if not 0 < number < 2**29 or at > size:
-            raise WireError(f"not a whole ONNX graph: field {number} ends at {at} of {size}")
-        yield WireField(number, wire, begin, start, at)
+def graph_fields(message: memoryview) -> Iterator[WireField]:
+    """Yield the fields of a model or of a part of one; WireError if it is none."""
+    try:
+        yield from fields_of(message)
+    except WireError as error:
+        raise WireError(f"not an ONNX graph: it has {error}") from None
 
 
 def without_inputs(model: bytes, names: Collection[str]) -> bytes:
     """Remove inputs of the graph from a serialised ONNX model, by name; WireError if it is none."""
     whole, parts = memoryview(model), list[Part]()
-    for field in fields_of(whole):
+    for field in graph_fields(whole):
         if (field.number, field.wire) == (_GRAPH, BYTES):
             parts += with_length(_GRAPH, _kept_fields(whole[field.start : field.end], names))
         else:
@@ -92,44 +59,11 @@ def without_inputs(model: bytes, names: Collection[str]) -> bytes:
 
 def _kept_fields(graph: memoryview, names: Collection[str]) -> Iterator[memoryview]:
     """Yield the fields of a graph but the inputs of some names."""
-    for field in fields_of(graph):
+    for field in graph_fields(graph):
         if field.number != _INPUT or _name_in(graph[field.start : field.end]) not in names:
             yield graph[field.begin : field.end]
 
 
 def _name_in(value_info: memoryview) -> str:
-    found = (value_info[f.start : f.end] for f in fields_of(value_info) if f.number == 1)
+    found = (value_info[f.start : f.end] for f in graph_fields(value_info) if f.number == 1)
     return bytes(next(found, b"")).decode("utf-8", "replace")
-
-
-def varint_at(message: memoryview, at: int) -> tuple[int, int]:
-    """Decode a number of at most 64 bits; gives it, and where it ends."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(message):
-            break
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & 2**64 - 1, at
-    raise WireError("not a whole ONNX graph: a number does not end")
-
-
-def varint(number: int) -> bytes:
-    """Encode a number as protobuf does: seven bits a byte, the lowest first."""
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*encoded, number])
-
-
-def message_of(number: int, content: bytes) -> bytes:
-    """Encode a field of bytes."""
-    return varint(number << 3 | BYTES) + varint(len(content)) + content
-
-
-def text_of(number: int, text: str) -> bytes:
-    """Encode a field of text."""
-    return message_of(number, text.encode())

@@ -16,9 +16,10 @@ from typing import BinaryIO, Final, TypeAlias
 
 from offramp.bundle.files import CheckedFolder, entry_of
 from offramp.bundle.graph_weights import WEIGHTS, filled_parts, named_weights
-from offramp.bundle.onnx_wire import Place, WireError
+from offramp.bundle.onnx_wire import Place
 from offramp.bundle.schema.errors import BundleIntegrityError, BundleSchemaError
 from offramp.bundle.schema.manifest import FileEntry
+from offramp.proto.wire_format import WireError
 
 _PIECE_BYTES: Final = 2**20
 

@@ -3,8 +3,7 @@
 An empty field takes two bytes on the wire and a hundred once decoded: a message within gRPC's
 limit could occupy a server for minutes and fill its memory. :func:`split_message` therefore walks
 the fields first. What tensors hold is set aside where it lies, neither copied nor decoded; the
-rest has to be small. The encoding is that of
-https://protobuf.dev/programming-guides/encoding/.
+rest has to be small.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Final, NamedTuple
 from google.protobuf.message import DecodeError
 
 from offramp.proto.messages import ModelInferRequest
+from offramp.proto.wire_format import BYTES, WireError, WireField, fields_of, message_of
 
 MAX_FIELDS: Final = 1024
 """Fields of a request that are looked at: 256 inputs with their contents, 256 outputs, and more."""
@@ -40,15 +40,12 @@ _QUICK_TYPED_BYTES: Final = 16 * 1024
 _QUICK_BYTES: Final = 4 * 1024 * 1024
 """Messages up to these sizes are decoded, and their arrays aligned, within a few milliseconds."""
 
-_VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
-_INPUT: Final = 5 << 3 | _DELIMITED
-_RAW_CONTENTS: Final = 7 << 3 | _DELIMITED
-_CONTENTS: Final = 5 << 3 | _DELIMITED
+_INPUT, _RAW_CONTENTS = (5, BYTES), (7, BYTES)
+"""Number and wire type of fields of a request."""
+_CONTENTS: Final = (5, BYTES)
 """Of an input."""
-_FLOATS: Final[Mapping[int, str]] = {
-    6 << 3 | _DELIMITED: "fp32_contents",
-    7 << 3 | _DELIMITED: "fp64_contents",
-}
+_FLOATS: Final[Mapping[int, str]] = {6: "fp32_contents", 7: "fp64_contents"}
+"""Fields of ``InferTensorContents`` that may be taken as they are."""
 
 
 class MessageError(ValueError):
@@ -166,89 +163,49 @@ class _Splitting:
 
     def split(self) -> None:
         view, kept = self._view, 0
-        for tag, start, begin, end in self._walk(0, len(view)):
-            if tag == _RAW_CONTENTS:
-                self.raw_contents.append(view[begin:end])
-                self.head.append(view[kept:start])
+        for number, wire, begin, start, end in self._walk(0, len(view)):
+            if (number, wire) == _RAW_CONTENTS:
+                self.raw_contents.append(view[start:end])
+                self.head.append(view[kept:begin])
                 kept = end
-            elif tag == _INPUT:
-                if end - begin > _SMALL_INPUT_BYTES and (rest := self._split_input(begin, end)):
-                    self.head += (view[kept:start], _encode(_INPUT), _encode(len(rest)), rest)
+            elif (number, wire) == _INPUT:
+                if end - start > _SMALL_INPUT_BYTES and (rest := self._split_input(start, end)):
+                    self.head += (view[kept:begin], message_of(number, rest))
                     kept = end
                 self._inputs += 1
         self.head.append(view[kept:])
 
     def _split_input(self, position: int, end: int) -> bytes | None:
         """Set the input's floats aside and give the rest; ``None`` if there are none."""
-        found = [field for field in self._walk(position, end) if field[0] == _CONTENTS]
+        found = [field for field in self._walk(position, end) if field[:2] == _CONTENTS]
         if len(found) > 1:
             raise MessageError("an input has its contents twice; send them once")
-        for _, start, begin, after in found:
-            if floats := self._floats(begin, after):
+        for field in found:
+            if floats := self._floats(field.start, field.end):
                 self.floats[self._inputs] = floats
-                return bytes(self._view[position:start]) + self._view[after:end]
-            self.typed_bytes += after - begin
+                return bytes(self._view[position : field.begin]) + self._view[field.end : end]
+            self.typed_bytes += field.end - field.start
         return None
 
     def _floats(self, position: int, end: int) -> PackedFloats | None:
         """The floats that contents consist of, if they are one packed field."""
-        if position == end or self._data[position] not in _FLOATS:
+        if position == end:
             return None
-        tag, _, begin, after = next(self._walk(position, end))
-        if after != end:
+        first = next(self._walk(position, end))
+        if first.wire != BYTES or first.number not in _FLOATS or first.end != end:
             return None
-        return PackedFloats(field=_FLOATS[tag], elements=self._view[begin:end])
+        return PackedFloats(field=_FLOATS[first.number], elements=self._view[first.start : end])
 
-    def _walk(self, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the fields from ``position`` on: tag, its start, begin and end of the value."""
-        data = self._data
-        while position < end:
-            self.fields += 1
-            if self.fields > MAX_FIELDS:
-                raise MessageLimitError(
-                    f"the request has more than {MAX_FIELDS} fields, inputs, outputs, contents "
-                    "and parameters together; send fewer, and elements as raw_input_contents"
-                )
-            start = position
-            tag = data[position]
-            position += 1
-            if tag >= 0x80:
-                tag, position = self._varint(start, end)
-            kind = tag & 7
-            begin = position
-            if kind == _DELIMITED:
-                if position < end and (size := data[position]) < 0x80:
-                    begin = position + 1
-                else:
-                    size, begin = self._varint(position, end)
-                position = begin + size
-            elif kind == _VARINT:
-                _, position = self._varint(position, end)
-            elif kind in {_FIXED32, _FIXED64}:
-                position += 4 if kind == _FIXED32 else 8
-            else:
-                raise MessageError(f"the message has a field of wire type {kind} at byte {start}")
-            if position > end:
-                raise MessageError(f"the message ends within the field at byte {start}")
-            yield tag, start, begin, position
-
-    def _varint(self, position: int, end: int) -> tuple[int, int]:
-        """Read a varint: its value, and the position after it."""
-        value = shift = 0
-        for at in range(position, min(position + 10, end)):
-            byte = self._data[at]
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value, at + 1
-            shift += 7
-        raise MessageError(f"the message has no whole number at byte {position}")
-
-
-def _encode(number: int) -> bytes:
-    """A varint."""
-    encoded = bytearray()
-    while number >= 0x80:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
+    def _walk(self, position: int, end: int) -> Iterator[WireField]:
+        """Yield the fields from ``position`` on, as far as their number is within the limit."""
+        try:
+            for field in fields_of(self._data, position, end):
+                self.fields += 1
+                if self.fields > MAX_FIELDS:
+                    raise MessageLimitError(
+                        f"the request has more than {MAX_FIELDS} fields, inputs, outputs, contents "
+                        "and parameters together; send fewer, and elements as raw_input_contents"
+                    )
+                yield field
+        except WireError as error:
+            raise MessageError(f"the message has {error}") from None

@@ -26,10 +26,10 @@ from offramp.bundle import Bundle, BundleError
 from offramp.bundle.graph_weights import external_locations
 from offramp.bundle.locks import FileLock
 from offramp.bundle.npz import open_regular
-from offramp.bundle.onnx_wire import WireError
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.learning.compiling import PROGRESS_NAME
 from offramp.engine.learning.recording import LOG_NAME
+from offramp.proto.wire_format import WireError
 
 SUFFIX: Final = ".learn"
 _OURS: Final = re.compile(r"\.?(\d+)\.ee(\..*)?")

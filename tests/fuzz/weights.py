@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError, Message
 from onnx import helper
 
 from offramp.bundle.graph_weights import PAGE, WEIGHTS, filled_parts, moved, named_weights
-from offramp.bundle.onnx_wire import Place, WireError
+from offramp.bundle.onnx_wire import Place
+from offramp.proto.wire_format import WireError
 from tests import models
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.files import one_line

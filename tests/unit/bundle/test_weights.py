@@ -16,7 +16,8 @@ from tests.unit.bundle.examples import FILES, MANIFEST, replace_file, rewrite_ma
 from offramp.bundle import Bundle, BundleIntegrityError, BundleSchemaError
 from offramp.bundle.engine_index import model_digest, parts_digest
 from offramp.bundle.graph_weights import PAGE, WEIGHTS, moved, named_weights
-from offramp.bundle.onnx_wire import Place, WireError
+from offramp.bundle.onnx_wire import Place
+from offramp.proto.wire_format import WireError
 
 FIRST = np.arange(2048, dtype=np.float32)
 SECOND = np.arange(5000, dtype=np.int64)[::-1].copy()
