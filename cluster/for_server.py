@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Template
 from prometheus_client.core import Metric
 
 from offramp.cluster.planning.batch_profile import WINDOW_S
@@ -21,6 +21,7 @@ from offramp.cluster.serving.profile_view import view_profile
 from offramp.cluster.serving.statistics import plan_of, profile_of
 from offramp.cluster.serving.worker_devices import LocalWorkers, WorkerDevices
 from offramp.commands.combinations import Illegal
+from offramp.commands.pages import page_template
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.options import refuse_unless
 from offramp.engine.requests.statistics import ModelStatistics
@@ -156,14 +157,7 @@ def _devices(asked: ClusterSettings, folder: Path | None) -> WorkerDevices | Non
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("offramp.cluster"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("status.html")
+    return page_template("status.html", "offramp.cluster")
 
 
 EXTENSION: Final = _Extension()

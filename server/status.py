@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Template
 from markupsafe import Markup
 
 from offramp import __version__
 from offramp.bundle import NEVER, Promise
 from offramp.bundle.records import describe_harm, harmed
+from offramp.commands.pages import page_template
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.learning.lifecycle import Phase
@@ -210,14 +211,7 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("offramp.server"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("status.html")
+    return page_template("status.html", "offramp.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

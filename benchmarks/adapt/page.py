@@ -17,9 +17,10 @@ from jinja2 import Template
 from markupsafe import Markup
 
 from offramp.certify import FloatArray
+from offramp.commands.pages import page_template
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
-from offramp.tools.bench.common.dynamics import load_template, plain, steps, stroke
+from offramp.tools.bench.common.dynamics import plain, steps, stroke
 
 _WIDTH, _HEIGHT = 520.0, 132.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0
@@ -201,9 +202,10 @@ def _shade(exit_: int, exits: int) -> float:
 
 @cache
 def _template() -> Template:
-    return load_template(
+    return page_template(
         "adapt.html.j2",
-        folder=Path(__file__).parent,
+        Path(__file__).parent,
+        "offramp.compiler",
         percent=numbers.percent,
         bare=numbers.plain_percent,
         plain=plain,

@@ -24,9 +24,10 @@ from jinja2 import Template
 from markupsafe import Markup
 
 from offramp.bundle import Ratio
+from offramp.commands.pages import page_template
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
-from offramp.tools.bench.common.dynamics import load_template, plain, stroke
+from offramp.tools.bench.common.dynamics import plain, stroke
 
 _WIDTH, _HEIGHT = 520.0, 330.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 26.0, 42.0, 40.0
@@ -196,9 +197,10 @@ def with_width(ratio: Ratio) -> str:
 
 @cache
 def _template() -> Template:
-    return load_template(
+    return page_template(
         "frontier.html.j2",
-        folder=Path(__file__).parent,
+        Path(__file__).parent,
+        "offramp.compiler",
         percent=numbers.percent,
         bare=numbers.plain_percent,
         ms=numbers.milliseconds,

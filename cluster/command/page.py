@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from offramp.cluster.planning.cluster import ModelFacts
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
+from offramp.commands.pages import page_template
 from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.pages import page_template
 from offramp.compiler.report.svg import Scale
 
 _WIDTH, _LEFT, _RIGHT = 1080.0, 62.0, 20.0
@@ -142,4 +142,12 @@ def _cut(text: str, most: int) -> str:
 
 @cache
 def _template() -> Template:
-    return page_template("plan.html", devices=devices_of, exits=exits_of)
+    return page_template(
+        "plan.html",
+        "offramp.cluster",
+        "offramp.compiler",
+        percent=numbers.percent,
+        ms=numbers.milliseconds,
+        devices=devices_of,
+        exits=exits_of,
+    )

@@ -13,6 +13,7 @@ from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.choose.trade_offs import Judged
 from offramp.calibration.rehearsal import Rehearsed
+from offramp.commands.pages import page_template
 from offramp.compiler.report import numbers, words
 from offramp.compiler.report.charts import (
     exit_curves,
@@ -23,7 +24,6 @@ from offramp.compiler.report.charts import (
 )
 from offramp.compiler.report.figures import PolicyFigures
 from offramp.compiler.report.frontier import NAMES, frontier_view
-from offramp.compiler.report.pages import page_template
 from offramp.compiler.report.pictures import EarlyMap, views
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
@@ -95,6 +95,9 @@ def render_report(
 def _template() -> Template:
     return page_template(
         "report.html",
+        "offramp.compiler",
+        percent=numbers.percent,
+        ms=numbers.milliseconds,
         bare=numbers.plain_percent,
         threshold=numbers.threshold,
         count=numbers.count,

@@ -10,20 +10,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from jinja2 import (
-    ChoiceLoader,
-    Environment,
-    FileSystemLoader,
-    PackageLoader,
-    StrictUndefined,
-    Template,
-)
+from jinja2 import Template
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from offramp.commands.pages import page_template
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
 from offramp.tools.bench.common.outcomes import Summary, Timeline
@@ -342,26 +336,12 @@ def _latency_axis(values: NDArray[np.float64]) -> _Axis:
 
 @cache
 def _template() -> Template:
-    return load_template(
-        "dynamics.html.j2", percent=numbers.percent, ms=numbers.milliseconds, rate=rate, plain=plain
+    return page_template(
+        "dynamics.html.j2",
+        "offramp.tools.bench",
+        "offramp.compiler",
+        percent=numbers.percent,
+        ms=numbers.milliseconds,
+        rate=rate,
+        plain=plain,
     )
-
-
-def load_template(
-    name: str, *, folder: Path | None = None, **filters: Callable[..., Any]
-) -> Template:
-    """Load a page by its file's name, with the filters that it formats numbers by.
-
-    It is looked for in ``folder``, then among the pages of eebench and of the compiler.
-    """
-    folders = [] if folder is None else [FileSystemLoader(folder)]
-    packages = map(PackageLoader, ("offramp.tools.bench", "offramp.compiler"))
-    environment = Environment(
-        loader=ChoiceLoader([*folders, *packages]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(filters)
-    return environment.get_template(name)
