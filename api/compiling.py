@@ -36,7 +36,13 @@ from offramp.compiler.common.options import (
     check_options,
 )
 from offramp.compiler.common.progress import Progress
-from offramp.compiler.data.spec import OPTIONS, Layout, PreprocessingSpec, Resample, Resize
+from offramp.compiler.data.reading_options import (
+    OPTIONS,
+    Layout,
+    PreprocessingSpec,
+    Resample,
+    Resize,
+)
 from offramp.engine.answers.criteria import known_criterion
 from offramp.engine.common.environment import available_cores
 

@@ -11,11 +11,11 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from offramp.api.engine_options import engine_options, model_name, path_of
 from offramp.api.errors import ModelClosedError
 from offramp.api.event_loop import LoopThread
 from offramp.api.html import describe_model, model_html
 from offramp.api.keywords import EngineKeywords, PathLike
-from offramp.api.opening import engine_options, model_name, path_of
 from offramp.bundle import Bundle, TensorSpec
 from offramp.engine.common.errors import BadInputError
 from offramp.engine.core import Engine

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+from offramp.api.engine_options import engine_options, model_name, path_of
 from offramp.api.event_loop import LoopThread
 from offramp.api.keywords import PathLike, ServerKeywords, options_from, without_flags
-from offramp.api.opening import engine_options, model_name, path_of
 from offramp.bundle import Bundle
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions

@@ -36,7 +36,7 @@ from tests.chaos.watch import Beat, pulse, resident_mib
 from tests.http2 import PREFACE, data, frame, headers
 
 from offramp.bundle import Bundle
-from offramp.client.wire import build_request
+from offramp.client.conversion import build_request
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferRequest
 from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json

@@ -30,7 +30,7 @@ from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.scheduling import Latencies, OperatingPoint, OperatingPoints, Run, Submission
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler
-from offramp.engine.stages.base import StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import StageResult, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot

@@ -26,7 +26,7 @@ from onnx import helper, numpy_helper
 from rich.table import Table
 
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.placement import choose_candidates
+from offramp.compiler.cuts.exit_placement import choose_candidates
 from offramp.compiler.cuts.slicing import split
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.frontend.preparation import MOST_SIMPLIFIED

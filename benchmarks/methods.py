@@ -33,15 +33,15 @@ from offramp.baselines.thresholds import search_thresholds
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.records import TUNE
 from offramp.bundle.schema.answers import PATIENCE, Criterion
-from offramp.calibration.choose.records import ExitRecords, record_answers
+from offramp.calibration.choose.exit_records import ExitRecords, record_answers
 from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.certify import FloatArray, Records, evaluate
 from offramp.certify.binomial import count_allowed
 from offramp.certify.path import best_common_thresholds
 from offramp.commands.combinations import Illegal
 from offramp.commands.parser import LayeredParser
-from offramp.compiler.data.arguments import source_of
-from offramp.compiler.engines.verification import part_data
+from offramp.compiler.data.data_flags import source_of
+from offramp.compiler.engines.engine_verification import part_data
 from offramp.compiler.exits.endings import with_certainty
 from offramp.engine.answers.criteria import State, patience_of_classes
 from offramp.engine.control.costs import CostModel
@@ -49,7 +49,7 @@ from offramp.engine.models.controllers import MAX_DISAGREEMENT
 from offramp.engine.stages.answering_graphs import answering_graphs
 from offramp.engine.stages.plan import Plan, StageSpec, make_plan
 from offramp.tools.bench.cli import add_own_code, run_command
-from offramp.tools.bench.common.arguments import look_up
+from offramp.tools.bench.common.bench_flags import look_up
 from offramp.tools.bench.compare_command import FurtherPlans, add_arguments, measure
 
 TUNING_SHARE: Final = 0.25

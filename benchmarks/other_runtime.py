@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from offramp.calibration.data.dataset import Dataset, read_dataset
 from offramp.calibration.measure.profiling import TimedGraph
-from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
+from offramp.calibration.precision.quantised_graphs import PrecisionError
 from offramp.compiler.frontend.model import read_model
 from offramp.engine.backends.openvino import OpenVinoBackend
 from offramp.engine.common.environment import cpu_features, package_version

@@ -20,11 +20,11 @@ from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.selection import certified_policy
 from offramp.calibration.data.dataset import read_samples
 from offramp.certify import evaluate
-from offramp.compiler.exits.policy import PolicyChoice
+from offramp.compiler.exits.policy_choice import PolicyChoice
 from offramp.engine.common.environment import available_cores
 from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 

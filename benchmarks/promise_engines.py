@@ -20,17 +20,17 @@ from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.dataset import read_samples
 from offramp.certify.decision import first_exit
 from offramp.compiler.common.errors import VerificationError
-from offramp.compiler.engines.units import ranges_of
-from offramp.compiler.engines.verification import (
+from offramp.compiler.engines.engine_verification import (
     part_data,
     recorder,
     share_promise,
     source_predictions,
 )
+from offramp.compiler.engines.units import ranges_of
 from offramp.engine.common.environment import available_cores
 from offramp.tools.bench.common.output import check_outputs, describe_environment, write_json
 

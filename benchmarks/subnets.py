@@ -31,7 +31,7 @@ from benchmarks.frontier.measurement import FrontierPoint, SharedStages, point_o
 from rich.console import Console
 
 from offramp.bundle import Bundle, ExitPolicy
-from offramp.calibration.choose.records import ExitRecords, record_answers
+from offramp.calibration.choose.exit_records import ExitRecords, record_answers
 from offramp.calibration.choose.trade_offs import (
     WAYS,
     Judged,

@@ -36,8 +36,8 @@ from offramp.engine.models.deployment import Deployment
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.policies import PlanPolicy, PolicyName
-from offramp.engine.scheduling.policy import Choice, NeverBuffers, Start, Waiting
-from offramp.engine.stages.base import Stage, StageResult, TensorBatch
+from offramp.engine.scheduling.policy_protocol import Choice, NeverBuffers, Start, Waiting
+from offramp.engine.stages.backend_protocol import Stage, StageResult, TensorBatch
 from offramp.engine.stages.plan import Mode, StageSpec
 from offramp.tools.bench.common.output import (
     describe_environment,

@@ -21,14 +21,14 @@ from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.certify.decision import MODEL_END
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher
 from offramp.cluster.remote.process import WorkerCommand
+from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.engine.backends import Backend, Slot
-from offramp.engine.stages.base import Stage, TensorBatch
+from offramp.engine.stages.backend_protocol import Stage, TensorBatch
 from offramp.engine.stages.plan import StageSpec
 from offramp.testing.backend import SCRIPT
-from offramp.testing.worker import ScriptedBackend
+from offramp.testing.scripted_worker import ScriptedBackend
 from offramp.tools.bench.common.output import (
     describe_environment,
     figure_table,
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--runs", type=int, default=50, help="of each round")
     options = parser.parse_args()
-    command = WorkerCommand(module="offramp.testing.worker")
+    command = WorkerCommand(module="offramp.testing.scripted_worker")
     remote = RemoteBackend(ScriptedBackend(), launchers=[LocalLauncher(command)])
     here, there, results = Chain(ScriptedBackend()), Chain(remote), {}
     try:

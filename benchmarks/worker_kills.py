@@ -40,8 +40,8 @@ from offramp.cluster.planning.cluster_times import times_of
 from offramp.cluster.planning.goal import PlanningGoal
 from offramp.cluster.planning.ray_entry import ONE_CPU
 from offramp.cluster.ray.launcher import RayLauncher, actor_needs, reserve
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher, worker_command
+from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.serving.cluster_serving import ServedCluster
 from offramp.cluster.serving.worker_devices import OpenedWorkers
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend

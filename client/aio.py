@@ -13,14 +13,14 @@ from google.protobuf.message import Message
 from numpy.typing import ArrayLike
 
 from offramp.client.connection import ClientBase
-from offramp.client.results import InferResult, ModelMetadata, StreamedResult
-from offramp.client.wire import (
+from offramp.client.conversion import (
     build_request,
     parse_metadata,
     parse_optional,
     parse_response,
     parse_streamed,
 )
+from offramp.client.results import InferResult, ModelMetadata, StreamedResult
 from offramp.proto import messages
 
 

@@ -7,15 +7,15 @@ from typing import Final
 
 from rich.console import Console
 
-from offramp.cluster.command.arguments import plan_parser
+from offramp.cluster.command.plan_arguments import plan_parser
 from offramp.compiler.commands.arguments import Command
 from offramp.compiler.commands.compiling import read_options
 from offramp.compiler.common.errors import CompileError
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
-    from offramp.cluster.command.plan import PlanOptions, plan_bundle  # noqa: PLC0415
-    from offramp.cluster.command.printing import print_plan, render_page  # noqa: PLC0415
+    from offramp.cluster.command.plan_command import PlanOptions, plan_bundle  # noqa: PLC0415
+    from offramp.cluster.command.plan_printing import print_plan, render_page  # noqa: PLC0415
     from offramp.cluster.planning.cluster_plan import PlanError  # noqa: PLC0415
 
     try:

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Final
 
 from offramp.cluster.planning.replanning import PAUSE_WINDOWS, ReplanRules
-from offramp.cluster.remote.backend import RemoteBackend
-from offramp.cluster.serving.options import cluster_options
+from offramp.cluster.remote.worker_backend import RemoteBackend
+from offramp.cluster.serving.cluster_options import cluster_options
+from offramp.cluster.serving.cluster_statistics import PLAN, PROFILE
 from offramp.cluster.serving.plan_loop import PlanLoop
 from offramp.cluster.serving.profile_loop import ProfileLoop
 from offramp.cluster.serving.split_change import SplitServing
-from offramp.cluster.serving.statistics import PLAN, PROFILE
 from offramp.engine.models.options import EngineOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.serving.executor import Executor
 from offramp.engine.serving.extension import Companion
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 
 
 class _Extension:

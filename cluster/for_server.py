@@ -14,11 +14,11 @@ from prometheus_client.core import Metric
 
 from offramp.cluster.planning.batch_profile import WINDOW_S
 from offramp.cluster.planning.cluster_plan import PlanError
+from offramp.cluster.serving.cluster_options import NAME, ClusterOptions
+from offramp.cluster.serving.cluster_statistics import plan_of, profile_of
 from offramp.cluster.serving.cluster_workers import RAY, ray_workers, read_cluster_workers
-from offramp.cluster.serving.options import NAME, ClusterOptions
 from offramp.cluster.serving.plan_view import view_plan
 from offramp.cluster.serving.profile_view import view_profile
-from offramp.cluster.serving.statistics import plan_of, profile_of
 from offramp.cluster.serving.worker_devices import LocalWorkers, WorkerDevices
 from offramp.commands.combinations import Illegal
 from offramp.commands.pages import page_template
@@ -72,7 +72,7 @@ class _Extension:
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options; all are fields of :class:`ClusterSettings`."""
-        from offramp.server.arguments.settings import (  # noqa: PLC0415 - a circle
+        from offramp.server.arguments.option_groups import (  # noqa: PLC0415 - a circle
             OptionGroup,
             integer,
             number,
@@ -128,7 +128,7 @@ class _Extension:
 
     def families(self, models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[Metric]:
         """Yield the metrics of batch profiles and plans."""
-        from offramp.cluster.serving.metrics import cluster_families  # noqa: PLC0415 - a circle
+        from offramp.cluster.serving.plan_metrics import cluster_families  # noqa: PLC0415 - a circle
 
         return cluster_families(models)
 

@@ -17,7 +17,7 @@ from offramp.engine.backends import Backend, Slot
 from offramp.engine.common.errors import BadInputError, DrainingError
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.common.validation import check_request
-from offramp.engine.learning.learners import Learning
+from offramp.engine.learning.learning_loop import Learning
 from offramp.engine.models.options import EngineOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.models.whole_promise import whole_policy
@@ -33,7 +33,7 @@ from offramp.engine.serving.extension import Companion
 from offramp.engine.serving.observers import InputObserver, InputObservers
 from offramp.engine.serving.opening import load_model, open_models
 from offramp.engine.serving.versions import ModelLoading, ModelVersion, ModelVersions
-from offramp.engine.stages.base import StreamBackend
+from offramp.engine.stages.backend_protocol import StreamBackend
 from offramp.engine.stages.plan import Mode
 
 

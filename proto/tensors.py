@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.proto.messages import ModelInferRequest, ModelInferResponse
-from offramp.proto.wire import MAX_NAME_CHARS, PackedFloats
+from offramp.proto.request_bytes import MAX_NAME_CHARS, PackedFloats
 
 DATATYPES: Final = MappingProxyType(
     {

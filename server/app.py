@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from offramp.server.arguments.options import MIB, ServerOptions
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.memory import keep_large_blocks
+from offramp.server.message_memory import keep_large_blocks
 from offramp.server.reception import Reception
 from offramp.server.served import ServedEngine
 from offramp.server.sockets import check_free, fit_limits, join_address, raise_descriptors

@@ -36,10 +36,10 @@ from offramp.proto.messages import (
     ModelOutput,
     ModelStreamInferResponse,
 )
-from offramp.proto.tensors import TensorError, datatype_of, decode_tensors, encode_tensor
-from offramp.proto.wire import (
+from offramp.proto.request_bytes import (
     InferMessage,
 )
+from offramp.proto.tensors import TensorError, datatype_of, decode_tensors, encode_tensor
 
 MODEL_VERSION: Final = "1"
 """A served model has this one version; an empty one in a request means it."""

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import DecodeError
 
 from offramp.engine.requests.results import ModelInfo
-from offramp.proto.wire import (
+from offramp.proto.request_bytes import (
     MAX_FIELDS,
     SMALL_BYTES,
     InferMessage,
@@ -49,7 +49,7 @@ class RequestDecoder:
 
         Raises:
             UndecodableError: They are not a ``ModelInferRequest``.
-            RequestLimitError: They are beyond the limits of :mod:`offramp.proto.wire`.
+            RequestLimitError: They are beyond the limits of :mod:`offramp.proto.request_bytes`.
         """
         try:
             parts = await self._parts(data)

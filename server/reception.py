@@ -35,7 +35,7 @@ from offramp.server.errors import (
     shortened,
     wire_name,
 )
-from offramp.server.memory import MemoryReturn
+from offramp.server.message_memory import MemoryReturn
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("offramp.access")

@@ -12,7 +12,7 @@ import grpc
 
 from offramp.engine.requests.results import ResultKind
 from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
-from offramp.proto.wire import InferMessage
+from offramp.proto.request_bytes import InferMessage
 from offramp.server.codec import (
     InferCall,
     is_decoupled,

@@ -40,9 +40,9 @@ from offramp.supernet.graphs import (
     read_spec,
     search,
 )
+from offramp.supernet.graphs.elastic_spec import NONE
 from offramp.supernet.graphs.extract import extract_subnet
 from offramp.supernet.graphs.norm import SubnetNorm
-from offramp.supernet.graphs.spec import NONE
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.common.errors import BackendError
-from offramp.engine.stages.base import Rows, StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatch
 from offramp.engine.stages.plan import StageSpec
 
 SCRIPT = "script"

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from offramp.bundle.engines import ShapeProfile
 from offramp.bundle.schema.serde import to_plain
 from offramp.compiler.common.errors import EngineBuildError
-from offramp.compiler.engines.builder import BuildProgress, Built, TimedEngine
-from offramp.compiler.engines.options import BuildSettings
+from offramp.compiler.engines.build_options import BuildSettings
+from offramp.compiler.engines.builder_protocol import BuildProgress, Built, TimedEngine
 from offramp.compiler.graphs.runtime import GraphRunner
 
 Outputs = dict[str, NDArray[Any]]
@@ -33,7 +33,7 @@ class FakeBuild(NamedTuple):
 
 
 class FakeBuilder:
-    """A builder of engines: a :class:`~offramp.compiler.engines.builder.EngineBuilder`.
+    """A builder of engines: a :class:`~offramp.compiler.engines.builder_protocol.EngineBuilder`.
 
     A profile refuses shapes outside it, as TensorRT's do. ``before_build`` is called with how many
     were built before, and may raise; ``alter`` says what becomes of an engine's outputs; ``speeds``

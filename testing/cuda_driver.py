@@ -33,7 +33,7 @@ from offramp.engine.cuda.driver import (
     Stream,
     StreamEvent,
 )
-from offramp.engine.kernels.arguments import ENTRY_POINTS, Launch
+from offramp.engine.kernels.kernel_arguments import ENTRY_POINTS, Launch
 from offramp.testing import cuda_kernels
 from offramp.testing.cuda_calls import CheckedCalls
 from offramp.testing.cuda_handles import FakeEvent, FakeGraph, FakePinned, FakeStream

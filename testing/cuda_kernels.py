@@ -20,7 +20,7 @@ from offramp.engine.answers.exit_check import (
     highest_at,
     pixels_at,
 )
-from offramp.engine.kernels.arguments import (
+from offramp.engine.kernels.kernel_arguments import (
     GATHER_ROWS,
     MOST_TENSORS,
     ROW_SCRATCH,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from offramp.cluster.ray.actor import WorkerActor
-from offramp.cluster.remote.wire import Hello
-from offramp.engine.stages.base import Backend
-from offramp.testing.worker import SCRIPTED, ScriptedBackend
+from offramp.cluster.remote.worker_messages import Hello
+from offramp.engine.stages.backend_protocol import Backend
+from offramp.testing.scripted_worker import SCRIPTED, ScriptedBackend
 
 
 class ScriptedActor(WorkerActor):

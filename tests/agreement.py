@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.stages.base import Backend, Rows, Slot, TensorBatch
+from offramp.engine.stages.backend_protocol import Backend, Rows, Slot, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Plan, make_plan
 

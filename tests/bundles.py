@@ -17,7 +17,7 @@ from offramp.calibration.choose import limits
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.measure.measuring import Budget
-from offramp.compiler.blueprints.precision import on_copy
+from offramp.compiler.blueprints.precision_choice import on_copy
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.graphs import weights
 from offramp.compiler.graphs.source_model import SourceModel

@@ -18,7 +18,7 @@ from offramp.bundle import Bundle
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.backends.sizes import Argument, GraphShapes, dtype_of
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.cuda_backend import CudaBackend
 from offramp.engine.cuda.driver import Stream
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
 from offramp.engine.stages.plan import StageSpec

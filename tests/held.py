@@ -13,13 +13,13 @@ from offramp.cluster.planning.cluster import Cluster, DeviceType
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
 from offramp.cluster.planning.cluster_times import times_of
 from offramp.cluster.planning.goal import PlanningGoal
-from offramp.cluster.remote.backend import Holds, RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.worker_backend import Holds, RemoteBackend
 from offramp.cluster.serving.cluster_serving import ServedCluster
 from offramp.engine.backends.host import HostSlot, HostStage
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError, WorkerLostError
-from offramp.engine.stages.base import StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import StageResult, TensorBatch
 from offramp.engine.stages.plan import StageSpec
 
 ROWS = 8

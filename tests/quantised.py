@@ -9,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from offramp.calibration.data.dataset import Dataset
-from offramp.calibration.precision.graphs import LEVELS, LEVELS_OF_16_BITS
+from offramp.calibration.precision.quantised_graphs import LEVELS, LEVELS_OF_16_BITS
 from offramp.calibration.precision.quantization import measure_ranges, quantize
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.common.environment import cpu_features

@@ -37,11 +37,11 @@ from rich.progress import Progress
 from offramp.bundle import Bundle
 from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.commands.parser import LayeredParser
-from offramp.compiler.data.arguments import add_data_arguments, source_of
+from offramp.compiler.data.data_flags import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control.costs import CostModel
 from offramp.tools.bench.cli import add_own_code, run_command
-from offramp.tools.bench.common.arguments import COUNT, SHARE
+from offramp.tools.bench.common.bench_flags import COUNT, SHARE
 from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,

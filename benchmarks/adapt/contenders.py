@@ -28,7 +28,7 @@ from offramp.engine.control.static import StaticController
 from offramp.engine.models.controllers import make_controller
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.common.arguments import look_up
+from offramp.tools.bench.common.bench_flags import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from benchmarks.adapt.corruptions import PixelRange, channel_axis, corrupt
 from benchmarks.adapt.sequence import Population, ShiftSegment
 
 from offramp.bundle import Bundle
-from offramp.calibration.choose.records import record_answers
+from offramp.calibration.choose.exit_records import record_answers
 from offramp.calibration.data.dataset import Dataset
 from offramp.certify import BoolArray, FloatArray
 from offramp.engine.stages.answering_graphs import answering_graphs
-from offramp.tools.bench.common.arguments import look_up
+from offramp.tools.bench.common.bench_flags import look_up
 
 EASY: Final = 0.8
 """Share of the data that counts as easy: the mix that E3 found in practice (5)."""

@@ -17,13 +17,13 @@ from rich.progress import Progress
 
 from offramp.calibration.data.dataset import read_samples
 from offramp.commands.parser import LayeredParser
-from offramp.compiler.data.arguments import add_data_arguments, source_of
+from offramp.compiler.data.data_flags import add_data_arguments, source_of
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.tools.bench.cli import add_own_code, run_command
-from offramp.tools.bench.common.arguments import shares
+from offramp.tools.bench.common.bench_flags import shares
 from offramp.tools.bench.common.compare import baseline_of, samples_run
 from offramp.tools.bench.common.output import (
     check_outputs,

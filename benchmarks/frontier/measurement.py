@@ -31,7 +31,7 @@ from offramp.engine.common.timing import MachineLoad, Rounds, disturbances
 from offramp.engine.control.costs import CostModel
 from offramp.engine.graphs.assembly import assemble
 from offramp.engine.models.profile_check import predicted_savings
-from offramp.engine.stages.base import Stage
+from offramp.engine.stages.backend_protocol import Stage
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Plan, StageSpec, exit_label, make_plan
 from offramp.tools.bench.common.compare import measure_size

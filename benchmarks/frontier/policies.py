@@ -12,8 +12,8 @@ from typing import Final
 
 from offramp.bundle import Bundle, ExitPolicy
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration.choose.records import ExitRecords
-from offramp.compiler.exits.policy import FixedPath, PolicyChoice
+from offramp.calibration.choose.exit_records import ExitRecords
+from offramp.compiler.exits.policy_choice import FixedPath, PolicyChoice
 
 SOURCE: Final = "source"
 INT8: Final = "int8"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle.schema.measured import Measured
 from offramp.bundle.schema.parts import HeadScore
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.selection import MIN_GAIN, Candidates
 from offramp.certify import Stratum, allowed_errors, samples_needed, walk
 from offramp.certify.learn_then_test import count_errors, count_strata, level_of_each

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Manifest, Profile
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.selection import Candidates
 from offramp.certify import MODEL_END, tuning_path, walk
 from offramp.engine.control.costs import CostModel

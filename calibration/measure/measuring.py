@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, Answer, ExitPolicy, Measured, MeasuredSize, Ratio
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.measure.paired import (
     BatchRunner,

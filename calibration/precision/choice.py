@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.running import run_over
 from offramp.calibration.measure.profiling import TimedGraph
-from offramp.calibration.precision.graphs import (
+from offramp.calibration.precision.kinds import CpuPrecision, quantise
+from offramp.calibration.precision.quantised_graphs import (
     BatchDependence,
     PrecisionError,
     depends_on_batch_mates,
 )
-from offramp.calibration.precision.kinds import CpuPrecision, quantise
-from offramp.calibration.precision.static import Range
+from offramp.calibration.precision.static_scales import Range
 from offramp.engine.common.timing import (
     Effort,
     Estimate,

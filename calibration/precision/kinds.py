@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from offramp.calibration.choose.selection import Candidates
 from offramp.calibration.data.dataset import Dataset
-from offramp.calibration.precision.graphs import (
+from offramp.calibration.precision.quantised_graphs import (
     LEAST_WEIGHTS,
     LEVELS,
     LEVELS_OF_16_BITS,
@@ -19,7 +19,7 @@ from offramp.calibration.precision.graphs import (
     Rewrite,
     quantise_blocks,
 )
-from offramp.calibration.precision.static import Range, quantise_rows, quantise_static
+from offramp.calibration.precision.static_scales import Range, quantise_rows, quantise_static
 from offramp.engine.control.costs import CostModel
 
 

@@ -33,7 +33,7 @@ from dataclasses import replace
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.selection import certifiable_errors
 from offramp.calibration.rehearsal.load import (
     Candidate,

@@ -3,7 +3,7 @@
 Each batch runs through the source model, which gives the cut tensors that bridges read and the
 answer that they learn (self-distillation): nothing is recorded, since what dense answers are made
 of is large. Weights begin as the model's own. Bridges are dealt to threads, one core each, as heads
-are (:mod:`.heads.training`): threads that share one product wait for each other beside
+are (:mod:`.heads.head_training`): threads that share one product wait for each other beside
 a busy neighbour.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from offramp.calibration.torch_operators.elementwise import ELEMENTWISE, REDUCTIONS
 from offramp.calibration.torch_operators.layers import NORMALISATION, PRODUCTS, RECURRENT
 from offramp.calibration.torch_operators.node import TorchOperator
-from offramp.calibration.torch_operators.shapes import INDEXING, SHAPES
+from offramp.calibration.torch_operators.shape_operators import INDEXING, SHAPES
 from offramp.calibration.torch_operators.spatial import CONVOLUTIONS, RESIZING
 
 OPERATORS: Mapping[str, TorchOperator] = {

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from offramp.bundle import Bundle, BundleError
-from offramp.cluster.ray.connection import node_address, tls_files
+from offramp.cluster.ray.ray_connection import node_address, tls_files
 from offramp.cluster.remote.listening import Admission, Listener
-from offramp.cluster.remote.stages import BundlesByHash
+from offramp.cluster.remote.stage_orders import BundlesByHash
 from offramp.cluster.remote.tcp import HostPort, listen_on, tls_reason
-from offramp.cluster.remote.wire import Hello
 from offramp.cluster.remote.worker import libraries, make_local
+from offramp.cluster.remote.worker_messages import Hello
 from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.errors import EngineError
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 
 LEAVE_S: Final = 10.0
 """For Ray to end an actor whose router is gone: one that ends by itself is reported as a crash."""

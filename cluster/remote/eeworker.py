@@ -29,7 +29,7 @@ from offramp.bundle import Bundle, BundleError
 from offramp.cluster.remote.handshake import read_token
 from offramp.cluster.remote.listening import Admission, Listener
 from offramp.cluster.remote.served_slot import Reached
-from offramp.cluster.remote.stages import BundlesByHash
+from offramp.cluster.remote.stage_orders import BundlesByHash
 from offramp.cluster.remote.tcp import (
     HostPort,
     NetworkError,
@@ -38,8 +38,8 @@ from offramp.cluster.remote.tcp import (
     parse_address,
     tls_reason,
 )
-from offramp.cluster.remote.wire import Hello
 from offramp.cluster.remote.worker import MakeBackend, libraries, make_local
+from offramp.cluster.remote.worker_messages import Hello
 from offramp.commands.combinations import Illegal
 from offramp.commands.completion import complete
 from offramp.commands.parser import LayeredParser
@@ -47,7 +47,7 @@ from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.environment import available_cores
 from offramp.engine.common.errors import BackendError, EngineError
 from offramp.engine.common.job_runner import environment_of_child
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from offramp.cluster.remote.process import WorkerCommand, WorkerProcess
-from offramp.cluster.remote.tensors import SlotLink
-from offramp.cluster.remote.wire import Hello, Message
+from offramp.cluster.remote.slot_tensors import SlotLink
+from offramp.cluster.remote.worker_messages import Hello, Message
 from offramp.engine.answers.criteria import criterion_modules
 from offramp.engine.common.errors import WorkerLostError
 

@@ -21,10 +21,11 @@ from typing import Final
 
 from offramp.cluster.remote.handshake import HandshakeError, admit_router
 from offramp.cluster.remote.served_slot import Reached
-from offramp.cluster.remote.stages import FindBundle
+from offramp.cluster.remote.stage_orders import FindBundle
 from offramp.cluster.remote.tcp import HostPort, cut, take_leave, tls_reason, tune
 from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
-from offramp.cluster.remote.wire import (
+from offramp.cluster.remote.worker import MakeBackend, Worker
+from offramp.cluster.remote.worker_messages import (
     Failed,
     Hello,
     JoinSlot,
@@ -34,7 +35,6 @@ from offramp.cluster.remote.wire import (
     decode,
     encode,
 )
-from offramp.cluster.remote.worker import MakeBackend, Worker
 from offramp.engine.common.errors import EngineError
 from offramp.engine.common.line_limit import LineLimit, one_line
 

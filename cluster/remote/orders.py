@@ -6,7 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 
 from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
-from offramp.cluster.remote.wire import Failed, FrameError, Message, Ready, Refused, decode, encode
+from offramp.cluster.remote.worker_messages import (
+    Failed,
+    FrameError,
+    Message,
+    Ready,
+    Refused,
+    decode,
+    encode,
+)
 from offramp.engine.common.errors import BackendError, WorkerLostError
 
 

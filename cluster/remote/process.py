@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from offramp.cluster.remote.orders import Orders
-from offramp.cluster.remote.tensors import FIRST_MEMORY, SharedTensors, SlotLink
+from offramp.cluster.remote.slot_tensors import FIRST_MEMORY, SharedTensors, SlotLink
 from offramp.cluster.remote.transport import Connection, SharedMemory
-from offramp.cluster.remote.wire import Hello, Message, OpenSlot, Refused
+from offramp.cluster.remote.worker_messages import Hello, Message, OpenSlot, Refused
 from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.common.job_runner import environment_of_child
 

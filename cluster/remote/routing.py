@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.cluster.remote.slot import KnownRun, RemoteSlot, RemoteStage
-from offramp.cluster.remote.tensors import RemoteBatch
+from offramp.cluster.remote.slot_tensors import RemoteBatch
+from offramp.cluster.remote.worker_slot import KnownRun, RemoteSlot, RemoteStage
 from offramp.engine.common.errors import WorkerLostError
-from offramp.engine.stages.base import Rows, StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatch
 
 
 class RoutedSlot:

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.cluster.remote.layouts import keep
+from offramp.cluster.remote.run_layouts import keep
 from offramp.cluster.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
-from offramp.cluster.remote.wire import (
+from offramp.cluster.remote.worker_messages import (
     GIVEN,
     INLINE,
     Failed,
@@ -32,7 +32,7 @@ from offramp.cluster.remote.wire import (
     inline_offsets,
 )
 from offramp.engine.common.errors import BackendError, EngineError
-from offramp.engine.stages.base import Slot, Stage, StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import Slot, Stage, StageResult, TensorBatch
 
 _log = logging.getLogger(__name__)
 

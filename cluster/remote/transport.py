@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.cluster.remote.wire import (
+from offramp.cluster.remote.worker_messages import (
     ALIGNMENT,
     HEAD,
     MOST_BODY,

@@ -30,9 +30,9 @@ from typing import NoReturn, TypeAlias
 
 from offramp import __version__
 from offramp.cluster.remote.served_slot import Reached, ServedSlot
-from offramp.cluster.remote.stages import BundlesByPath, FindBundle, make_described
+from offramp.cluster.remote.stage_orders import BundlesByPath, FindBundle, make_described
 from offramp.cluster.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
-from offramp.cluster.remote.wire import (
+from offramp.cluster.remote.worker_messages import (
     Failed,
     FrameError,
     Hello,
@@ -49,7 +49,7 @@ from offramp.cluster.remote.wire import (
 )
 from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.errors import EngineError
-from offramp.engine.stages.base import Backend, Stage
+from offramp.engine.stages.backend_protocol import Backend, Stage
 
 _log = logging.getLogger(__name__)
 

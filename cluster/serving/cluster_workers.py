@@ -18,8 +18,8 @@ from offramp.cluster.planning.cluster_file import (
 )
 from offramp.cluster.planning.cluster_times import make_cluster
 from offramp.cluster.planning.ray_entry import ONE_CPU, RayEntry
-from offramp.cluster.ray.connection import connect, free_cpus
 from offramp.cluster.ray.launcher import RayLauncher, actor_needs, reserve
+from offramp.cluster.ray.ray_connection import connect, free_cpus
 from offramp.cluster.remote.handshake import HandshakeError, read_token
 from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher
 from offramp.cluster.remote.process import WorkerCommand

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Final
 
 from offramp.bundle import Bundle
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher, worker_command
 from offramp.cluster.remote.process import WorkerCommand
+from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.serving.cluster_serving import ServedCluster, plan_splits
 from offramp.cluster.serving.served_splits import ServedSplits
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.options import MOST_THREADS, ON_CPU, EngineOptions
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 
 _log = logging.getLogger(__name__)
 

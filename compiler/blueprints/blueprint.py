@@ -1,9 +1,9 @@
 """Blueprints: ways to serve a model, each with its parts, their times, and the exits it would use.
 
 A float32 model in pieces makes one, and every copy of it another, be it quantised
-(:mod:`.precision`) or trained together with its exits (:mod:`.joint`), whose own answer is the last
-of its exits. Blueprints are compared by what they are predicted to save on the tuning split, and
-one is certified and packed.
+(:mod:`.precision_choice`) or trained together with its exits (:mod:`.joint`), whose own answer is
+the last of its exits. Blueprints are compared by what they are predicted to save on the tuning
+split, and one is certified and packed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy, Head, Measured, TensorSpec
 from offramp.bundle.schema.compilation import JointTraining
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.limits import BindingLimit
-from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.choose.selection import Candidates
 from offramp.calibration.data.dataset import DataSplit
 from offramp.calibration.data.running import run_over
@@ -30,7 +30,7 @@ from offramp.compiler.cuts.slicing import VERIFIED_SAMPLES, Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
 from offramp.compiler.exits.exits import BuiltExit, judge
 from offramp.compiler.exits.heads import build_own
-from offramp.compiler.exits.policy import FixedPath, PolicyChoice, record_exits
+from offramp.compiler.exits.policy_choice import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.exits.timed_model import CompileRun, TimedModel
 from offramp.compiler.graphs.tail import Tail
 from offramp.engine.answers.agreement import agreement_of

@@ -38,7 +38,7 @@ from offramp.calibration.torch.joint_training import (
 )
 from offramp.compiler.blueprints.blueprint import Blueprint, draw, own_exit, time_copy
 from offramp.compiler.blueprints.cascade import PREFIX, slice_twin
-from offramp.compiler.blueprints.precision import LEAST_GAIN
+from offramp.compiler.blueprints.precision_choice import LEAST_GAIN
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.endings import exit_prefix

@@ -31,7 +31,7 @@ from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.schema.inputs import INPUT_RANGES
 from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.bundle.schema.measured import MEASURED
-from offramp.calibration.choose.records import ExitRecords, dump_records
+from offramp.calibration.choose.exit_records import ExitRecords, dump_records
 from offramp.calibration.choose.trade_offs import RecordedVariant
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.running import run_over

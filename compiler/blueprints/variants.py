@@ -26,7 +26,7 @@ from offramp.bundle.bundle import POLICY, RECORDS
 from offramp.bundle.files import dump
 from offramp.bundle.graph_weights import ITEM_BYTES
 from offramp.bundle.schema.parts import folder_of
-from offramp.calibration.choose.records import dump_records
+from offramp.calibration.choose.exit_records import dump_records
 from offramp.calibration.choose.trade_offs import RecordedVariant
 from offramp.calibration.measure.estimates import widest_ratio
 from offramp.calibration.measure.profiling import TimedGraph
@@ -35,7 +35,7 @@ from offramp.compiler.blueprints.cascade import slice_subnet
 from offramp.compiler.blueprints.packing import PROFILE, BuiltVariant, judged
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.exits import find_exits
-from offramp.compiler.exits.policy import record_exits
+from offramp.compiler.exits.policy_choice import record_exits
 from offramp.compiler.exits.timed_model import CompileRun
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.part_sizes import sized_segments

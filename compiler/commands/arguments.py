@@ -17,8 +17,8 @@ from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands import values
 from offramp.compiler.common.errors import EngineOptionsError
 from offramp.compiler.common.options import BUILD, COMPILE, EXPORT
-from offramp.compiler.data.arguments import add_data
-from offramp.compiler.engines.options import (
+from offramp.compiler.data.data_flags import add_data
+from offramp.compiler.engines.build_options import (
     DEFAULT_BATCHES,
     OPTIMIZATION_LEVELS,
     EngineBuildOptions,

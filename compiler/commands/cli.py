@@ -36,7 +36,7 @@ from offramp.compiler.commands.compiling import (
 from offramp.compiler.commands.interruption import Target, raising_signals, status_of
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.progress import TerminalProgress
-from offramp.compiler.data.arguments import source_of
+from offramp.compiler.data.data_flags import source_of
 from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.errors import BackendError
 

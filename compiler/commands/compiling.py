@@ -17,7 +17,7 @@ from offramp.compiler.commands.interruption import status_of
 from offramp.compiler.common.errors import CompileError, EnginesUnavailableError, ModelError
 from offramp.compiler.common.options import NO_ENGINES
 from offramp.compiler.common.progress import FileProgress, Progress, TerminalProgress
-from offramp.compiler.engines.options import EngineBuildOptions
+from offramp.compiler.engines.build_options import EngineBuildOptions
 from offramp.engine.answers.criteria import known_criterion
 from offramp.engine.common.environment import available_cores
 from offramp.engine.common.errors import BackendError

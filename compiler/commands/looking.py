@@ -181,7 +181,7 @@ def _read(options: argparse.Namespace, console: Console) -> tuple[SourceModel, C
 
 def show_first_look(options: argparse.Namespace, console: Console) -> int:
     """Print the screen; return the exit status."""
-    from offramp.compiler.cuts.placement import choose_candidates  # noqa: PLC0415
+    from offramp.compiler.cuts.exit_placement import choose_candidates  # noqa: PLC0415
 
     model, analysis = _read(options, console)
     rules = options.exits.split(",") if options.exits else None

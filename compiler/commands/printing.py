@@ -24,8 +24,8 @@ from offramp.certify import MODEL_END
 from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.common.resources import peak_bytes
 from offramp.compiler.engines.build import UNKNOWN
+from offramp.compiler.engines.build_options import SizeRange, describe_ranges
 from offramp.compiler.engines.building import Building, Planned, PlannedEngine, UnitResult
-from offramp.compiler.engines.options import SizeRange, describe_ranges
 from offramp.compiler.engines.units import Unit, segment_units, source_unit, stage_units
 from offramp.compiler.export.export import Exported
 from offramp.compiler.export.model_folder import LOST

@@ -21,7 +21,7 @@ from offramp.calibration.data.training_options import TrainingOptions
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.compiler.common.errors import ModelError, OptionsConflictError
 from offramp.compiler.data.made import RandomSource
-from offramp.compiler.data.spec import OPTIONS
+from offramp.compiler.data.reading_options import OPTIONS
 from offramp.engine.answers.criteria import CriterionError, known_criterion
 from offramp.engine.models.options import MOST_SHARE, refuse_unless
 

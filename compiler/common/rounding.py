@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from offramp.bundle import CpuFeatures
-from offramp.calibration.precision.graphs import LEVELS_OF_16_BITS
+from offramp.calibration.precision.quantised_graphs import LEVELS_OF_16_BITS
 
 _log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutA
     with leave to read them again. The choice that gives most cut points wins, ties going to one
     that reads no main input again, then to that which leaves least work on the side. Where much of
     the work has none, sets of up to ``max_tensors`` are cut points too. There may be none:
-    :func:`~offramp.compiler.cuts.placement.choose_candidates` is what raises then.
+    :func:`~offramp.compiler.cuts.exit_placement.choose_candidates` is what raises then.
     """
     analysis = GraphAnalysis.of(model.proto, max_tensors=max_tensors)
     flow, kept, rejected = analysis.best()

@@ -11,8 +11,8 @@ import onnx
 from offramp.calibration.heads.cut_tensors import CutTensor, why_no_head
 from offramp.compiler.cuts.flow import Flow, Gate
 from offramp.compiler.cuts.work import SYMBOLIC_SIZE, OperatorWork, work_of
+from offramp.compiler.graphs.channel_axes import ChannelFinder
 from offramp.compiler.graphs.graph import Dataflow, Operator
-from offramp.compiler.graphs.layout import ChannelFinder
 from offramp.compiler.graphs.shapes import BATCH, TensorType, declared_types
 
 MAX_SIDE_SHARE = 0.02

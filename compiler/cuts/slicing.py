@@ -23,9 +23,9 @@ from offramp.compiler.common.errors import ModelError, VerificationError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, find_cuts
-from offramp.compiler.cuts.placement import choose_candidates
+from offramp.compiler.cuts.exit_placement import choose_candidates
 from offramp.compiler.graphs.graph import Dataflow, Operator, copied
-from offramp.compiler.graphs.rows import compare_batches, middle, scaled_by_batch
+from offramp.compiler.graphs.row_mixing import compare_batches, middle, scaled_by_batch
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.weights import WeightFile

@@ -24,7 +24,7 @@ from offramp.calibration.data.sample_writer import LABEL, SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.batches import fit
 from offramp.compiler.data.images import ImageForm, image_form
-from offramp.compiler.data.spec import PreprocessingSpec
+from offramp.compiler.data.reading_options import PreprocessingSpec
 from offramp.compiler.data.texts import TextEncoder
 
 _log = logging.getLogger(__name__)

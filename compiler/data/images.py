@@ -18,7 +18,7 @@ from offramp.calibration.data.data_sources import ArraysAndHash
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.sample_writer import SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
-from offramp.compiler.data.spec import Layout, PreprocessingSpec, Resample
+from offramp.compiler.data.reading_options import Layout, PreprocessingSpec, Resample
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -21,7 +21,7 @@ from offramp.calibration.data.data_sources import ArraysAndHash
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.sample_writer import SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
-from offramp.engine.learning.recording import (
+from offramp.engine.learning.recording_file import (
     Recorded,
     RecordingError,
     read_recording,

@@ -25,7 +25,7 @@ from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.columns import ROWS, TableColumns, plan_table, read_table
 from offramp.compiler.data.images import files_in
-from offramp.compiler.data.spec import PreprocessingSpec
+from offramp.compiler.data.reading_options import PreprocessingSpec
 
 if TYPE_CHECKING:
     import pyarrow

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from offramp.bundle import TensorSpec
 from offramp.bundle.optional_imports import optional_import
 from offramp.calibration.data.errors import DataError
-from offramp.compiler.data.spec import PreprocessingSpec
+from offramp.compiler.data.reading_options import PreprocessingSpec
 
 _log = logging.getLogger(__name__)
 

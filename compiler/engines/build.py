@@ -17,22 +17,22 @@ from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.calibration.precision.quantization import Ranges
 from offramp.compiler.common.errors import EngineOptionsError, EnginesUnavailableError
 from offramp.compiler.common.progress import SILENT, Progress
-from offramp.compiler.engines.builder import EngineBuilder
+from offramp.compiler.engines.build_options import EngineBuildOptions
+from offramp.compiler.engines.builder_protocol import EngineBuilder
 from offramp.compiler.engines.building import Building, EngineWork, PlannedEngine, explain
-from offramp.compiler.engines.like_there import like_there
-from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.engines.profiles import ModelShapes, Sizes, profile_notes, profile_sizes
-from offramp.compiler.engines.units import UnitGraphs, named_units, ranges_of, units_of
-from offramp.compiler.engines.verification import (
+from offramp.compiler.engines.engine_verification import (
     PrecisionData,
     Recertified,
     certify_anew,
     measure_precision,
     part_data,
 )
+from offramp.compiler.engines.like_there import like_there
+from offramp.compiler.engines.profiles import ModelShapes, Sizes, profile_notes, profile_sizes
+from offramp.compiler.engines.units import UnitGraphs, named_units, ranges_of, units_of
 from offramp.engine.common.errors import BackendError
-from offramp.engine.kernels.compilation import load_kernels, source_hash
 from offramp.engine.kernels.compilers import KernelCompilerNotFoundError
+from offramp.engine.kernels.kernel_compilation import load_kernels, source_hash
 from offramp.engine.tensorrt.probe import find_device, parse_device, require
 
 UNKNOWN = "unknown"
@@ -159,7 +159,7 @@ def check_device(device: str) -> None:
 def make_builder(device: str) -> EngineBuilder:
     """Make TensorRT's builder for a device; raises as :func:`check_device`."""
     check_device(device)
-    from offramp.compiler.engines.tensorrt import TensorRTBuilder  # noqa: PLC0415
+    from offramp.compiler.engines.tensorrt_builder import TensorRTBuilder  # noqa: PLC0415
 
     try:
         return TensorRTBuilder(device)

@@ -25,11 +25,11 @@ from offramp.bundle.engines import (
 from offramp.calibration.data.dataset import Dataset
 from offramp.compiler.common.errors import CompileError, EngineBuildError, EngineOptionsError
 from offramp.compiler.common.progress import Advance, Progress
-from offramp.compiler.engines.builder import BuildProgress, EngineBuilder
-from offramp.compiler.engines.options import BuildSettings
+from offramp.compiler.engines.build_options import BuildSettings
+from offramp.compiler.engines.builder_protocol import BuildProgress, EngineBuilder
+from offramp.compiler.engines.engine_verification import Verifier
 from offramp.compiler.engines.profiles import ModelShapes, SizedProfile, Sizes, unit_profiles
 from offramp.compiler.engines.units import Unit, UnitGraphs
-from offramp.compiler.engines.verification import Verifier
 from offramp.compiler.graphs.graph import Dataflow
 
 Status: TypeAlias = Literal["built", "fresh", "failed"]

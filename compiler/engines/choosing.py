@@ -1,10 +1,10 @@
 """``eecompile build --precision auto``: the precision of engines that is predicted to save most.
 
 Only what is certified is compared. fp16 and int8 are built where the calibration data certify them
-again (:mod:`~offramp.compiler.engines.verification`); tf32 is not, since no CPU computes in it, so
-that nothing says what it costs in answers. Then the engines of all stages are timed side by side on
-the GPU, and the times are weighed with the shares of samples that leave at each exit, as they were
-certified in each precision.
+again (:mod:`~offramp.compiler.engines.engine_verification`); tf32 is not, since no CPU computes in
+it, so that nothing says what it costs in answers. Then the engines of all stages are timed side by
+side on the GPU, and the times are weighed with the shares of samples that leave at each exit, as
+they were certified in each precision.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from offramp.certify import evaluate
 from offramp.compiler.common.errors import CompileError, EngineBuildError
 from offramp.compiler.engines import build
 from offramp.compiler.engines.build import SILENT_REPORTS, BuildOptions, Reports, build_bundle
-from offramp.compiler.engines.builder import TimedEngine
+from offramp.compiler.engines.builder_protocol import TimedEngine
 from offramp.compiler.engines.building import Building, PlannedEngine
+from offramp.compiler.engines.engine_verification import Verifier, part_data
 from offramp.compiler.engines.profiles import ModelShapes, Point, Sizes
 from offramp.compiler.engines.units import Unit, source_unit
-from offramp.compiler.engines.verification import Verifier, part_data
 from offramp.engine.common.environment import available_cores
 from offramp.engine.stages.plan import Mode, make_plan
 

@@ -8,7 +8,7 @@ from typing import Final
 from offramp.bundle import Manifest
 from offramp.bundle.engines import EngineEntry, EngineStore, ShapeProfile
 from offramp.compiler.common.errors import EngineOptionsError
-from offramp.compiler.engines.options import EngineBuildOptions, SizeRange
+from offramp.compiler.engines.build_options import EngineBuildOptions, SizeRange
 from offramp.compiler.engines.profiles import Sizes, symbols_of
 
 WORKSPACE_BYTES: Final = 2**30

@@ -12,7 +12,7 @@ import onnx
 from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engines import ShapeProfile, ShapeRange
 from offramp.compiler.common.errors import EngineOptionsError
-from offramp.compiler.engines.options import SizeRange, describe_ranges
+from offramp.compiler.engines.build_options import SizeRange, describe_ranges
 from offramp.compiler.graphs.graph import copied
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 from offramp.engine.graphs.assembly import assemble

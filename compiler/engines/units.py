@@ -13,9 +13,9 @@ from offramp.bundle.schema.parts import given_behind
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.quantization import Ranges, measure_ranges, quantize
 from offramp.compiler.common.errors import EngineOptionsError
+from offramp.compiler.engines.build_options import PARTS, Part
 from offramp.compiler.engines.halving import halve
 from offramp.compiler.engines.lowering import folded, lower
-from offramp.compiler.engines.options import PARTS, Part
 from offramp.engine.graphs.assembly import assemble
 from offramp.engine.stages.plan import Mode, make_plan
 

@@ -44,7 +44,7 @@ from offramp.compiler.exits.endings import (
     exit_prefix,
 )
 from offramp.compiler.exits.exits import BuiltExit, FoundExits, judge
-from offramp.compiler.exits.recording import augmentation
+from offramp.compiler.exits.feature_recording import augmentation
 from offramp.compiler.exits.timed_model import TimedModel
 from offramp.compiler.graphs.graph import Dataflow, rename_graph
 from offramp.compiler.graphs.shapes import TensorType, declared_types

@@ -23,15 +23,15 @@ from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.calibration.heads.families import family_of, masks_of
 from offramp.calibration.heads.features import Recording
+from offramp.calibration.heads.head_training import TrainedHead, count_steps, train_heads
 from offramp.calibration.heads.learners import Preconditioners, view_of
 from offramp.calibration.heads.objectives import Objective, fit_certainty, objective_of, truth_of
-from offramp.calibration.heads.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.resources import feature_folder
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
+from offramp.compiler.exits.feature_recording import FeatureRecorder
 from offramp.compiler.exits.heads import build_exit
-from offramp.compiler.exits.recording import FeatureRecorder
 from offramp.compiler.exits.timed_model import TimedModel
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.answers.agreement import agreement_of

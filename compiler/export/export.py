@@ -1,8 +1,8 @@
 """Write a bundle as one ONNX file: the same answers at the same exits, with no Offramp at run time.
 
 The steps: read the bundle, nest its stages (:mod:`offramp.compiler.graphs.nesting`), compare with
-the bundle on every sample (:mod:`offramp.compiler.export.verification`), write the file and the
-model repositories with it (:mod:`offramp.compiler.export.repositories`).
+the bundle on every sample (:mod:`offramp.compiler.export.export_verification`), write the file and
+the model repositories with it (:mod:`offramp.compiler.export.repositories`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from offramp.calibration.data.data_sources import DataSource
 from offramp.calibration.data.dataset import read_samples
 from offramp.compiler.common.errors import ExportError
 from offramp.compiler.common.progress import SILENT, Progress
+from offramp.compiler.export.export_verification import Verified, verify
 from offramp.compiler.export.model_folder import model_files
 from offramp.compiler.export.repositories import (
     Repository,
@@ -29,7 +30,6 @@ from offramp.compiler.export.repositories import (
     check_model,
     repositories,
 )
-from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.frontend.source_file import MAX_BYTES
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.nesting import METADATA, Names, nest

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from offramp import __version__
 from offramp.bundle import Bundle, TensorSpec
 from offramp.bundle.schema.measured import Profile
+from offramp.compiler.export.export_verification import has_half_precision
 from offramp.compiler.export.repositories import MODEL, README, WRITTEN_BY, Repository
-from offramp.compiler.export.verification import has_half_precision
 from offramp.compiler.graphs.nesting import METADATA, Names
 from offramp.compiler.graphs.runtime import random_inputs
 from offramp.proto import messages

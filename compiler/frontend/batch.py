@@ -8,7 +8,7 @@ An ``If`` takes one branch for all rows. Where its condition depends on data, as
 that was exported with its own exit, a sample's answer depends on the other samples of its batch,
 and where the choice is rare, a few rows that are run do not show it. So the graph is followed: what
 of a tensor depends on data of its own row alone, and what on several rows, or on one row for all.
-Sums of several rows are left to :mod:`.graphs.rows`, which runs them: they show at once.
+Sums of several rows are left to :mod:`.graphs.row_mixing`, which runs them: they show at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.frontend.batch_repair import REMEDY, repair
 from offramp.compiler.graphs.graph import Dataflow, Operator, bodies, copied
-from offramp.compiler.graphs.rows import check_rows
+from offramp.compiler.graphs.row_mixing import check_rows
 from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.graphs.shapes import (
     BATCH,
@@ -54,10 +54,9 @@ def free_batch(proto: onnx.ModelProto) -> None:
 
     After the repair rows are run at another batch size, and compared with the original. Whatever
     the batch was, nothing may be chosen for all rows by data of some (:mod:`.batch`),
-    and rows alone and together have to agree (:mod:`.graphs.rows`). ModelError if an input has no
-    batch
-    dimension, the model cannot be made to work at another batch size, or rows change each other's
-    answers.
+    and rows alone and together have to agree (:mod:`.graphs.row_mixing`). ModelError if an input
+    has no batch dimension, the model cannot be made to work at another batch size, or rows change
+    each other's answers.
     """
     old = fixed_size(proto)
     original = None if old is None else copied(proto)

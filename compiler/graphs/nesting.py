@@ -23,7 +23,7 @@ from offramp.bundle import Manifest
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.graphs.graph import copied, default_opset, rename_graph
 from offramp.compiler.graphs.shapes import BATCH
-from offramp.engine.graphs.layouts import enter_blocked
+from offramp.engine.graphs.blocked_layout import enter_blocked
 from offramp.engine.stages.plan import Plan, StageSpec
 
 _ANSWER, _CONFIDENCE, _EXIT = "answer", "confidence", "exit"

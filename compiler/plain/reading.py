@@ -43,7 +43,7 @@ from offramp.compiler.frontend.preparation import specs
 from offramp.compiler.frontend.source_file import load_source
 from offramp.compiler.graphs.graph import copied, default_opset, refill
 from offramp.compiler.graphs.nesting import METADATA
-from offramp.compiler.graphs.rows import scaled_by_batch
+from offramp.compiler.graphs.row_mixing import scaled_by_batch
 from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.graphs.shapes import BATCH, FLOATING, annotate
 from offramp.compiler.graphs.source_model import SourceModel

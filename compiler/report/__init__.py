@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from jinja2 import Template
 
 from offramp.bundle import ExitPolicy, Manifest, Measured, Profile
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.limits import BindingLimit
-from offramp.calibration.choose.records import ExitRecords
 from offramp.calibration.choose.trade_offs import Judged
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.commands.pages import page_template
@@ -25,7 +25,7 @@ from offramp.compiler.report.charts import (
 from offramp.compiler.report.figures import PolicyFigures
 from offramp.compiler.report.frontier import NAMES, frontier_view
 from offramp.compiler.report.pictures import EarlyMap, views
-from offramp.compiler.report.rehearsal import rehearsal_view
+from offramp.compiler.report.rehearsal_charts import rehearsal_view
 from offramp.compiler.report.route import route
 
 if TYPE_CHECKING:

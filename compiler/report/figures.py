@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy, Manifest, Profile
 from offramp.bundle.records import ClassLoss, count_label_losses, count_losses
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.certify.agreement import tuning_path
 from offramp.certify.decision import MODEL_END, count_answers, first_exit
 from offramp.certify.path import walk

@@ -24,7 +24,7 @@ from offramp.compiler.common.errors import VerificationError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import Progress
 from offramp.compiler.graphs.graph import serialised
-from offramp.compiler.graphs.rows import scaled_by_batch
+from offramp.compiler.graphs.row_mixing import scaled_by_batch
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.common.environment import available_cores

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, ValueBound
 from offramp.bundle.records import has_classes
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.data_sources import data_name
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import check_unusual

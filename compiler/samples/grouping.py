@@ -11,7 +11,7 @@ from offramp.bundle.schema.manifest import Calibration
 from offramp.calibration.data.data_sources import DataSource, data_name
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.groups import Groups
-from offramp.calibration.groups.find import find_groups
+from offramp.calibration.groups.find_groups import find_groups
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from offramp.bundle import InputRanges, LengthRange, Padding, TensorSpec
 from offramp.calibration.data.dataset import Dataset
 from offramp.compiler.common.rounding import SINGLE, STEPS, rounding_of
 from offramp.compiler.cuts.slicing import find_masks
-from offramp.compiler.graphs.rows import scaled_by_batch
+from offramp.compiler.graphs.row_mixing import scaled_by_batch
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.answers.differences import Scales, relative_difference
 from offramp.engine.backends.onnxruntime import make_session

@@ -13,7 +13,7 @@ from offramp.bundle import Bundle, ExitPolicy, InputRanges, Measured, Padding, w
 from offramp.bundle.files import check_space
 from offramp.bundle.writing import check_target
 from offramp.calibration.choose import limits
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.data_sources import data_name
 from offramp.calibration.data.dataset import DataError, Dataset, read_dataset, split
 from offramp.calibration.data.errors import UntrainableError
@@ -31,7 +31,7 @@ from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.blueprints.blueprint import Blueprint, Certified, draw
 from offramp.compiler.blueprints.joint import JointFolder, choose_training
 from offramp.compiler.blueprints.packing import make_manifest, pack
-from offramp.compiler.blueprints.precision import choose_precision
+from offramp.compiler.blueprints.precision_choice import choose_precision
 from offramp.compiler.blueprints.variants import (
     DrawnVariant,
     VariantFinder,
@@ -47,7 +47,7 @@ from offramp.compiler.cuts.slicing import VERIFIED_SAMPLES, Sliced, slice_model,
 from offramp.compiler.data.made import RandomSource
 from offramp.compiler.exits.bridges import check_bridges, find_bridged_exits, needs_bridges
 from offramp.compiler.exits.exits import FoundExits, find_exits
-from offramp.compiler.exits.policy import FixedPath, record_exits
+from offramp.compiler.exits.policy_choice import FixedPath, record_exits
 from offramp.compiler.exits.timed_model import CompileRun, TimedModel
 from offramp.compiler.frontend.answer_tokens import check_lengths
 from offramp.compiler.frontend.model import read_model

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.certify.decision import NEVER
 from offramp.compiler.data.made import RandomSource
 from offramp.compiler.graphs.runtime import random_inputs

@@ -17,7 +17,7 @@ from offramp.bundle import Bundle, Exit, ExitPolicy, Profile
 from offramp.bundle.bundle import REPORT, bundle_name
 from offramp.bundle.files import dump
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.trade_offs import RecordedVariant, kept_variants
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed

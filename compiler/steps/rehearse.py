@@ -17,7 +17,7 @@ import numpy as np
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
 from offramp.bundle.bundle import RECORDS, REPORT, bundle_name
 from offramp.bundle.schema.compilation import COPIES_WITHIN, DistinctSamples
-from offramp.calibration.choose.records import ExitRecords, dump_records
+from offramp.calibration.choose.exit_records import ExitRecords, dump_records
 from offramp.calibration.choose.selection import certifiable_errors
 from offramp.calibration.data.dataset import DataError, Dataset, part, read_samples
 from offramp.calibration.data.groups import Groups
@@ -38,7 +38,7 @@ from offramp.compiler.blueprints.packing import judged, rewrite
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.options import DEFAULT_CONFIDENCE_LEVEL, RehearseOptions
 from offramp.compiler.common.progress import SILENT, Progress
-from offramp.compiler.exits.policy import FixedPath, PolicyChoice, record_exits
+from offramp.compiler.exits.policy_choice import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.graphs.weights import WeightSizes
 from offramp.compiler.report import render_report
 from offramp.compiler.samples.grouping import distinct_samples, grouped

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.engine.common.timing import Effort, Rounds, Timer, repeats_of, time_rounds
-from offramp.engine.stages.base import Backend, Slot
+from offramp.engine.stages.backend_protocol import Backend, Slot
 from offramp.engine.stages.pipeline import Pipeline, zeros
 from offramp.engine.stages.plan import Mode, make_plan
 

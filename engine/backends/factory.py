@@ -19,8 +19,8 @@ from offramp.bundle.engines import EngineStore, Precision, list_targets
 from offramp.bundle.schema.compilation import OperatorLibrary
 from offramp.bundle.schema.errors import BundleError
 from offramp.engine.common.errors import BackendError
-from offramp.engine.kernels.compilation import load_kernels, source_hash
-from offramp.engine.stages.base import Backend
+from offramp.engine.kernels.kernel_compilation import load_kernels, source_hash
+from offramp.engine.stages.backend_protocol import Backend
 from offramp.engine.stages.precision import is_rounded, require_plain
 from offramp.engine.tensorrt import probe
 from offramp.engine.tensorrt.lookup import EnginePlace
@@ -188,7 +188,7 @@ def _with_kernels(
     factory: ExecutableFactory, driver: Driver, options: _Options, cubins: Iterator[bytes]
 ) -> Backend:
     """Make a backend with the first machine code that the driver loads."""
-    from offramp.engine.cuda.backend import CudaBackend  # noqa: PLC0415
+    from offramp.engine.cuda.cuda_backend import CudaBackend  # noqa: PLC0415
     from offramp.engine.cuda.driver import DeviceLostError  # noqa: PLC0415
 
     refused = BackendError("there is no machine code of our kernels")

@@ -26,7 +26,7 @@ from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.common.errors import BackendError
 from offramp.engine.graphs.assembly import CONFIDENCE, with_confidence
 from offramp.engine.graphs.external_weights import WeightForm
-from offramp.engine.stages.base import Rows, StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatch
 from offramp.engine.stages.plan import LightGraph, StageSpec
 
 _EMPTY = np.empty(0, np.float32)

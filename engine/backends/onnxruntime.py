@@ -23,8 +23,8 @@ from offramp.bundle.graph_weights import WEIGHTS
 from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.backends.host import HostBackend, LoadedGraph
 from offramp.engine.graphs.assembly import has_half_precision
+from offramp.engine.graphs.blocked_layout import enter_blocked
 from offramp.engine.graphs.external_weights import WeightForm, run_on_file
-from offramp.engine.graphs.layouts import enter_blocked
 
 ONE_NODE: Final = (
     b'\x08\x08:6\n\x0b\n\x01x\x12\x01y"\x03Abs\x12\x05probe'

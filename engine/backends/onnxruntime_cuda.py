@@ -4,7 +4,7 @@ Every slot has sessions of its own for each stage, which work on the slot's stre
 the slot's buffers in place, and do not wait for the device. Memory between the operators is ONNX
 Runtime's own; it grows with the first run of each size. A stage with convolutions has a session,
 with its weights, for each of the few sizes that its batches are filled up to
-(:mod:`offramp.engine.cuda.padding`); any other has one.
+(:mod:`offramp.engine.cuda.batch_sizes`); any other has one.
 
 Operators that the provider lacks, and sums of a few sizes, ONNX Runtime runs on the CPU. That it
 leaves the GPU aside as a whole, as it does when its CUDA libraries do not load, is refused.

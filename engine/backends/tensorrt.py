@@ -22,7 +22,7 @@ from offramp.bundle.engines import Precision
 from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
-from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.backend_protocol import MissingEngine
 from offramp.engine.stages.plan import StageSpec
 from offramp.engine.tensorrt import compat
 from offramp.engine.tensorrt.loading import EngineContext, EngineLibrary, LoadedEngine, SharedEngine

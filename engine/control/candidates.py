@@ -23,9 +23,9 @@ from offramp.certify import (
 )
 from offramp.certify.agreement import Fitted, expect, refit
 from offramp.certify.path import Outlook, look_ahead
+from offramp.engine.control.control_settings import CertifiedSettings
 from offramp.engine.control.controller import Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.settings import CertifiedSettings
 
 _AT_THE_END: Final = 4
 """Times the samples that tuning takes: the wait for a new path where the last level passed."""

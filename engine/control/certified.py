@@ -36,13 +36,13 @@ from offramp.certify import AgreementCurve, FloatArray, Observations, Window, fi
 from offramp.certify.kept import kept_array, kept_part
 from offramp.engine.control.adjustment import ExitProposals
 from offramp.engine.control.candidates import CandidateTests, SavingsEstimator
+from offramp.engine.control.control_settings import CertifiedSettings
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.counters import ControlCounters
 from offramp.engine.control.drift import DriftAlarm, Suspicion
 from offramp.engine.control.in_force import PolicyInForce, Resumption
 from offramp.engine.control.initial import tuning_split
-from offramp.engine.control.settings import CertifiedSettings
 from offramp.engine.control.shift import ShiftGuard
 
 __all__ = ["CertifiedController", "CertifiedSettings"]

@@ -26,10 +26,10 @@ from offramp.certify.agreement import Fitted, lay_path
 from offramp.certify.betting import UpperBound
 from offramp.certify.kept import kept_count, kept_flag, kept_part
 from offramp.certify.threshold_path import alpha_of
+from offramp.engine.control.control_settings import CertifiedSettings
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.counters import ControlCounters
-from offramp.engine.control.settings import CertifiedSettings
 from offramp.engine.control.shift import ALIKE, ShiftGuard
 
 _FOR_PATHS: Final = 0.8

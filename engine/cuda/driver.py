@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.common.errors import BackendError
-from offramp.engine.kernels.arguments import Launch
+from offramp.engine.kernels.kernel_arguments import Launch
 
 ALIGNMENT = 256
 """Bytes: every address that a driver allocates is a multiple of it."""
@@ -40,7 +40,7 @@ Kernel: TypeAlias = Any
 """A kernel that a driver loaded; opaque."""
 
 Kernels: TypeAlias = Mapping[str, Kernel]
-"""By entry point: all of :data:`offramp.engine.kernels.arguments.ENTRY_POINTS`."""
+"""By entry point: all of :data:`offramp.engine.kernels.kernel_arguments.ENTRY_POINTS`."""
 
 
 class DeviceMemoryError(BackendError):

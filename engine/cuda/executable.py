@@ -21,7 +21,7 @@ import numpy as np
 
 from offramp.bundle import Bundle
 from offramp.engine.cuda.driver import Driver, Stream
-from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.backend_protocol import MissingEngine
 from offramp.engine.stages.plan import StageSpec
 
 Shape: TypeAlias = tuple[int, ...]
@@ -135,7 +135,7 @@ class PreparedStage(Protocol):
     def pads(self) -> bool:
         """Whether new batch sizes cost it so much that batches are filled up to few sizes.
 
-        See :mod:`offramp.engine.cuda.padding`.
+        See :mod:`offramp.engine.cuda.batch_sizes`.
         """
 
     @property

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.cuda.batch import Layout, RowPart
+from offramp.engine.cuda.device_batch import Layout, RowPart
 from offramp.engine.cuda.driver import Driver, Graph, Stream
 from offramp.engine.cuda.executable import Executable, Shape
-from offramp.engine.cuda.stages import StageFacts
-from offramp.engine.kernels.arguments import Launch
+from offramp.engine.cuda.prepared_stages import StageFacts
+from offramp.engine.kernels.kernel_arguments import Launch
 
 _TIMES_UNTIL_CAPTURE = 2
 

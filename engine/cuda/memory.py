@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.cuda.driver import DeviceMemoryError, Driver, Pinned, aligned
-from offramp.engine.kernels.arguments import Results, Scratch
+from offramp.engine.kernels.kernel_arguments import Results, Scratch
 
 _LEAST_BYTES = 1 << 16
 """The smallest allocation of the pool."""

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from offramp.bundle.optional_imports import optional_import
 from offramp.engine.common.errors import BackendError
+from offramp.engine.cuda.cuda_graphs import CudaGraph, CudaGraphs
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Stream, StreamEvent
-from offramp.engine.cuda.graphs import CudaGraph, CudaGraphs
 from offramp.engine.cuda.primary_context import PrimaryContext, primary_context
-from offramp.engine.kernels.arguments import (
+from offramp.engine.kernels.kernel_arguments import (
     ENTRY_POINTS,
     GATHER_ROWS,
     GATHER_ROWS_ARGUMENTS,

@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.batch import CudaBatch, Layout, Layouts, Row, RowPart, row_bytes
+from offramp.engine.cuda.batch_sizes import padded
+from offramp.engine.cuda.device_batch import CudaBatch, Layout, Layouts, Row, RowPart, row_bytes
 from offramp.engine.cuda.executable import PreparedStage, Shape, SlotResources
 from offramp.engine.cuda.execution import Execution, OpenStage, StageRun
 from offramp.engine.cuda.memory import Arena
-from offramp.engine.cuda.padding import padded
-from offramp.engine.cuda.stages import StageFacts, StageRegistry
+from offramp.engine.cuda.prepared_stages import StageFacts, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels, row_copies
-from offramp.engine.kernels.arguments import MOST_TENSORS, ExitCheck, Launch, stage_end
+from offramp.engine.kernels.kernel_arguments import MOST_TENSORS, ExitCheck, Launch, stage_end
 
 MOST_EXECUTIONS = 1024
 """Of a slot; with inputs of many lengths there is no end of them, and a graph takes memory.

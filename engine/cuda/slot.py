@@ -27,17 +27,17 @@ from numpy.typing import NDArray
 
 from offramp.engine.answers.exit_check import confidence_of
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.batch import BufferedRows, CudaBatch, Layout, Layouts
+from offramp.engine.cuda.batch_sizes import padded
+from offramp.engine.cuda.device_batch import BufferedRows, CudaBatch, Layout, Layouts
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory, SlotResources
 from offramp.engine.cuda.execution import StageRun
 from offramp.engine.cuda.memory import Arena, MemoryPool
-from offramp.engine.cuda.padding import padded
+from offramp.engine.cuda.prepared_stages import CudaStage, StageFacts, StageRegistry
 from offramp.engine.cuda.runs import OpenStages, StageRuns
-from offramp.engine.cuda.stages import CudaStage, StageFacts, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels, SlotStream
-from offramp.engine.kernels.arguments import Scratch
-from offramp.engine.stages.base import Rows, StageResult, TensorBatch
+from offramp.engine.kernels.kernel_arguments import Scratch
+from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatch
 
 REMEDY = "lower --streams or --max-batch-size"
 _MOST_LAYOUTS = 4096
@@ -62,7 +62,7 @@ class SharedBySlots:
 
 
 class CudaSlot:
-    """Runs stages on a stream of its own: a :class:`offramp.engine.stages.base.Slot`.
+    """Runs stages on a stream of its own: a :class:`offramp.engine.stages.backend_protocol.Slot`.
 
     A batch is void once its buffer is written again: by the next ``upload`` or ``merge``, or two
     stages later. It raises then. All memory that the prepared stages need is allocated at once,

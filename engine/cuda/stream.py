@@ -9,11 +9,11 @@ from itertools import islice
 import numpy as np
 
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.batch import Layout
+from offramp.engine.cuda.device_batch import Layout
 from offramp.engine.cuda.driver import Driver, Stream, StreamEvent
 from offramp.engine.cuda.memory import Arena
-from offramp.engine.kernels.arguments import MOST_TENSORS, Launch, RowCopy, gather_rows
-from offramp.engine.stages.base import Rows
+from offramp.engine.kernels.kernel_arguments import MOST_TENSORS, Launch, RowCopy, gather_rows
+from offramp.engine.stages.backend_protocol import Rows
 
 
 class DeviceKernels:

@@ -18,7 +18,7 @@ from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.common.environment import available_cores
 from offramp.engine.common.errors import DrainingError, EngineError, OptionsError
 from offramp.engine.learning import words
-from offramp.engine.learning.compiling import (
+from offramp.engine.learning.compilation import (
     Compilation,
     compile_arguments,
     describe_end,
@@ -27,12 +27,12 @@ from offramp.engine.learning.compiling import (
     read_progress,
     start_compilation,
 )
-from offramp.engine.learning.folder import LearnFolder
+from offramp.engine.learning.input_recorder import InputRecorder, RecordedCounts
 from offramp.engine.learning.learning_engine import LearningEngine
+from offramp.engine.learning.learning_folder import LearnFolder
 from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, Progressed
 from offramp.engine.learning.processor import IdleShare
-from offramp.engine.learning.recorder import InputRecorder, RecordedCounts
-from offramp.engine.learning.recording import RecordingError, RecordingHeader, sample_bytes
+from offramp.engine.learning.recording_file import RecordingError, RecordingHeader, sample_bytes
 from offramp.engine.learning.recording_log import LIVE_SHARE, RecordingLog
 from offramp.engine.learning.state import LearnState
 from offramp.engine.models.learning_options import LearnOptions

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
-from offramp.engine.learning.recording import (
+from offramp.engine.learning.recording_file import (
     CRC,
     LOG_NAME,
     MARK,

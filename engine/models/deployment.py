@@ -32,7 +32,7 @@ from offramp.engine.scheduling import (
     stage_seconds,
 )
 from offramp.engine.scheduling.policies import PlanPolicy, PolicyName, chooses_points, policy_for
-from offramp.engine.stages.base import Backend, Stage
+from offramp.engine.stages.backend_protocol import Backend, Stage
 from offramp.engine.stages.pipeline import Pipeline, zeros
 from offramp.engine.stages.plan import Mode, Plan, StageSpec, make_plan
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Profile
 from offramp.engine.common.errors import BackendError
-from offramp.engine.stages.base import Backend, Slot
+from offramp.engine.stages.backend_protocol import Backend, Slot
 from offramp.engine.stages.pipeline import Pipeline, zeros
 from offramp.engine.stages.plan import Mode, make_chained_plan, make_plan
 

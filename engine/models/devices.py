@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from offramp.bundle import Bundle
 from offramp.engine.scheduling import Placement
-from offramp.engine.stages.base import Backend, StreamBackend
+from offramp.engine.stages.backend_protocol import Backend, StreamBackend
 from offramp.engine.stages.plan import Plan
 
 if TYPE_CHECKING:

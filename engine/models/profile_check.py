@@ -31,7 +31,7 @@ from offramp.engine.common.control_state import identity_of
 from offramp.engine.common.environment import available_cores, cpu_model
 from offramp.engine.common.timing import Effort, Timer, disturbances, repeats_of, time_rounds
 from offramp.engine.control.costs import CostModel
-from offramp.engine.stages.base import Backend, Slot, TensorBatch
+from offramp.engine.stages.backend_protocol import Backend, Slot, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline, zeros
 from offramp.engine.stages.plan import Mode, Plan, make_plan
 

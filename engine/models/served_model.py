@@ -41,7 +41,7 @@ from offramp.engine.scheduling import (
     Placement,
 )
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler, may_buffer
-from offramp.engine.stages.base import StreamBackend
+from offramp.engine.stages.backend_protocol import StreamBackend
 from offramp.engine.stages.pipeline import zeros
 from offramp.engine.stages.plan import Mode
 from offramp.engine.stages.precision import warn_of_other_kernels, warn_of_saturation

@@ -17,7 +17,7 @@ from offramp.bundle import Manifest, Profile
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.engine.backends.factory import CPU
 from offramp.engine.graphs.external_weights import WeightForm
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 from offramp.engine.stages.plan import StageSpec
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@
 The compiler is run as a program: nothing here imports onnx.
 """
 
-from offramp.engine.onnx_files.folder import WrappedFiles
+from offramp.engine.onnx_files.wrapped_folder import WrappedFiles
 from offramp.engine.onnx_files.wrapping import OnnxFileError, is_onnx_file, wrap
 
 __all__ = ["OnnxFileError", "WrappedFiles", "is_onnx_file", "wrap"]

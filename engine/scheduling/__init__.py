@@ -3,7 +3,7 @@
 The server's executor, the simulator and the tests drive the very same objects.
 """
 
-from offramp.engine.scheduling.base import (
+from offramp.engine.scheduling.decisions import (
     DropCause,
     Dropped,
     Idle,
@@ -30,7 +30,7 @@ from offramp.engine.scheduling.points import (
     operating_points,
     pareto_front,
 )
-from offramp.engine.scheduling.policy import Policy
+from offramp.engine.scheduling.policy_protocol import Policy
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.scheduler import ModelScheduler
 from offramp.engine.scheduling.stage_table import StageTable

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from offramp.engine.scheduling.base import Key, Submission
+from offramp.engine.scheduling.decisions import Key, Submission
 
 
 class Queueable(Protocol):

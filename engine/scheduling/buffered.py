@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import Piece, Rows, RowSet, concatenate
+from offramp.engine.scheduling.decisions import Piece, Rows, RowSet, concatenate
 from offramp.engine.scheduling.queue import PATIENCE_S
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import (
+from offramp.engine.scheduling.decisions import (
     NOTHING,
     Decision,
     Run,

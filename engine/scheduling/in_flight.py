@@ -9,7 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import (
+from offramp.engine.scheduling.buffered import BufferedQueue
+from offramp.engine.scheduling.decisions import (
     NOTHING,
     DropCause,
     Dropped,
@@ -20,11 +21,10 @@ from offramp.engine.scheduling.base import (
     all_rows,
     concatenate,
 )
-from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.failure_history import FailureHistory
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.placed import PlacedPlan
-from offramp.engine.scheduling.policy import Merge, Policy, Start, Waiting
+from offramp.engine.scheduling.policy_protocol import Merge, Policy, Start, Waiting
 from offramp.engine.scheduling.queue import PATIENCE_S, SampleQueue
 from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 

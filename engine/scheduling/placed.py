@@ -10,7 +10,7 @@ from typing import NamedTuple
 from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.placement import Placement
-from offramp.engine.scheduling.policy import Policy, Waiting
+from offramp.engine.scheduling.policy_protocol import Policy, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
 

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import (
+from offramp.engine.scheduling.buckets import Bucket, BucketIndex, SortedQueue, Taken
+from offramp.engine.scheduling.decisions import (
     DropCause,
     Dropped,
     RowSet,
@@ -15,7 +16,6 @@ from offramp.engine.scheduling.base import (
     Submission,
     uniform,
 )
-from offramp.engine.scheduling.buckets import Bucket, BucketIndex, SortedQueue, Taken
 
 PATIENCE_S = 1.0
 """A request without a deadline is ordered as if it had this long: it is never refused for being

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.scheduling.admission import AdmissionControl
-from offramp.engine.scheduling.base import (
+from offramp.engine.scheduling.decisions import (
     NOTHING,
     Decision,
     DropCause,
@@ -48,7 +48,7 @@ from offramp.engine.scheduling.in_flight import InFlight
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.placed import PlacedPlan
-from offramp.engine.scheduling.policy import LoadShedding, Merge, Policy, Start, Waiting
+from offramp.engine.scheduling.policy_protocol import LoadShedding, Merge, Policy, Start, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 

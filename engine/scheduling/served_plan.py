@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from offramp.engine.scheduling.base import Piece, RowSet, Run
+from offramp.engine.scheduling.decisions import Piece, RowSet, Run
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.placed import PlacedPlan, TimedRun
-from offramp.engine.scheduling.policy import Policy, Start, Waiting
+from offramp.engine.scheduling.policy_protocol import Policy, Start, Waiting
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ The truth is a bundle's segments one after the other in plain ONNX Runtime on th
 kernels, and, for whatever only moves rows about, the backend's own tensors, bit for bit.
 """
 
-from offramp.engine.self_check.results import CheckVerdict, SelfCheckReport
+from offramp.engine.self_check.check_results import CheckVerdict, SelfCheckReport
 from offramp.engine.self_check.run import run_self_check
 
 __all__ = ["CheckVerdict", "SelfCheckReport", "run_self_check"]

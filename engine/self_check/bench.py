@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from offramp.engine.backends import Backend, Slot, TensorBatch
 from offramp.engine.backends.host import HostBatch
-from offramp.engine.cuda.backend import CudaBackend
-from offramp.engine.cuda.batch import BufferedRows, CudaBatch
+from offramp.engine.cuda.cuda_backend import CudaBackend
+from offramp.engine.cuda.device_batch import BufferedRows, CudaBatch
 from offramp.engine.cuda.driver import Driver
 from offramp.engine.cuda.memory import RowBuffers
 from offramp.engine.cuda.slot import CudaSlot
 from offramp.engine.cuda.stream import DeviceKernels
-from offramp.engine.kernels.arguments import Launch
+from offramp.engine.kernels.kernel_arguments import Launch
 
 UNTOUCHED = 0xC3
 """What memory holds that nobody has written."""

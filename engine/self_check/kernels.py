@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, AnswerForm
 from offramp.engine.answers.exit_check import confidence_of
-from offramp.engine.kernels.arguments import (
+from offramp.engine.kernels.kernel_arguments import (
     CheckKind,
     ExitCheck,
     RowCopy,
@@ -20,7 +20,7 @@ from offramp.engine.kernels.arguments import (
     stage_end,
 )
 from offramp.engine.self_check.bench import UNTOUCHED, DeviceBench
-from offramp.engine.self_check.results import CheckFailedError, Facts, TimeLimit
+from offramp.engine.self_check.check_results import CheckFailedError, Facts, TimeLimit
 
 _RTOL = 1e-5
 """Of confidences. Both sides add up float32 values, each in an order of its own."""

@@ -16,9 +16,9 @@ from offramp.engine.backends import Backend
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.options import EngineOptions
 from offramp.engine.models.plain_serving import options_for
-from offramp.engine.self_check import kernels, resources, rows, slots, stages
+from offramp.engine.self_check import kernels, resource_checks, row_checks, slots, stage_checks
 from offramp.engine.self_check.bench import bench_of
-from offramp.engine.self_check.results import (
+from offramp.engine.self_check.check_results import (
     Check,
     CheckFailedError,
     CheckResult,
@@ -92,7 +92,7 @@ def run_self_check(
         check = Check(name="load", asserts=_LOAD, run=load, bundle=name)
         runner.run(check, _LOADING * seconds)
     checks = [*_of_device(backend), *_of_models(subjects)]
-    close = partial(resources.check_close, backend, subjects)
+    close = partial(resource_checks.check_close, backend, subjects)
     checks.append(Check(name="close", asserts=_CLOSE, run=close))
     shares = sum(check.share for check in checks)
     for check in checks:
@@ -138,23 +138,28 @@ _OF_MODELS: Final[tuple[tuple[str, str, float, _OnBench], ...]] = (
         "answers",
         "stages answer, and are as sure, as the segments one by one in plain ONNX Runtime",
         3.0,
-        stages.check_answers,
+        stage_checks.check_answers,
     ),
-    ("carry", "stages hand on what the segments hand on", 1.5, stages.check_carry),
-    ("confidence", "confidences are those of the answers, 0 for NaN", 1.0, stages.check_confidence),
+    ("carry", "stages hand on what the segments hand on", 1.5, stage_checks.check_carry),
+    (
+        "confidence",
+        "confidences are those of the answers, 0 for NaN",
+        1.0,
+        stage_checks.check_confidence,
+    ),
     (
         "thresholds",
         "rows leave from their very confidence on, and not below",
         1.0,
-        stages.check_thresholds,
+        stage_checks.check_thresholds,
     ),
-    ("batch-mates", "answers do not depend on batch mates", 1.0, stages.check_batch_mates),
-    ("select", "rows that go on keep content and order", 1.0, rows.check_select),
-    ("merge", "buffered rows are merged whole and in order", 1.0, rows.check_merge),
+    ("batch-mates", "answers do not depend on batch mates", 1.0, stage_checks.check_batch_mates),
+    ("select", "rows that go on keep content and order", 1.0, row_checks.check_select),
+    ("merge", "buffered rows are merged whole and in order", 1.0, row_checks.check_merge),
     ("graphs", "CUDA graphs read what is there when they are launched", 1.0, slots.check_graphs),
     ("slots", "two slots at once answer as one after the other", 1.0, slots.check_slots),
     ("restart", "slots answer after a failure, and anew", 1.0, slots.check_restart),
-    ("memory", "nothing grows with what is run", 2.0, resources.check_memory),
+    ("memory", "nothing grows with what is run", 2.0, resource_checks.check_memory),
 )
 """Name, what it asserts, share of the time, and what measures."""
 

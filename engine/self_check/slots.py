@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from offramp.engine.backends import Slot
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.cuda_backend import CudaBackend
 from offramp.engine.cuda.slot import CudaSlot
-from offramp.engine.self_check.results import (
+from offramp.engine.self_check.check_results import (
     CheckFailedError,
     CheckSkippedError,
     Facts,

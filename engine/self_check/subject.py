@@ -30,8 +30,8 @@ from offramp.engine.backends import Backend, Slot, StageResult, TensorBatch
 from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.common.errors import BackendError
 from offramp.engine.graphs.assembly import ModelProto, carries_steps, give_steps, has_half_precision
-from offramp.engine.self_check.results import CheckFailedError
-from offramp.engine.stages.base import Stage
+from offramp.engine.self_check.check_results import CheckFailedError
+from offramp.engine.stages.backend_protocol import Stage
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
 

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from offramp.engine.common.compiler_process import BuildProcess
 from offramp.engine.control.engine_builds import BuildBudget, BuildDecisions, BuildRequest
-from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.backend_protocol import MissingEngine
 
 _log = logging.getLogger(__name__)
 

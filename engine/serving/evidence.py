@@ -24,7 +24,7 @@ from offramp.engine.requests.recorder import Recorder
 from offramp.engine.requests.request_table import Request
 from offramp.engine.requests.variant_audits import AUDITED_SHARE, AuditCounts, VariantAudits
 from offramp.engine.scheduling import Run, StepOutcome
-from offramp.engine.stages.base import Rows
+from offramp.engine.stages.backend_protocol import Rows
 from offramp.engine.stages.pipeline import StageStep
 from offramp.engine.stages.plan import StageSpec
 

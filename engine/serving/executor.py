@@ -45,12 +45,12 @@ from offramp.engine.scheduling import (
     Submission,
     Wait,
 )
-from offramp.engine.scheduling.base import all_rows
+from offramp.engine.scheduling.decisions import all_rows
 from offramp.engine.scheduling.policies import PlanPolicy
 from offramp.engine.serving.availability import Availability
-from offramp.engine.serving.model_checks import ModelChecks, NotWellError, StartFailedError
 from offramp.engine.serving.model_runtime import ModelRuntime, Pieces
-from offramp.engine.stages.base import Backend, Slot, TensorBatch
+from offramp.engine.serving.stream_checks import ModelChecks, NotWellError, StartFailedError
+from offramp.engine.stages.backend_protocol import Backend, Slot, TensorBatch
 
 _log = logging.getLogger(__name__)
 

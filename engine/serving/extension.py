@@ -8,7 +8,7 @@ from typing import Protocol
 from offramp.engine.models.options import EngineOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.serving.executor import Executor
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 
 
 class Companion(Protocol):

@@ -25,10 +25,10 @@ from offramp.engine.requests.statistics import (
 )
 from offramp.engine.requests.variant_audits import AuditCounts
 from offramp.engine.scheduling import DropCause, Dropped, PlacedPlan, Run, StepOutcome
-from offramp.engine.scheduling.base import RowSet
+from offramp.engine.scheduling.decisions import RowSet
 from offramp.engine.scheduling.policies import PlanPolicy
 from offramp.engine.serving.evidence import Parts, observer_of
-from offramp.engine.stages.base import Rows, TensorBatch
+from offramp.engine.stages.backend_protocol import Rows, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline, StageStep
 from offramp.engine.stages.plan import StageSpec
 

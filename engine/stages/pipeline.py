@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 from offramp.bundle import Manifest
 from offramp.certify import NEVER, leaves
 from offramp.engine.common.errors import BackendError
-from offramp.engine.scheduling.base import all_rows, uniform
-from offramp.engine.stages.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
+from offramp.engine.scheduling.decisions import all_rows, uniform
+from offramp.engine.stages.backend_protocol import (
+    Backend,
+    Rows,
+    Slot,
+    Stage,
+    StageResult,
+    TensorBatch,
+)
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
 
 

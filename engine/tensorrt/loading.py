@@ -19,7 +19,7 @@ from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.cuda.executable import Shape
 from offramp.engine.tensorrt import compat
 from offramp.engine.tensorrt.lookup import StoredEngine
-from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger
+from offramp.engine.tensorrt.tensorrt_messages import errors_of_tensorrt, logger
 
 if TYPE_CHECKING:
     import tensorrt as trt

@@ -25,7 +25,7 @@ from offramp.bundle.engines import (
     parts_digest,
 )
 from offramp.engine.common.errors import BackendError
-from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.backend_protocol import MissingEngine
 from offramp.engine.stages.plan import StageSpec
 
 _LOG = logging.getLogger(__name__)

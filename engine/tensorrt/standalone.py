@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from offramp.engine.common.errors import BackendError
 from offramp.engine.tensorrt import compat
 from offramp.engine.tensorrt.loading import deserialize, refused, tensor_names
-from offramp.engine.tensorrt.messages import errors_of_tensorrt
+from offramp.engine.tensorrt.tensorrt_messages import errors_of_tensorrt
 
 if TYPE_CHECKING:
     import pycuda.driver as cuda

@@ -22,8 +22,8 @@ from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.onnx_files.wrapping import is_onnx_file
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.server.arguments.configuration import Configuration, ConfigurationError, key_of
+from offramp.server.arguments.option_groups import values_of
 from offramp.server.arguments.options import DEFAULT_MODE
-from offramp.server.arguments.settings import values_of
 
 _OBSERVING: Final = (
     *("--controller", "--max-disagreement", "--confidence", "--audit-budget", "--ramp-budget"),

@@ -5,19 +5,19 @@ some weights are sliced to their first channels (:mod:`.width`, WeightSlice), wi
 own where layers normalise (:mod:`.norm`, SubnetNorm). The paper's operators choose at run time,
 inside one dynamic graph; here each subnet is a static graph of its own, which runtimes optimise,
 and weights are shared as views of one file: :mod:`.extract` says which of a subnet's weights are
-the first bytes of the supernet's, and :mod:`.layout` stores the supernet so that most are.
+the first bytes of the supernet's, and :mod:`.weight_layout` stores the supernet so that most are.
 
-:class:`~offramp.supernet.graphs.supernet.Supernet` is where to begin: a model as it was read, and
-what is elastic of it, as :mod:`.spec_file` reads it.
+:class:`~offramp.supernet.graphs.elastic_model.Supernet` is where to begin: a model as it was read,
+and what is elastic of it, as :mod:`.spec_file` reads it.
 """
 
+from offramp.supernet.graphs.elastic_model import Supernet
+from offramp.supernet.graphs.elastic_spec import ElasticSpec, SubnetChoice
 from offramp.supernet.graphs.extract import Subnet, extract, extract_subnet
-from offramp.supernet.graphs.layout import laid_out
 from offramp.supernet.graphs.norm import SubnetNorm
 from offramp.supernet.graphs.search import RatedChoice, prune, search
-from offramp.supernet.graphs.spec import ElasticSpec, SubnetChoice
 from offramp.supernet.graphs.spec_file import read_spec
-from offramp.supernet.graphs.supernet import Supernet
+from offramp.supernet.graphs.weight_layout import laid_out
 
 __all__ = [
     "ElasticSpec",

@@ -14,9 +14,9 @@ import onnx
 from offramp.compiler.frontend.preparation import remove_unused
 from offramp.compiler.graphs.graph import Dataflow, Operator, bodies, refill
 from offramp.compiler.graphs.shapes import UNKNOWN, TensorType
+from offramp.supernet.graphs.elastic_spec import Skip
 from offramp.supernet.graphs.errors import ElasticSpecError, NotElasticError
 from offramp.supernet.graphs.names import nearest
-from offramp.supernet.graphs.spec import Skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from offramp.compiler.graphs.graph import Dataflow
 from offramp.compiler.graphs.shapes import annotate, forget_shapes
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.weight_parts import has_first_channels
+from offramp.supernet.graphs.elastic_model import Supernet
+from offramp.supernet.graphs.elastic_spec import ElasticSpec, SubnetChoice
 from offramp.supernet.graphs.errors import NotElasticError
 from offramp.supernet.graphs.norm import SubnetNorm
 from offramp.supernet.graphs.slicing_plan import apply_plan
-from offramp.supernet.graphs.spec import ElasticSpec, SubnetChoice
-from offramp.supernet.graphs.supernet import Supernet
 
 WeightKind: TypeAlias = Literal["whole", "prefix", "channels", "own"]
 """The supernet's weight as it is, the first bytes of one, the first channels of one on both sides

@@ -16,8 +16,8 @@ from onnx import helper
 
 from offramp.compiler.graphs.graph import Dataflow, Operator, is_standard
 from offramp.compiler.graphs.shapes import TensorType
+from offramp.supernet.graphs.elastic_spec import ElasticSpec, WidthGroup
 from offramp.supernet.graphs.errors import ElasticSpecError
-from offramp.supernet.graphs.spec import ElasticSpec, WidthGroup
 
 _WEIGHTS = {"Conv": (1,), "ConvTranspose": (1,), "MatMul": (1, 0), "Gemm": (1,)}
 """Operators whose output channels are those of a weight, and which of their inputs it may be."""

@@ -36,11 +36,11 @@ import onnx
 from offramp.calibration.data.dataset import Dataset
 from offramp.compiler.graphs.graph import Dataflow
 from offramp.supernet.graphs.depth import DepthBlock
+from offramp.supernet.graphs.elastic_model import Supernet
 from offramp.supernet.graphs.moments import Moments, measure, rows_at_once
 from offramp.supernet.graphs.norm_graph import Correction, correct, normalise_by_batch
 from offramp.supernet.graphs.norm_layers import NormLayer, find_layers
 from offramp.supernet.graphs.slicing_plan import SlicePlan
-from offramp.supernet.graphs.supernet import Supernet
 
 _LEAST_DEVIATION: Final = 1e-4
 """Of that in the full model: of channels that hardly vary in a subnet, no more is made."""

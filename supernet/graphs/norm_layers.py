@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from offramp.compiler.graphs.graph import Dataflow, Operator
 from offramp.supernet.graphs.depth import in_scope
+from offramp.supernet.graphs.elastic_model import Supernet
+from offramp.supernet.graphs.elastic_spec import AUTO, NONE
 from offramp.supernet.graphs.errors import ElasticSpecError
 from offramp.supernet.graphs.names import nearest
-from offramp.supernet.graphs.spec import AUTO, NONE
-from offramp.supernet.graphs.supernet import Supernet
 
 _CHANNELS_FIRST = frozenset({"Conv", "ConvTranspose"})
 _CHANNELS_LAST = frozenset({"MatMul", "Gemm"})

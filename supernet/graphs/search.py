@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isnan
 
-from offramp.supernet.graphs.spec import ElasticSpec, SubnetChoice
+from offramp.supernet.graphs.elastic_spec import ElasticSpec, SubnetChoice
 
 _SAMPLED = 0.5
 """Share of the budget that is drawn at random, before neighbours are tried."""

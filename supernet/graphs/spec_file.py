@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from offramp.supernet.graphs.elastic_spec import (
+    AUTO,
+    NONE,
+    DepthGroup,
+    ElasticSpec,
+    Skip,
+    WidthGroup,
+)
 from offramp.supernet.graphs.errors import ElasticSpecError
-from offramp.supernet.graphs.spec import AUTO, NONE, DepthGroup, ElasticSpec, Skip, WidthGroup
 
 _KEYS: Final = {
     "depth": {"skip"},

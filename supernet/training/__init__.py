@@ -21,8 +21,12 @@ distillation), Hou et al. 2020 (DynaBERT), Khare et al. 2025 (SuperServe 3: Laye
 WeightSlice, SubnetNorm).
 """
 
-from offramp.supernet.training.export import SPECIFICATION, export_supernet
-from offramp.supernet.training.layers import ElasticBatchNorm2d, ElasticConv2d, ElasticLinear
+from offramp.supernet.training.elastic_layers import (
+    ElasticBatchNorm2d,
+    ElasticConv2d,
+    ElasticLinear,
+)
+from offramp.supernet.training.sandwich_rule import SandwichLosses, sandwich_step, soft_targets
 from offramp.supernet.training.space import ElasticChoice, ElasticDepth, ElasticSpace, ElasticWidth
 from offramp.supernet.training.supernet import (
     ElasticModule,
@@ -30,7 +34,7 @@ from offramp.supernet.training.supernet import (
     calibrate_norms,
     extract,
 )
-from offramp.supernet.training.training import SandwichLosses, sandwich_step, soft_targets
+from offramp.supernet.training.supernet_export import SPECIFICATION, export_supernet
 
 __all__ = [
     "SPECIFICATION",

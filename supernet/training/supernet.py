@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offramp.supernet.training.layers import (
+from offramp.supernet.training.elastic_layers import (
     ElasticBatchNorm2d,
     ElasticBlock,
     ElasticConv2d,

@@ -31,8 +31,8 @@ from offramp.client import (
     StreamedResult,
     UnknownModelError,
 )
+from offramp.client.conversion import build_request
 from offramp.client.errors import BROKEN_OFF
-from offramp.client.wire import build_request
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
 from tests.chaos.account import Account, Ticket
@@ -395,7 +395,7 @@ def _take(
 
 
 def _judge_message(clients: Clients, ticket: Ticket, rows: Sequence[int], response: Any) -> None:
-    from offramp.client.wire import parse_response
+    from offramp.client.conversion import parse_response
 
     clients.judge(ticket, rows, parse_response(response))
 

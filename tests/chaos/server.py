@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from offramp.engine.backends.host import HostSlot
 from offramp.engine.common.errors import BackendError
-from offramp.engine.stages.base import StageResult
+from offramp.engine.stages.backend_protocol import StageResult
 from offramp.server.cli import main
 
 SWITCH: Final = "CHAOS_BACKEND_FAILS"

@@ -18,7 +18,7 @@ import pytest
 from tests.leaving import codes_while_leaving
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError
-from offramp.client.wire import build_request
+from offramp.client.conversion import build_request
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:

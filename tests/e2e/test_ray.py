@@ -23,16 +23,16 @@ from tests.unit.remote.workers import answers_of, in_process, random_scripts, se
 
 from offramp.bundle import Bundle
 from offramp.cluster.ray.launcher import ActorNeeds, RayLauncher, RayWorker
-from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.serving import streams
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 from offramp.engine.stages.plan import make_plan
 from offramp.testing.ray_actor import ScriptedActor
-from offramp.testing.worker import ScriptedBackend
+from offramp.testing.scripted_worker import ScriptedBackend
 
 # Not imported here: where Ray listens is decided when it is imported.
 if importlib.util.find_spec("ray") is None:

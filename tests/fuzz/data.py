@@ -18,7 +18,7 @@ from pyarrow import parquet
 from offramp.bundle import TensorSpec
 from offramp.calibration.data.dataset import DataError, read_dataset
 from offramp.compiler.data import PreprocessingSpec, find_source
-from offramp.compiler.data.spec import read_toml
+from offramp.compiler.data.reading_options import read_toml
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.files import one_line
 from tests.fuzz.mutators import havoc

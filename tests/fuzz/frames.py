@@ -10,9 +10,10 @@ from typing import Final
 import numpy as np
 
 from offramp.cluster.remote.served_slot import ServedSlot
-from offramp.cluster.remote.stages import describe_stage
+from offramp.cluster.remote.stage_orders import describe_stage
 from offramp.cluster.remote.transport import Connection, ConnectionLostError, Frame, SharedMemory
-from offramp.cluster.remote.wire import (
+from offramp.cluster.remote.worker import Worker
+from offramp.cluster.remote.worker_messages import (
     INLINE,
     Failed,
     FrameError,
@@ -31,9 +32,8 @@ from offramp.cluster.remote.wire import (
     encode,
     pack_head,
 )
-from offramp.cluster.remote.worker import Worker
 from offramp.testing.backend import SCRIPT
-from offramp.testing.worker import ScriptedBackend
+from offramp.testing.scripted_worker import ScriptedBackend
 from tests.fakes import fake_plan
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.files import one_line

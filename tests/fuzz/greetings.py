@@ -16,9 +16,10 @@ import offramp
 from offramp.bundle import Bundle
 from offramp.cluster.remote.handshake import GREETING_BYTES, greet, reach_worker
 from offramp.cluster.remote.listening import Admission, Listener
-from offramp.cluster.remote.stages import BundlesByHash, describe_stage
+from offramp.cluster.remote.stage_orders import BundlesByHash, describe_stage
 from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
-from offramp.cluster.remote.wire import (
+from offramp.cluster.remote.worker import Worker
+from offramp.cluster.remote.worker_messages import (
     INLINE,
     Hello,
     JoinSlot,
@@ -32,11 +33,10 @@ from offramp.cluster.remote.wire import (
     encode,
     pack_head,
 )
-from offramp.cluster.remote.worker import Worker
 from offramp.engine.common.errors import EngineError
 from offramp.engine.stages.plan import make_plan
 from offramp.testing.backend import SCRIPT
-from offramp.testing.worker import ScriptedBackend
+from offramp.testing.scripted_worker import ScriptedBackend
 from tests.fakes import fake_plan
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.files import one_line

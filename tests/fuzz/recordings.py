@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.learning.recording import (
+from offramp.engine.learning.recording_file import (
     LOG_NAME,
     RecordingError,
     RecordingHeader,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle
-from offramp.client.wire import build_request
+from offramp.client.conversion import build_request
 from offramp.proto import messages
 from tests.chaos.truth import Truth
 from tests.engines import engine_bundle

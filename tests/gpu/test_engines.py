@@ -15,13 +15,13 @@ from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, ShapeProfile, list_targets
 from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import EngineBuildError
-from offramp.compiler.engines.options import PARTS, BuildSettings
-from offramp.compiler.engines.tensorrt import TensorRTBuilder
+from offramp.compiler.engines.build_options import PARTS, BuildSettings
+from offramp.compiler.engines.tensorrt_builder import TensorRTBuilder
 from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.engine.answers.differences import relative_difference
 from offramp.engine.cuda.primary_context import primary_context
-from offramp.engine.kernels.compilation import source_hash
+from offramp.engine.kernels.kernel_compilation import source_hash
 from offramp.engine.tensorrt.lookup import TOLERANCES
 from offramp.engine.tensorrt.standalone import StandaloneEngine
 

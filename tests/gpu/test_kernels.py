@@ -21,7 +21,7 @@ from tests.unit.kernels.cases import (
 )
 from tests.unit.kernels.shim import Guarded
 
-from offramp.engine.kernels.arguments import CheckKind, ExitCheck, Launch, ScoreType
+from offramp.engine.kernels.kernel_arguments import CheckKind, ExitCheck, Launch, ScoreType
 from offramp.tools.gpu.device import Gpu, open_gpu
 
 pytestmark = pytest.mark.gpu

@@ -21,7 +21,7 @@ from offramp.certify.binomial import half_risk, upper_bound
 from offramp.compiler.commands.printing import print_bundle
 from offramp.compiler.common.errors import CompileError, VerificationError
 from offramp.compiler.common.options import RehearseOptions
-from offramp.compiler.exits import policy
+from offramp.compiler.exits import policy_choice
 from offramp.compiler.samples.batch_effect import COMPARED_BATCH_SIZES
 from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
 from offramp.compiler.steps.rehearse import rehearse_bundle
@@ -47,13 +47,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, list[str
     logging.getLogger("offramp.compiler.samples.batch_effect").addHandler(handler)
     model = models.dynamically_quantised()
     with pytest.MonkeyPatch.context() as patched:
-        certify = policy.certified_policy
+        certify = policy_choice.certified_policy
 
         def certified(*args: Any, **asked: Any) -> ExitPolicy:
             said.append(f"certify {asked['max_disagreement']} {asked['confidence_level']}")
             return certify(*args, **asked)
 
-        patched.setattr(policy, "certified_policy", certified)
+        patched.setattr(policy_choice, "certified_policy", certified)
         bundle = compile_tiny(model, vectors(spread=0.3), folder, max_disagreement=0.05)
     return Bundle.open(bundle.path), said
 

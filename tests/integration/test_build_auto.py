@@ -21,7 +21,8 @@ from offramp.calibration.data.dataset import read_dataset
 from offramp.compiler.commands.cli import main
 from offramp.compiler.engines import build, choosing
 from offramp.compiler.engines.build import BuildOptions
-from offramp.compiler.engines.builder import TimedEngine
+from offramp.compiler.engines.build_options import EngineBuildOptions
+from offramp.compiler.engines.builder_protocol import TimedEngine
 from offramp.compiler.engines.building import Building
 from offramp.compiler.engines.choosing import (
     WORTH,
@@ -30,7 +31,6 @@ from offramp.compiler.engines.choosing import (
     choose,
     predicted_savings,
 )
-from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.testing.builder import FakeBuilder
 
 COMPILE = (

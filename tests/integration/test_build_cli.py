@@ -21,7 +21,7 @@ from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import EnginesUnavailableError
 from offramp.compiler.engines import build
 from offramp.engine.common.errors import BackendError
-from offramp.engine.kernels.compilation import source_hash
+from offramp.engine.kernels.kernel_compilation import source_hash
 from offramp.testing.builder import FakeBuilder
 
 MISSING = "TensorRT cannot be used on cuda:0: there is no NVIDIA driver here"

@@ -24,14 +24,14 @@ from offramp.bundle import NEVER, ActiveExit, Bundle, CpuFeatures, ExitPolicy, w
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.measure import profiling
 from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice
-from offramp.calibration.precision.graphs import BatchDependence
 from offramp.calibration.precision.kinds import CpuPrecision
+from offramp.calibration.precision.quantised_graphs import BatchDependence
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import EngineOptionsError, ExportError
 from offramp.compiler.common.options import ProfileOptions, RehearseOptions
 from offramp.compiler.engines.build import BuildOptions, build_bundle
-from offramp.compiler.engines.options import EngineBuildOptions
+from offramp.compiler.engines.build_options import EngineBuildOptions
 from offramp.compiler.exits.timed_model import CompileRun
 from offramp.compiler.export.export import ExportOptions, export_bundle
 from offramp.compiler.graphs.source_model import SourceModel
@@ -412,7 +412,7 @@ def test_the_command_line_makes_one(
     caplog: pytest.LogCaptureFixture, fast_copies: None,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    kind = "offramp.compiler.blueprints.precision.fastest_kind"
+    kind = "offramp.compiler.blueprints.precision_choice.fastest_kind"
 
     def fastest(model: SourceModel, run: CompileRun) -> PrecisionChoice:
         copy = quantised(model, run.parts.train)

@@ -23,13 +23,13 @@ from offramp.cluster.planning.cluster_times import times_of
 from offramp.cluster.planning.facts import recorded_shares
 from offramp.cluster.planning.goal import PlanningGoal
 from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.serving.cluster_serving import ServedCluster, served_facts
+from offramp.cluster.serving.cluster_statistics import plan_of
 from offramp.cluster.serving.plan_loop import PlanLoop
 from offramp.cluster.serving.plan_status import PlanStatus
 from offramp.cluster.serving.split_change import SplitChange
-from offramp.cluster.serving.statistics import plan_of
 from offramp.cluster.serving.worker_devices import OpenedWorkers
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import OptionsError

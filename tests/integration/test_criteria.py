@@ -26,13 +26,13 @@ from tests.small import compile_small
 from offramp.bundle import Bundle
 from offramp.bundle.records import TUNE
 from offramp.bundle.schema.answers import BUILT_IN
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.dataset import Dataset, read_samples
 from offramp.certify import NEVER, first_exit
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.commands.cli import main as compile_
 from offramp.compiler.common.progress import SILENT
-from offramp.compiler.exits.policy import record_exits
+from offramp.compiler.exits.policy_choice import record_exits
 from offramp.engine.answers import criteria
 from offramp.engine.backends import make_backend
 from offramp.engine.common.errors import BackendError

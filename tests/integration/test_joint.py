@@ -28,7 +28,7 @@ from offramp.compiler.common.errors import (
     OptionsConflictError,
 )
 from offramp.compiler.engines.build import BuildOptions, build_bundle
-from offramp.compiler.engines.options import EngineBuildOptions
+from offramp.compiler.engines.build_options import EngineBuildOptions
 from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.common.errors import BackendError
@@ -214,7 +214,7 @@ def test_where_it_saves_no_more_the_frozen_models_exits_stay(
 def test_what_the_certificate_does_not_cover_is_not_shipped(
     tmp_path: Path, always_joint: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offramp.compiler.exits.policy import PolicyChoice
+    from offramp.compiler.exits.policy_choice import PolicyChoice
 
     certified: list[int] = []
 

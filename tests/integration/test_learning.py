@@ -20,8 +20,8 @@ from tests.small import compile_small
 from offramp.bundle import Bundle
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.core import Engine
-from offramp.engine.learning import compiling, learners, lifecycle
-from offramp.engine.learning.recording import is_recording
+from offramp.engine.learning import compilation, learning_loop, lifecycle
+from offramp.engine.learning.recording_file import is_recording
 from offramp.engine.models.learning_options import LearnOptions
 from offramp.engine.models.options import EngineOptions
 from offramp.engine.requests.results import EngineResult
@@ -48,8 +48,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Path]:
 def place(tmp_path: Path, compiled: tuple[Bundle, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the model, whose compilations are faked and looked at often."""
     (tmp_path / "m.onnx").write_bytes((compiled[0].path.parent / "model.onnx").read_bytes())
-    monkeypatch.setattr(compiling, "_WORKER", "tests.learning_worker")
-    monkeypatch.setattr(learners, "PERIOD_S", 0.05)
+    monkeypatch.setattr(compilation, "_WORKER", "tests.learning_worker")
+    monkeypatch.setattr(learning_loop, "PERIOD_S", 0.05)
     monkeypatch.setattr(lifecycle, "FIRST_RETRY_S", 0.2)
     return tmp_path
 
@@ -141,7 +141,7 @@ async def child_of(engine: Engine) -> int:
     learner = engine._learning._learners["m"]
     await until(lambda: learner.compiling)
     compilation = learner._compilation
-    assert isinstance(compilation, compiling.BuildProcess)
+    assert isinstance(compilation, compilation.BuildProcess)
     return compilation._process.pid
 
 

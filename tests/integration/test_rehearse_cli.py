@@ -18,7 +18,7 @@ from offramp.calibration.measure import profiling
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.certify import binomial_cdf, evaluate
 from offramp.compiler.commands.cli import COMMANDS, main
-from offramp.compiler.exits import policy
+from offramp.compiler.exits import policy_choice
 
 MADE_WITH = ("--selection", "pame", "--rehearsal-batch", "24", "--max-violations", "0.1")
 
@@ -224,7 +224,7 @@ def test_a_load_for_which_nothing_can_be_certified_is_served_without_exits(
 ) -> None:
     with monkeypatch.context() as patched:
         none = ExitPolicy(version=1, active=())
-        patched.setattr(policy, "certified_policy", lambda *_a, **_k: none)
+        patched.setattr(policy_choice, "certified_policy", lambda *_a, **_k: none)
         assert main(["rehearse", "tiny.ee", "--data", "harder.npz"]) == 0
     renewed = Bundle.open("tiny.ee")
     assert renewed.policy == ExitPolicy(version=bundle.policy.version + 1, active=())

@@ -20,10 +20,10 @@ from tests.sliced import inputs_of, slice_proto
 from tests.unit.engine.serving import until
 
 from offramp.bundle import ActiveExit, Bundle, BundleError
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher, worker_command
-from offramp.cluster.serving.options import NAME, ClusterOptions
-from offramp.cluster.serving.statistics import profile_of
+from offramp.cluster.remote.worker_backend import RemoteBackend
+from offramp.cluster.serving.cluster_options import NAME, ClusterOptions
+from offramp.cluster.serving.cluster_statistics import profile_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine
 from offramp.engine.models import served_model

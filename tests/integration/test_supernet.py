@@ -29,9 +29,9 @@ from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import make_plan
 from offramp.supernet.graphs import Supernet, read_spec
+from offramp.supernet.graphs.elastic_spec import SubnetChoice
 from offramp.supernet.graphs.extract import extract_subnet
 from offramp.supernet.graphs.norm import SubnetNorm
-from offramp.supernet.graphs.spec import SubnetChoice
 
 SPEC = """
 [[depth]]

@@ -113,7 +113,7 @@ def test_the_table_and_the_drawing_are_those_of_the_source() -> None:
 def test_few_modules_name_tensorrt() -> None:
     """What compiler and runtime share, the builder, the backend, and scripts for a GPU machine."""
     allowed = ("offramp.engine.tensorrt", "offramp.engine.backends.tensorrt")
-    allowed += ("offramp.compiler.engines.tensorrt", "offramp.tools.gpu")
+    allowed += ("offramp.compiler.engines.tensorrt_builder", "offramp.tools.gpu")
     allowed += ("offramp.engine.cuda.pycuda_driver", "offramp.engine.cuda.primary_context")
     named = importers_of("tensorrt", "pycuda")
     assert named
@@ -122,7 +122,7 @@ def test_few_modules_name_tensorrt() -> None:
 
 def test_only_the_network_side_names_grpc() -> None:
     network = ("offramp.server", "offramp.client", "offramp.proto")
-    network += ("offramp.tools.bench.load.worker",)
+    network += ("offramp.tools.bench.load.sender",)
     named = importers_of("grpc", "grpc_health", "grpc_reflection", "grpc_tools")
     assert named
     assert all(is_within(module, *network) for module in named)
@@ -130,10 +130,10 @@ def test_only_the_network_side_names_grpc() -> None:
 
 def test_only_training_names_torch() -> None:
     named = {m for m in importers_of("torch") if not is_within(m, "offramp.tools.zoo")}
-    names = [f"calibration.heads.{name}" for name in ("training", "learners", "objectives")]
+    names = [f"calibration.heads.{name}" for name in ("head_training", "learners", "objectives")]
     torch_files = ("torch_graph", "bridge_training", "joint_training")
     names += [f"calibration.torch.{name}" for name in torch_files]
-    elastic = ("layers", "space", "supernet", "training", "export")
+    elastic = ("elastic_layers", "space", "supernet", "sandwich_rule", "supernet_export")
     names += [f"supernet.training.{name}" for name in elastic]
     training = {f"offramp.{name}" for name in names}
     training |= {"offramp.api.compiling", "offramp.api.torch_export"}  # of the user's own modules
@@ -147,9 +147,8 @@ def test_only_training_names_torch() -> None:
 def test_building_engines_and_measuring_gpus_needs_no_torch() -> None:
     """An engine is built where it is served, and torch is not needed there."""
     modules = "compiler.engines.build compiler.commands.cli compiler.commands.printing"
-    modules += (
-        " compiler.engines.tensorrt tools.gpu.benchmark calibration.data.errors compiler.plain.wrap"
-    )
+    modules += " compiler.engines.tensorrt_builder tools.gpu.benchmark calibration.data.errors"
+    modules += " compiler.plain.wrap"
     code = "import sys; sys.modules['torch'] = None; import " + ", ".join(
         f"offramp.{module}" for module in modules.split()
     )

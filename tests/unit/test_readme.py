@@ -15,7 +15,7 @@ from offramp.cluster.planning.ray_entry import RayEntry
 from offramp.cluster.remote import eeworker
 from offramp.compiler.commands.cli import COMMANDS as SUBCOMMANDS
 from offramp.compiler.commands.cli import COMPILE
-from offramp.compiler.data.spec import OPTIONS
+from offramp.compiler.data.reading_options import OPTIONS
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.scheduling.policies import POLICIES, PolicyName
 from offramp.server.arguments import make_parser

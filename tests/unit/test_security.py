@@ -10,9 +10,9 @@ import pytest
 from offramp.cluster.remote import eeworker
 from offramp.cluster.remote.listening import ADMIT_LIMIT_S, MOST_UNKNOWN
 from offramp.engine.models.options import ModelOptions
-from offramp.proto import tensors, wire
+from offramp.proto import request_bytes, tensors
+from offramp.server.arguments.command_line import make_parser
 from offramp.server.arguments.options import ServerOptions
-from offramp.server.arguments.parser import make_parser
 from offramp.server.endpoints import MAX_CALLS
 from offramp.server.service import ARRIVAL_S
 from offramp.server.streaming import MAX_IN_FLIGHT
@@ -21,9 +21,9 @@ TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="
 ROWS = re.findall(r"^\| ([^|]+) \| (\d+)(?: \w+)? \| (?:`(--[\w-]+)`|–) \|", TEXT, re.MULTILINE)
 FIXED = {
     "requests of one stream being answered": MAX_IN_FLIGHT,
-    "fields of a request": wire.MAX_FIELDS,
-    "a request without its tensors' elements": wire.MAX_HEAD_BYTES // 1024,
-    "elements sent as typed fields, but floats": wire.MAX_TYPED_BYTES // 2**20,
+    "fields of a request": request_bytes.MAX_FIELDS,
+    "a request without its tensors' elements": request_bytes.MAX_HEAD_BYTES // 1024,
+    "elements sent as typed fields, but floats": request_bytes.MAX_TYPED_BYTES // 2**20,
     "dimensions of a tensor": tensors.MAX_DIMENSIONS,
     "calls of a connection": MAX_CALLS,
     "time for a call's message to arrive": ARRIVAL_S,

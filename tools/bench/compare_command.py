@@ -16,13 +16,13 @@ from rich.progress import Progress
 from offramp.bundle import Bundle
 from offramp.bundle.schema.policy import Promise
 from offramp.calibration.data.dataset import Dataset, read_samples
-from offramp.compiler.data.arguments import add_data_arguments, source_of
+from offramp.compiler.data.data_flags import add_data_arguments, source_of
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.stages.plan import Plan
 from offramp.engine.tensorrt.probe import parse_device
-from offramp.tools.bench.common.arguments import COUNT, positives
+from offramp.tools.bench.common.bench_flags import COUNT, positives
 from offramp.tools.bench.common.compare import (
     OFFRAMP,
     SOURCE,

@@ -15,9 +15,9 @@ from rich.progress import Progress, TaskID
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
 from offramp.commands.combinations import Illegal
-from offramp.compiler.data.arguments import add_data_arguments, source_of
+from offramp.compiler.data.data_flags import add_data_arguments, source_of
 from offramp.engine.backends.custom_ops import open_runnable
-from offramp.tools.bench.common.arguments import add_trace_arguments
+from offramp.tools.bench.common.bench_flags import add_trace_arguments
 from offramp.tools.bench.common.output import (
     check_outputs,
     describe_environment,
@@ -25,6 +25,7 @@ from offramp.tools.bench.common.output import (
 )
 from offramp.tools.bench.common.traces import Trace
 from offramp.tools.bench.load.generator import GeneratedLoad, generate
+from offramp.tools.bench.load.load_settings import LoadSettings, read_options
 from offramp.tools.bench.load.metrics_poll import MetricsPoll
 from offramp.tools.bench.load.reference import (
     LoadData,
@@ -45,7 +46,7 @@ from offramp.tools.bench.load.report import (
     settings_json,
     warning,
 )
-from offramp.tools.bench.load.settings import LoadSettings, read_options
+from offramp.tools.bench.load.sender import Task
 from offramp.tools.bench.load.shares import (
     Share,
     deal,
@@ -53,7 +54,6 @@ from offramp.tools.bench.load.shares import (
     serialise_requests,
     used_samples,
 )
-from offramp.tools.bench.load.worker import Task
 
 _LEAST_POLL_S: Final = 0.25
 """Between two readings of the metrics: each costs the server some milliseconds."""

@@ -21,7 +21,7 @@ from offramp.engine.models.served_model import scheduler_of
 from offramp.engine.scheduling import ParallelLimit
 from offramp.engine.scheduling.policies import POLICIES, PolicyName
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.common.arguments import COUNT, add_trace_arguments, share, trace_of
+from offramp.tools.bench.common.bench_flags import COUNT, add_trace_arguments, share, trace_of
 from offramp.tools.bench.common.dynamics import RunView, write_page
 from offramp.tools.bench.common.outcomes import Outcomes, hdr_table, summarise, timeline
 from offramp.tools.bench.common.output import (

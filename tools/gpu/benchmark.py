@@ -75,7 +75,7 @@ def measure_kernels(options: argparse.Namespace, document: Document) -> None:
 def measure_engines(options: argparse.Namespace, document: Document) -> None:
     """Engines of ResNet-50 and of the example: built, checked, loaded, timed."""
     from offramp.compiler.common.errors import EngineBuildError  # noqa: PLC0415
-    from offramp.compiler.engines.tensorrt import TensorRTBuilder  # noqa: PLC0415
+    from offramp.compiler.engines.tensorrt_builder import TensorRTBuilder  # noqa: PLC0415
     from offramp.tools.gpu.engines import EngineBench  # noqa: PLC0415
 
     began = time.monotonic()

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.primary_context import primary_context
-from offramp.engine.kernels.arguments import Launch
-from offramp.engine.kernels.compilation import load_kernels
+from offramp.engine.kernels.kernel_arguments import Launch
+from offramp.engine.kernels.kernel_compilation import load_kernels
 from offramp.engine.tensorrt import probe
-from offramp.engine.tensorrt.messages import errors_of_tensorrt
 from offramp.engine.tensorrt.standalone import PreparedEngine
+from offramp.engine.tensorrt.tensorrt_messages import errors_of_tensorrt
 
 if TYPE_CHECKING:
     import pycuda.driver as cuda

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision, ShapeProfile, ShapeRange
+from offramp.compiler.engines.build_options import BuildSettings
 from offramp.compiler.engines.halving import halve
-from offramp.compiler.engines.options import BuildSettings
-from offramp.compiler.engines.tensorrt import TensorRTBuilder
+from offramp.compiler.engines.tensorrt_builder import TensorRTBuilder
 from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.engine.answers.differences import relative_difference
 from offramp.engine.cuda.primary_context import primary_context

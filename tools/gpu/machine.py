@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
 from offramp.calibration.measure.paired import BatchRunner
-from offramp.compiler.engines.options import SizeRange, parse_batches
+from offramp.compiler.engines.build_options import SizeRange, parse_batches
 from offramp.engine.backends.factory import kernels_for, make_backend
-from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.cuda_backend import CudaBackend
 from offramp.engine.cuda.driver import Driver
 from offramp.engine.cuda.executable import ExecutableFactory
 from offramp.engine.stages.pipeline import Departure
@@ -142,7 +142,7 @@ class GpuMachine:
             return {}
         from offramp.compiler.common.errors import EngineBuildError  # noqa: PLC0415
         from offramp.compiler.engines.build import BuildOptions, build_bundle  # noqa: PLC0415
-        from offramp.compiler.engines.options import EngineBuildOptions  # noqa: PLC0415
+        from offramp.compiler.engines.build_options import EngineBuildOptions  # noqa: PLC0415
 
         engines = EngineBuildOptions(
             device=self._device,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.calibration.measure.paired import BatchRunner
-from offramp.engine.stages.base import Slot
+from offramp.engine.stages.backend_protocol import Slot
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, make_plan
 from offramp.tools.bench.common.compare import baseline_of, compare

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from offramp.engine.kernels.arguments import (
+from offramp.engine.kernels.kernel_arguments import (
     CheckKind,
     ExitCheck,
     Launch,

@@ -43,7 +43,7 @@ from offramp.bundle.schema.inputs import INPUT_RANGES
 from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.placement import choose_candidates
+from offramp.compiler.cuts.exit_placement import choose_candidates
 from offramp.compiler.cuts.slicing import SegmentModel, split
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.source_model import SourceModel

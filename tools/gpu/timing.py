@@ -26,7 +26,7 @@ from offramp.engine.cuda.executable import (
     TensorInfo,
 )
 from offramp.engine.cuda.pycuda_driver import PyCudaStream
-from offramp.engine.kernels.arguments import GATHER_ROWS, Launch
+from offramp.engine.kernels.kernel_arguments import GATHER_ROWS, Launch
 from offramp.engine.stages.plan import StageSpec
 from offramp.testing.cuda_driver import FakeDriver
 

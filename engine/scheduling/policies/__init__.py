@@ -1,6 +1,6 @@
 """Scheduling policies, each a small class, and the table of their names."""
 
-from offramp.engine.scheduling.policies.factory import (
+from offramp.engine.scheduling.policies.policy_names import (
     POLICIES,
     PlanPolicy,
     PolicyName,

@@ -6,7 +6,13 @@ from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.points import OperatingPoints
-from offramp.engine.scheduling.policy import Choice, LoadShedding, NeverBuffers, Start, Waiting
+from offramp.engine.scheduling.policy_protocol import (
+    Choice,
+    LoadShedding,
+    NeverBuffers,
+    Start,
+    Waiting,
+)
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.stage_table import Shrinking
 

@@ -6,7 +6,7 @@ from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.buffered import BufferedBucket
 from offramp.engine.scheduling.points import OperatingPoints
 from offramp.engine.scheduling.policies.batching import BatchFormer
-from offramp.engine.scheduling.policy import Choice, Merge, Waiting
+from offramp.engine.scheduling.policy_protocol import Choice, Merge, Waiting
 
 SLACK = 0.2
 """Share by which the time that buffered samples still need is taken longer (E3 4)."""

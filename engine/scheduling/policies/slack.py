@@ -16,7 +16,13 @@ from typing import NamedTuple
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
-from offramp.engine.scheduling.policy import Choice, LoadShedding, NeverBuffers, Start, Waiting
+from offramp.engine.scheduling.policy_protocol import (
+    Choice,
+    LoadShedding,
+    NeverBuffers,
+    Start,
+    Waiting,
+)
 from offramp.engine.scheduling.queue import SampleQueue
 
 

@@ -26,8 +26,8 @@ from tests.small_bert import small_bert
 
 import offramp
 from offramp.api import ForkedError, ModelClosedError
+from offramp.api.engine_options import engine_options
 from offramp.api.keywords import ServerKeywords
-from offramp.api.opening import engine_options
 from offramp.bundle import BundleNotFoundError
 from offramp.engine.common.errors import BadInputError, DeadlineExceededError
 from offramp.engine.core import Engine

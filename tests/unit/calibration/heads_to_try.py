@@ -12,10 +12,10 @@ from offramp.bundle import Answer, AnswerForm, Head
 from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.calibration.heads.features import LAST, WHOLE, Projections, Recording
+from offramp.calibration.heads.head_training import TrainedHead, train_heads
 from offramp.calibration.heads.learners import Preconditioners
 from offramp.calibration.heads.objectives import ClassObjective
 from offramp.calibration.heads.preconditioning import Preconditioner
-from offramp.calibration.heads.training import TrainedHead, train_heads
 
 CLASSES = 3
 CHANNELS, SIDE = 4, 14

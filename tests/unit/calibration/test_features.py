@@ -16,7 +16,7 @@ from tests.unit.calibration.test_families import pool_by_hand
 
 from offramp.bundle import Answer
 from offramp.bundle.records import CERTIFY, TUNE
-from offramp.calibration.choose.records import dump_records, record_answers
+from offramp.calibration.choose.exit_records import dump_records, record_answers
 from offramp.calibration.data.augmentation import MadeSamples
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.heads import features as features_module

@@ -9,6 +9,7 @@ import pytest
 
 from offramp.bundle import Head, Measured, MeasuredSize, Ratio
 from offramp.bundle.schema.parts import HeadScore
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.limits import (
     PolicyTerms,
     limit_of_certificate,
@@ -18,7 +19,6 @@ from offramp.calibration.choose.limits import (
     limit_of_samples,
     measured_loss,
 )
-from offramp.calibration.choose.records import ExitRecords
 from offramp.certify import allowed_errors, tuning_path
 from offramp.engine.control.costs import CostModel
 

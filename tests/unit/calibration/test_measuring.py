@@ -10,7 +10,7 @@ import pytest
 from tests.fakes import fake_plan
 
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Measured
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.measure.measuring import (
     Budget,

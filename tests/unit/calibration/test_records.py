@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offramp.calibration.choose.records import ExitRecords, worst_of
+from offramp.calibration.choose.exit_records import ExitRecords, worst_of
 
 
 def records(confidence: list[float], prediction: list[int], final: list[int]) -> ExitRecords:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.calibration.data.dataset import DataError, Dataset, DataSplit, split
-from offramp.calibration.groups.find import find_groups
+from offramp.calibration.groups.find_groups import find_groups
 
 
 def dataset(samples: int) -> Dataset:

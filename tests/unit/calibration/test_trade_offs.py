@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import ActiveExit
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.trade_offs import (
     WAYS,
     RecordedVariant,

@@ -15,7 +15,7 @@ from tests.unit.calibration.heads_to_try import TOKENS, Problem, answer, problem
 from offramp.bundle import AnswerForm, Head
 from offramp.calibration.heads import families
 from offramp.calibration.heads.families import masks_of
-from offramp.calibration.heads.training import TrainedHead
+from offramp.calibration.heads.head_training import TrainedHead
 from offramp.compiler.exits.heads import build_exit
 from offramp.engine.answers.exit_check import confidence_of
 

@@ -11,8 +11,8 @@ from tests.unit.calibration.heads_to_try import CLASSES, Problem, objective, pro
 from offramp.bundle import Head
 from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.heads.features import WHOLE
+from offramp.calibration.heads.head_training import count_steps, train_heads
 from offramp.calibration.heads.learners import Preconditioners
-from offramp.calibration.heads.training import count_steps, train_heads
 
 
 def truth(made: Problem) -> np.ndarray:

@@ -31,8 +31,8 @@ from offramp.certify.betting import Wealth
 from offramp.certify.path import look_ahead
 from offramp.certify.threshold_path import alpha_of
 from offramp.engine.control.candidates import SavingsEstimator
+from offramp.engine.control.control_settings import CertifiedSettings
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.settings import CertifiedSettings
 
 EPSILON = 0.01
 

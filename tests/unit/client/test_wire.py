@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offramp.client.conversion import build_request, parse_metadata, parse_response, parse_streamed
 from offramp.client.errors import (
     InvalidInputError,
     ResponseError,
@@ -16,7 +17,6 @@ from offramp.client.errors import (
     UnknownModelError,
 )
 from offramp.client.results import AnswerKind
-from offramp.client.wire import build_request, parse_metadata, parse_response, parse_streamed
 from offramp.proto.messages import (
     ModelInferResponse,
     ModelMetadataResponse,

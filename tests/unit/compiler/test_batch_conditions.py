@@ -14,7 +14,7 @@ from tests.models import Builder
 
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.frontend.batch import check_conditions, free_batch
-from offramp.compiler.graphs.rows import check_rows
+from offramp.compiler.graphs.row_mixing import check_rows
 from offramp.compiler.graphs.shapes import annotate
 
 WIDTH = 4

@@ -9,7 +9,7 @@ import pytest
 from offramp.compiler import ExitRule
 from offramp.compiler.common.errors import UnknownCutPointError
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, Rejection
-from offramp.compiler.cuts.placement import choose_candidates
+from offramp.compiler.cuts.exit_placement import choose_candidates
 
 
 def analysis(*shares: float) -> CutAnalysis:

@@ -15,14 +15,14 @@ from tests.small import equal_times
 from tests.unit.bundle.examples import MANIFEST, POLICY, write
 
 from offramp.bundle import Bundle, BundleSchemaError
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.certify.decision import NEVER
 from offramp.compiler.commands.cli import main
-from offramp.compiler.data.find import find_source
+from offramp.compiler.data.find_source import find_source
 from offramp.compiler.data.made import SAMPLES, RandomSource
-from offramp.compiler.data.spec import PreprocessingSpec
+from offramp.compiler.data.reading_options import PreprocessingSpec
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.steps.dry_run import WARNING, dry_run_policy, made_for
 from offramp.engine.core import Engine

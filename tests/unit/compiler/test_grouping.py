@@ -18,7 +18,7 @@ from offramp.calibration.data.dataset import DataError, read_dataset, read_sampl
 from offramp.calibration.data.key import GroupKey
 from offramp.compiler.commands.printing import print_bundle, print_check
 from offramp.compiler.common.options import RehearseOptions
-from offramp.compiler.engines.verification import part_data
+from offramp.compiler.engines.engine_verification import part_data
 from offramp.compiler.samples.grouping import grouped
 from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
 from offramp.compiler.steps.rehearse import rehearse_bundle

@@ -11,8 +11,8 @@ from tests.models import Builder
 
 from offramp.calibration.heads.families import family_of
 from offramp.compiler.cuts.cuts import CutPoint, find_cuts
+from offramp.compiler.graphs.channel_axes import ChannelFinder
 from offramp.compiler.graphs.graph import Dataflow
-from offramp.compiler.graphs.layout import ChannelFinder
 from offramp.compiler.graphs.shapes import declared_types
 
 

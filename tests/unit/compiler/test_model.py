@@ -16,7 +16,7 @@ from tests import models
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.errors import ModelError, NoCutPointError
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.cuts.placement import choose_candidates
+from offramp.compiler.cuts.exit_placement import choose_candidates
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.runtime import GraphRunner, runs_opset
 from offramp.engine.answers.differences import relative_difference

@@ -12,7 +12,7 @@ from tests.unit.bundle.examples import HEAD
 
 from offramp.bundle import Bundle, BundleIntegrityError, Exit, ExitPolicy
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.compiler.blueprints.packing import judged, rewrite
 
 EXIT = Exit(

@@ -13,7 +13,7 @@ import pytest
 
 from offramp.bundle import Bundle, write_bundle
 from offramp.cluster.command.page import draw_plan, render_plan
-from offramp.cluster.command.plan import PlanOptions, plan_bundle
+from offramp.cluster.command.plan_command import PlanOptions, plan_bundle
 from offramp.cluster.planning.batch_profile import BatchProfile, ProfileWindow, dump_batch_profile
 from offramp.cluster.planning.cluster import ModelFacts
 from offramp.cluster.planning.cluster_plan import (

@@ -15,10 +15,10 @@ from tests.sliced import sliced
 from offramp.bundle import CpuFeatures
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.choice import PrecisionChoice
-from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, Mix
-from offramp.compiler.blueprints import precision
-from offramp.compiler.blueprints.precision import LEAST_AGREEMENT, choose_precision
+from offramp.calibration.precision.quantised_graphs import PrecisionError
+from offramp.compiler.blueprints import precision_choice
+from offramp.compiler.blueprints.precision_choice import LEAST_AGREEMENT, choose_precision
 from offramp.compiler.common.errors import VerificationError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import SILENT
@@ -68,11 +68,11 @@ class Bench:
             parts=SimpleNamespace(train=dataset(1500), tune=dataset(tune)),
             progress=SILENT,
         )
-        monkeypatch.setattr(precision, "cpu_features", lambda: self.cpu)
-        monkeypatch.setattr(precision, "choose_kind", self.choose_kind)
-        monkeypatch.setattr(precision, "best_mix", lambda *_, **__: self.mix)
-        monkeypatch.setattr(precision, "quantise", self.quantise)
-        monkeypatch.setattr(precision, "on_copy", lambda _p, _e, copy: self.blueprint(copy))
+        monkeypatch.setattr(precision_choice, "cpu_features", lambda: self.cpu)
+        monkeypatch.setattr(precision_choice, "choose_kind", self.choose_kind)
+        monkeypatch.setattr(precision_choice, "best_mix", lambda *_, **__: self.mix)
+        monkeypatch.setattr(precision_choice, "quantise", self.quantise)
+        monkeypatch.setattr(precision_choice, "on_copy", lambda _p, _e, copy: self.blueprint(copy))
 
     def choose_kind(
         self, graph: bytes, answer: str, calibration: Any, judged: Any, **more: Any
@@ -102,7 +102,7 @@ class Bench:
         if copy == b"bad":
             raise VerificationError("its pieces differ")
         pieces = sliced("mlp")
-        cuts = [SimpleNamespace(name=precision.PREFIX + c.name) for c in pieces.cuts]
+        cuts = [SimpleNamespace(name=precision_choice.PREFIX + c.name) for c in pieces.cuts]
         front = SimpleNamespace(cuts=[*cuts, SimpleNamespace(name="own")])
         return Drawn(
             copy=copy,

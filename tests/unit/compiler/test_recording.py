@@ -24,7 +24,7 @@ from offramp.calibration.measure import profiling
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.resources import find_scratch
 from offramp.compiler.exits.exits import FoundExits, find_exits
-from offramp.compiler.exits.recording import FeatureRecorder
+from offramp.compiler.exits.feature_recording import FeatureRecorder
 from offramp.compiler.exits.scores import MEASURED_SAMPLES
 from offramp.compiler.steps.compile import compile_model
 from offramp.engine.backends.onnxruntime import make_session

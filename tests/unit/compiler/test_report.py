@@ -27,7 +27,7 @@ from offramp.bundle import (
 )
 from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.bundle.schema.parts import HeadScore
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.selection import certified_policy
 from offramp.certify import tuning_path
 from offramp.compiler.graphs.weights import WeightSizes

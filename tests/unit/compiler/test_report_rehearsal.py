@@ -11,7 +11,7 @@ from tests.unit.compiler.test_report import Page, make
 
 from offramp.calibration.rehearsal import Rehearsed, rehearse
 from offramp.compiler.report import render_report
-from offramp.compiler.report.rehearsal import draw_step, rehearsal_view
+from offramp.compiler.report.rehearsal_charts import draw_step, rehearsal_view
 
 FOUND = rehearse(load(), times(), settings())
 REHEARSED = Rehearsed(rehearsal=FOUND, shipped=FOUND.forecast, data_sha256="ef" * 32)

@@ -9,7 +9,7 @@ import pytest
 from tests import models
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.graphs.rows import check_rows, compare_batches, scaled_by_batch
+from offramp.compiler.graphs.row_mixing import check_rows, compare_batches, scaled_by_batch
 from offramp.compiler.graphs.shapes import annotate
 
 

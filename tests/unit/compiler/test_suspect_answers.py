@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Answer
-from offramp.calibration.choose.records import ExitRecords
+from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.compiler.samples.checks import warn_of_answers
 
 ANSWER = Answer(output="y", classes=2, form="logits")

@@ -13,10 +13,10 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.batch import Layouts
+from offramp.engine.cuda.device_batch import Layouts
 from offramp.engine.cuda.driver import DeviceMemoryError
 from offramp.engine.cuda.memory import Arena, MemoryPool, Needs, Region, RowBuffers, mib
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 from offramp.engine.stages.plan import StageSpec, make_plan
 from offramp.testing.cuda_driver import FakeDriver, MisuseError
 

@@ -12,7 +12,7 @@ from tests.engines import engine_bundle
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
-from offramp.engine.cuda.padding import padded, padded_sizes
+from offramp.engine.cuda.batch_sizes import padded, padded_sizes
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import make_plan
 

@@ -22,7 +22,7 @@ from tests.unit.tensorrt.bindings import pycuda, signatures_of
 from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.pycuda_driver import PyCudaDriver, require_pycuda
-from offramp.engine.kernels.arguments import ENTRY_POINTS, RowCopy, gather_rows
+from offramp.engine.kernels.kernel_arguments import ENTRY_POINTS, RowCopy, gather_rows
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from tests.cuda_fakes import FakeExecutables, fake_cuda
 
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.backend import CudaBackend
-from offramp.engine.cuda.batch import Placed
+from offramp.engine.cuda.cuda_backend import CudaBackend
+from offramp.engine.cuda.device_batch import Placed
 from offramp.engine.cuda.driver import DeviceLostError
+from offramp.engine.cuda.prepared_stages import CudaStage
 from offramp.engine.cuda.slot import CudaSlot
-from offramp.engine.cuda.stages import CudaStage
-from offramp.engine.stages.base import TensorBatch
+from offramp.engine.stages.backend_protocol import TensorBatch
 from offramp.engine.stages.plan import StageSpec
 from offramp.testing.cuda_driver import FakeDriver
 

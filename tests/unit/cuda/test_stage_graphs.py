@@ -12,9 +12,9 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.engine.cuda.driver import Stream
+from offramp.engine.cuda.prepared_stages import CudaStage
 from offramp.engine.cuda.slot import CudaSlot
-from offramp.engine.cuda.stages import CudaStage
-from offramp.engine.stages.base import StageResult
+from offramp.engine.stages.backend_protocol import StageResult
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import make_plan
 from offramp.testing.cuda_handles import FakeGraph

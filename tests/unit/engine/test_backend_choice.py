@@ -18,9 +18,9 @@ from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, installed
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, list_targets
 from offramp.engine.backends import factory, make_backend, onnxruntime_cuda
 from offramp.engine.common.errors import BackendError
-from offramp.engine.kernels.compilation import source_hash
+from offramp.engine.kernels.kernel_compilation import source_hash
 from offramp.engine.models.options import EngineOptions
-from offramp.engine.stages.base import Backend
+from offramp.engine.stages.backend_protocol import Backend
 from offramp.engine.tensorrt import probe
 
 H200 = probe.Device(

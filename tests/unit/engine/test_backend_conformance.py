@@ -17,12 +17,12 @@ from tests.cuda_fakes import fake_cuda
 from tests.unit.remote.listening import ThreadLauncher
 
 from offramp.certify.decision import MODEL_END, NEVER
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError
-from offramp.engine.stages.base import Slot, TensorBatch
+from offramp.engine.stages.backend_protocol import Slot, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
 from offramp.testing.backend import SCRIPT, FakeBackend

@@ -17,7 +17,7 @@ from offramp.engine.backends import cpu_choice, factory, make_backend
 from offramp.engine.backends.cpu_choice import LEAST_GAIN, relative_time
 from offramp.engine.backends.host import HostSlot, HostStage
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.stages.base import StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import StageResult, TensorBatch
 from offramp.engine.tensorrt import probe
 
 

@@ -14,7 +14,7 @@ from offramp.engine.backends.host import HostSlot
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.device_profile import measure_profile
-from offramp.engine.stages.base import StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import StageResult, TensorBatch
 from offramp.engine.stages.plan import StageSpec
 
 COMPILED = Profile(

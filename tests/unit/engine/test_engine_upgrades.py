@@ -15,7 +15,7 @@ from offramp.engine.common import compiler_process
 from offramp.engine.common.compiler_process import BuildProcess
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.serving.engine_upgrades import LOOK_S, EngineUpgrades
-from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.backend_protocol import MissingEngine
 
 PATIENCE_S = 120.0
 

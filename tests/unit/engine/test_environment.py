@@ -15,7 +15,7 @@ import pytest
 from offramp.bundle import CpuFeatures
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.environment import common_facts, cpu_features, cpu_model, package_version
-from offramp.engine.self_check import results as self_check
+from offramp.engine.self_check import check_results as self_check
 from offramp.tools.bench.common import output
 from offramp.tools.gpu import environment as gpu_machine
 

@@ -17,7 +17,7 @@ from offramp.engine.common.errors import BackendError, DeadlineExceededError
 from offramp.engine.core import Engine
 from offramp.engine.requests.results import EngineResult
 from offramp.engine.scheduling.policies import PolicyName
-from offramp.engine.stages.base import Rows, StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatch
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 
 REFILL = PolicyName("refill")

@@ -21,7 +21,7 @@ from offramp.bundle import Answer, Head
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.compiler.exits.heads import build_exit
 from offramp.engine.graphs.assembly import assemble
-from offramp.engine.graphs.layouts import enter_blocked
+from offramp.engine.graphs.blocked_layout import enter_blocked
 
 ROOT = Path(__file__).parents[3]
 EXITS = 4

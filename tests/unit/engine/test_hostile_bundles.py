@@ -24,7 +24,7 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
-from offramp.engine.stages.base import StageResult
+from offramp.engine.stages.backend_protocol import StageResult
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, make_plan
 

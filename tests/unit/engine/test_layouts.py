@@ -11,7 +11,7 @@ from tests import models
 from tests.models import Builder
 
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.graphs.layouts import enter_blocked
+from offramp.engine.graphs.blocked_layout import enter_blocked
 
 
 def block(*, channels: int = 16, dtype: int = TensorProto.FLOAT, join: str = "Add") -> bytes:

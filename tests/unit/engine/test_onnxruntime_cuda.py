@@ -23,9 +23,9 @@ from offramp.engine.backends.onnxruntime import ONE_NODE, OnnxRuntimeBackend
 from offramp.engine.backends.onnxruntime_cuda import OnnxRuntimeCudaFactory
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.batch_sizes import padded_sizes
+from offramp.engine.cuda.cuda_backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
-from offramp.engine.cuda.padding import padded_sizes
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.self_check import run_self_check
 from offramp.engine.stages.pipeline import Pipeline

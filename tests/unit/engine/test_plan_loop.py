@@ -14,9 +14,9 @@ from tests.small import compile_small
 from tests.split_serving import Serving, Small, in_process, serve
 
 from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules
+from offramp.cluster.serving.cluster_statistics import plan_of
 from offramp.cluster.serving.plan_loop import GONE_AFTER_S, PlanLoop
 from offramp.cluster.serving.plan_status import PlanStatus
-from offramp.cluster.serving.statistics import plan_of
 from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
 
 RULES = ReplanRules(window_s=120.0, pause_s=1200.0, least_rows=100)

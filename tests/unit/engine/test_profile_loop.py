@@ -25,9 +25,9 @@ from offramp.cluster.planning.batch_profile import (
     parse_recorded,
 )
 from offramp.cluster.planning.forecasting import LastValue, forecast_going_on
+from offramp.cluster.serving.cluster_statistics import profile_of
 from offramp.cluster.serving.profile_file import ProfileFile
 from offramp.cluster.serving.profile_loop import ProfileLoop
-from offramp.cluster.serving.statistics import profile_of
 from offramp.engine.core import Engine
 from offramp.engine.requests.departures import Departures
 from offramp.engine.serving.executor import Executor

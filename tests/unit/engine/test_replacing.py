@@ -39,7 +39,7 @@ from offramp.engine.serving.control_loop import ControlLoop
 from offramp.engine.serving.engine_upgrades import EngineUpgrades
 from offramp.engine.serving.executor import Executor
 from offramp.engine.serving.opening import LoadedModel
-from offramp.engine.stages.base import MissingEngine
+from offramp.engine.stages.backend_protocol import MissingEngine
 from offramp.engine.stages.plan import Mode
 from offramp.testing.backend import SCRIPT, FakeBackend
 

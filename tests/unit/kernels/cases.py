@@ -18,7 +18,7 @@ from offramp.engine.answers.exit_check import (
     highest_at,
     pixels_at,
 )
-from offramp.engine.kernels.arguments import (
+from offramp.engine.kernels.kernel_arguments import (
     ROW_SCRATCH,
     CheckKind,
     ExitCheck,

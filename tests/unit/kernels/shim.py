@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from offramp.engine import kernels
-from offramp.engine.kernels.arguments import Launch
+from offramp.engine.kernels.kernel_arguments import Launch
 
 SOURCES = Path(kernels.__file__).parent
 _HERE = Path(__file__).parent

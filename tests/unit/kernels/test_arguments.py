@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.unit.kernels.shim import SOURCES, Cpu
 
-from offramp.engine.kernels import arguments
-from offramp.engine.kernels.arguments import (
+from offramp.engine.kernels import kernel_arguments
+from offramp.engine.kernels.kernel_arguments import (
     ENTRY_POINTS,
     CheckKind,
     ExitCheck,
@@ -22,10 +22,10 @@ from offramp.engine.kernels.arguments import (
 )
 
 STRUCTS = {
-    "RowCopy": arguments.ROW_COPY,
-    "RowScratch": arguments.ROW_SCRATCH,
-    "StageEnd": arguments.STAGE_END_ARGUMENTS,
-    "GatherRows": arguments.GATHER_ROWS_ARGUMENTS,
+    "RowCopy": kernel_arguments.ROW_COPY,
+    "RowScratch": kernel_arguments.ROW_SCRATCH,
+    "StageEnd": kernel_arguments.STAGE_END_ARGUMENTS,
+    "GatherRows": kernel_arguments.GATHER_ROWS_ARGUMENTS,
 }
 RESULTS = Results(confidence=0x10, principal=0x20, exits=0x31, survivors=0x40, survivor_count=0x50)
 SCRATCH = Scratch(address=0x1000, rows=64)
@@ -41,9 +41,9 @@ def test_structs_are_those_of_the_device(cpu: Cpu) -> None:
     layout |= {kind.name: int(kind) for kind in CheckKind}
     layout |= {
         "Scratch.tickets": 0,
-        "Scratch.rows": Scratch.bytes_for(1) - arguments.ROW_SCRATCH.itemsize,
-        "alignof Scratch": arguments.SCRATCH_ALIGNMENT,
-        "MOST_TENSORS": arguments.MOST_TENSORS,
+        "Scratch.rows": Scratch.bytes_for(1) - kernel_arguments.ROW_SCRATCH.itemsize,
+        "alignof Scratch": kernel_arguments.SCRATCH_ALIGNMENT,
+        "MOST_TENSORS": kernel_arguments.MOST_TENSORS,
         "WORDS_A_PIECE": 128,
     }
     assert cpu.layout() == layout

@@ -14,16 +14,7 @@ from pathlib import Path
 import pytest
 from tests.unit.kernels.cubins import architecture, entry_points
 
-from offramp.engine.kernels import compilation, compilers
-from offramp.engine.kernels.arguments import ENTRY_POINTS
-from offramp.engine.kernels.compilation import (
-    FOLDER,
-    architecture_of,
-    compile_kernels,
-    load_kernels,
-    program,
-    source_hash,
-)
+from offramp.engine.kernels import compilers, kernel_compilation
 from offramp.engine.kernels.compilers import (
     INSTALL,
     Compiled,
@@ -33,6 +24,15 @@ from offramp.engine.kernels.compilers import (
     Nvcc,
     Nvrtc,
     find_compilers,
+)
+from offramp.engine.kernels.kernel_arguments import ENTRY_POINTS
+from offramp.engine.kernels.kernel_compilation import (
+    FOLDER,
+    architecture_of,
+    compile_kernels,
+    load_kernels,
+    program,
+    source_hash,
 )
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -67,7 +67,7 @@ def real(make: Callable[[], KernelCompiler]) -> KernelCompiler | str:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *found: KernelCompiler) -> None:
-    monkeypatch.setattr(compilation, "find_compilers", lambda: found)
+    monkeypatch.setattr(kernel_compilation, "find_compilers", lambda: found)
 
 
 # --- the real kernels, by the real compilers ------------------------------------------------
@@ -284,7 +284,7 @@ def test_what_is_kept_does_for_a_machine_without_a_compiler(
 
     use(monkeypatch, OtherCompiler(cuda_major=13))
     kept = load_kernels((9, 0), tmp_path)
-    monkeypatch.setattr(compilation, "find_compilers", none)
+    monkeypatch.setattr(kernel_compilation, "find_compilers", none)
     assert load_kernels((9, 0), tmp_path) == kept
     assert load_kernels((9, 0), tmp_path, driver_version=(13, 0)) == kept
     for capability, driver in (((9, 0), (12, 9)), ((8, 0), (13, 0))):
@@ -298,7 +298,7 @@ def test_changed_sources_are_compiled_again(
     compiler = FakeCompiler()
     use(monkeypatch, compiler)
     load_kernels((9, 0), tmp_path)
-    monkeypatch.setattr(compilation, "source_hash", lambda: "f" * 64)
+    monkeypatch.setattr(kernel_compilation, "source_hash", lambda: "f" * 64)
     load_kernels((9, 0), tmp_path)
     assert len(compiler.texts) == 2
 
@@ -315,7 +315,7 @@ def test_the_hash_is_of_all_sources_their_names_and_the_options(
     seen.append(source_hash(tmp_path))
     (tmp_path / "b.cuh").rename(tmp_path / "c.cuh")
     seen.append(source_hash(tmp_path))
-    monkeypatch.setattr(compilation, "OPTIONS", ("-O0",))
+    monkeypatch.setattr(kernel_compilation, "OPTIONS", ("-O0",))
     seen.append(source_hash(tmp_path))
     assert len(set(seen)) == 4
     assert all(re.fullmatch("[0-9a-f]{64}", one) for one in seen)
@@ -355,7 +355,7 @@ def test_two_processes_at_once_get_the_same_kernels(tmp_path: Path) -> None:
     """Real processes, real compilers: whoever renames last has written the same."""
     program = (
         "import hashlib, sys; from pathlib import Path\n"
-        "from offramp.engine.kernels.compilation import load_kernels\n"
+        "from offramp.engine.kernels.kernel_compilation import load_kernels\n"
         "print(hashlib.sha256(load_kernels((9, 0), Path(sys.argv[1]))).hexdigest())"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

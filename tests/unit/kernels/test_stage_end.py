@@ -21,7 +21,7 @@ from tests.unit.kernels.cases import (
 from tests.unit.kernels.shim import Cpu
 
 from offramp.bundle import NEVER
-from offramp.engine.kernels.arguments import CheckKind, ExitCheck, ScoreType
+from offramp.engine.kernels.kernel_arguments import CheckKind, ExitCheck, ScoreType
 
 
 def classification(

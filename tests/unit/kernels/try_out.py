@@ -13,7 +13,7 @@ import numpy as np
 from tests.unit.kernels.cases import StageEndCase, new_scratch, random_scores
 from tests.unit.kernels.shim import Cpu
 
-from offramp.engine.kernels.arguments import CheckKind, ExitCheck
+from offramp.engine.kernels.kernel_arguments import CheckKind, ExitCheck
 
 FOUND = 42
 

@@ -11,14 +11,14 @@ import pytest
 
 from offramp.compiler.common.progress import SILENT, STAGES, FileProgress, stage_of
 from offramp.engine.common import environment
-from offramp.engine.learning import compiling
-from offramp.engine.learning.compile_worker import IDLE, NICE
-from offramp.engine.learning.compiling import (
+from offramp.engine.learning import compilation
+from offramp.engine.learning.compilation import (
     describe_end,
     missing_packages,
     priority_for,
     read_progress,
 )
+from offramp.engine.learning.compile_worker import IDLE, NICE
 from offramp.engine.learning.processor import IdleShare
 
 PRIORITY = """
@@ -138,5 +138,5 @@ def test_the_end_of_a_compilation_is_told(status: int, said: str, told: str) -> 
 
 def test_packages_are_looked_for_without_importing_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_packages() == []
-    monkeypatch.setattr(compiling, "_NEEDED", ("onnx", "there_is_no_such_package"))
+    monkeypatch.setattr(compilation, "_NEEDED", ("onnx", "there_is_no_such_package"))
     assert missing_packages() == ["there_is_no_such_package"]

@@ -8,7 +8,7 @@ import onnx
 from tests import models
 
 from offramp.compiler.frontend.source_file import load_source
-from offramp.engine.learning.folder import LearnFolder, folder_of, model_sha256
+from offramp.engine.learning.learning_folder import LearnFolder, folder_of, model_sha256
 
 
 def test_the_hash_of_a_model_is_the_compilers(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from offramp.engine.common.errors import BackendError, DrainingError, OptionsErr
 from offramp.engine.control.controller import Evidence
 from offramp.engine.learning import learner as learner_module
 from offramp.engine.learning.learner import ModelLearner
-from offramp.engine.learning.learners import Learning, prepare_learner
+from offramp.engine.learning.learning_loop import Learning, prepare_learner
 from offramp.engine.learning.lifecycle import Phase
-from offramp.engine.learning.recording import LOG_NAME, is_recording, read_recording
+from offramp.engine.learning.recording_file import LOG_NAME, is_recording, read_recording
 from offramp.engine.learning.state import STATE_NAME, LearnState
 from offramp.engine.models.learning_options import LearnOptions
 from offramp.engine.models.options import EngineOptions, ModelOptions

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offramp.engine.learning import recorder as recorder_module
-from offramp.engine.learning.recorder import InputRecorder
-from offramp.engine.learning.recording import RecordingHeader, is_recording, read_recording
+from offramp.engine.learning import input_recorder as recorder_module
+from offramp.engine.learning.input_recorder import InputRecorder
+from offramp.engine.learning.recording_file import RecordingHeader, is_recording, read_recording
 from offramp.engine.learning.recording_log import RecordingLog
 
 HEADER = RecordingHeader(model_sha256="00", inputs=(("x", "float32"),))

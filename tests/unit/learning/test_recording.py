@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from offramp.engine.learning import recording_log
-from offramp.engine.learning.recording import (
+from offramp.engine.learning.recording_file import (
     LOG_NAME,
     RecordingError,
     RecordingHeader,

@@ -15,7 +15,7 @@ from offramp.calibration.data import data_sources
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data import PreprocessingSpec, find_source
-from offramp.engine.learning.recording import LOG_NAME, RecordingHeader
+from offramp.engine.learning.recording_file import LOG_NAME, RecordingHeader
 from offramp.engine.learning.recording_log import RecordingLog
 
 IMAGE = TensorSpec(name="x", dtype="float32", shape=("batch", 2, 2))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offramp.testing.worker import FAULTS
+from offramp.testing.scripted_worker import FAULTS
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import offramp
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.listening import Admission, Listener
-from offramp.cluster.remote.stages import BundlesByHash
+from offramp.cluster.remote.stage_orders import BundlesByHash
 from offramp.cluster.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut, parse_address
 from offramp.cluster.remote.tcp_launcher import PING_S, TcpLauncher, TcpWorker
-from offramp.cluster.remote.wire import Hello
 from offramp.cluster.remote.worker import MakeBackend
-from offramp.testing.worker import ScriptedBackend
+from offramp.cluster.remote.worker_backend import RemoteBackend
+from offramp.cluster.remote.worker_messages import Hello
+from offramp.testing.scripted_worker import ScriptedBackend
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bundle"
 TOKEN = b"0123456789abcdef-of-tests"
@@ -96,7 +96,7 @@ class Worker:
         self,
         folder: Path,
         *words: str,
-        module: str = "offramp.testing.worker",
+        module: str = "offramp.testing.scripted_worker",
         listen: str = "127.0.0.1:0",
     ) -> None:
         token = folder / "token"

@@ -15,14 +15,14 @@ from tests.unit.remote.workers import answers_of, in_process, random_scripts, se
 
 from offramp.cluster.remote import tcp_launcher
 from offramp.cluster.remote import worker as worker_module
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.tcp import HostPort, tune
 from offramp.cluster.remote.tcp_launcher import TcpLauncher, TcpWorker
-from offramp.cluster.remote.wire import Hello
+from offramp.cluster.remote.worker_backend import RemoteBackend
+from offramp.cluster.remote.worker_messages import Hello
 from offramp.engine.common.errors import WorkerLostError
 from offramp.engine.core import Engine
 from offramp.testing.backend import SCRIPT
-from offramp.testing.worker import ScriptedBackend
+from offramp.testing.scripted_worker import ScriptedBackend
 
 SCRIPTS = random_scripts(40)
 

@@ -19,17 +19,17 @@ from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, admission, listene
 import offramp
 from offramp.bundle import Bundle
 from offramp.cluster.remote import handshake, tcp_launcher
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.listening import MOST_UNKNOWN, Listener
-from offramp.cluster.remote.stages import BundlesByHash
+from offramp.cluster.remote.stage_orders import BundlesByHash
 from offramp.cluster.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut
 from offramp.cluster.remote.tcp_launcher import TcpLauncher, WorkerAddress
 from offramp.cluster.remote.transport import Connection
-from offramp.cluster.remote.wire import Hello, Prepare, encode
+from offramp.cluster.remote.worker_backend import RemoteBackend
+from offramp.cluster.remote.worker_messages import Hello, Prepare, encode
 from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.stages.plan import make_plan
 from offramp.testing.backend import SCRIPT
-from offramp.testing.worker import ScriptedBackend
+from offramp.testing.scripted_worker import ScriptedBackend
 
 LOG = "offramp.cluster.remote.listening"
 

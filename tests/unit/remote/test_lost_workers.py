@@ -25,9 +25,9 @@ from tests.unit.remote.workers import (
 )
 
 from offramp.cluster.remote.orders import Orders
-from offramp.cluster.remote.slot import FIRST_LIMIT_S, RemoteStage
 from offramp.cluster.remote.transport import Connection
-from offramp.cluster.remote.wire import Ping, Ready, encode
+from offramp.cluster.remote.worker_messages import Ping, Ready, encode
+from offramp.cluster.remote.worker_slot import FIRST_LIMIT_S, RemoteStage
 from offramp.engine.common.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.core import Engine
 from offramp.engine.scheduling.policies import PolicyName

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from tests.unit.remote.listening import GOLDEN
 
-from offramp.cluster.ray import actor, connection, launcher
+from offramp.cluster.ray import actor, launcher, ray_connection
 from offramp.cluster.ray.actor import WorkerActor
-from offramp.cluster.ray.connection import connect, describe_resources
 from offramp.cluster.ray.launcher import ActorNeeds, RayLauncher, actor_needs, reserve
+from offramp.cluster.ray.ray_connection import connect, describe_resources
 from offramp.cluster.remote.tcp import parse_address
 from offramp.cluster.remote.tcp_launcher import WorkerAddress
-from offramp.cluster.remote.wire import Hello
+from offramp.cluster.remote.worker_messages import Hello
 from offramp.cluster.serving.cluster_workers import ClusterWorkers
 from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.server.arguments import parse_arguments
@@ -125,10 +125,10 @@ def test_a_port_where_nobody_listens_is_noticed_at_once(monkeypatch: pytest.Monk
 
 
 def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 0.0)
+    monkeypatch.setattr(ray_connection, "CONNECT_LIMIT_S", 0.0)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     use(monkeypatch, UnconnectedRay(ConnectionError()))
-    monkeypatch.setattr(connection.threading.Thread, "start", lambda _thread: None)
+    monkeypatch.setattr(ray_connection.threading.Thread, "start", lambda _thread: None)
     with pytest.raises(BackendError, match="on this host: no answer within 0 s; start Ray"):
         connect()
 

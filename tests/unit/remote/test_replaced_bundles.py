@@ -18,12 +18,12 @@ from tests.unit.remote.workers import scripted_workers
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.certify import NEVER
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher, WorkerHandle
-from offramp.cluster.remote.slot import RemoteStage
+from offramp.cluster.remote.worker_backend import RemoteBackend
+from offramp.cluster.remote.worker_slot import RemoteStage
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError, WorkerLostError
-from offramp.engine.stages.base import StageResult
+from offramp.engine.stages.backend_protocol import StageResult
 from offramp.engine.stages.pipeline import zeros
 from offramp.engine.stages.plan import Mode, StageSpec, make_plan
 from offramp.testing.backend import SCRIPT

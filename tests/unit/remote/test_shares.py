@@ -10,10 +10,10 @@ from tests.unit.engine.serving import LIMIT_S
 from tests.unit.remote.listening import ThreadLauncher
 from tests.unit.remote.workers import serve
 
-from offramp.cluster.remote.backend import RemoteBackend
+from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.engine.core import Engine
 from offramp.testing.backend import SCRIPT
-from offramp.testing.worker import Faults, ScriptedBackend
+from offramp.testing.scripted_worker import Faults, ScriptedBackend
 
 SLOWER = 5
 REQUESTS = 120

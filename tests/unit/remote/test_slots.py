@@ -14,13 +14,12 @@ import pytest
 from numpy.typing import NDArray
 from tests.fakes import fake_plan, script
 
-from offramp.cluster.remote import slot as slot_module
-from offramp.cluster.remote.layouts import forms_of
+from offramp.cluster.remote import worker_slot as slot_module
+from offramp.cluster.remote.run_layouts import forms_of
 from offramp.cluster.remote.served_slot import ServedSlot
-from offramp.cluster.remote.slot import RemoteSlot, RemoteStage
-from offramp.cluster.remote.tensors import InlineTensors, RemoteBatch, SharedTensors, SlotLink
+from offramp.cluster.remote.slot_tensors import InlineTensors, RemoteBatch, SharedTensors, SlotLink
 from offramp.cluster.remote.transport import Connection, SharedMemory
-from offramp.cluster.remote.wire import (
+from offramp.cluster.remote.worker_messages import (
     GIVEN,
     INLINE,
     PlacedArray,
@@ -31,9 +30,10 @@ from offramp.cluster.remote.wire import (
     decode,
     encode,
 )
+from offramp.cluster.remote.worker_slot import RemoteSlot, RemoteStage
 from offramp.engine.backends.host import HostSlot, HostStage
 from offramp.engine.common.errors import BackendError, WorkerLostError
-from offramp.engine.stages.base import StageResult
+from offramp.engine.stages.backend_protocol import StageResult
 from offramp.testing.backend import SCRIPT
 
 SPEC = fake_plan([0.9]).stages[0]

@@ -13,10 +13,10 @@ from tests.fakes import fake_plan
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.certify import NEVER
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher
-from offramp.cluster.remote.stages import BundlesByPath, describe_stage, make_described
-from offramp.cluster.remote.wire import FrameError
+from offramp.cluster.remote.stage_orders import BundlesByPath, describe_stage, make_described
+from offramp.cluster.remote.worker_backend import RemoteBackend
+from offramp.cluster.remote.worker_messages import FrameError
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError
 from offramp.engine.graphs.external_weights import WeightForm

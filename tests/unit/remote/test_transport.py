@@ -18,7 +18,7 @@ from offramp.cluster.remote.transport import (
     SharedMemory,
     TooLateError,
 )
-from offramp.cluster.remote.wire import FrameError, LargeBodyError, TensorForm, pack_head
+from offramp.cluster.remote.worker_messages import FrameError, LargeBodyError, TensorForm, pack_head
 
 BYTES = np.dtype(np.uint8)
 

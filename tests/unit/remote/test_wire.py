@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.cluster.remote.wire import (
+from offramp.cluster.remote.worker_messages import (
     GIVEN,
     HEAD,
     INLINE,

@@ -12,14 +12,14 @@ import numpy as np
 from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S
 
-from offramp.cluster.remote.backend import RemoteBackend
 from offramp.cluster.remote.launching import LocalLauncher
 from offramp.cluster.remote.process import WorkerCommand
+from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.engine.core import Engine
 from offramp.testing.backend import SCRIPT, FakeBackend
-from offramp.testing.worker import ScriptedBackend
+from offramp.testing.scripted_worker import ScriptedBackend
 
-COMMAND = WorkerCommand(module="offramp.testing.worker")
+COMMAND = WorkerCommand(module="offramp.testing.scripted_worker")
 MISSING = WorkerCommand(module="offramp.testing.no_such_worker")
 """Starts no worker."""
 POINTS = ("before-run", "mid-run", "after-run", "after-write")

@@ -9,7 +9,7 @@ import numpy as np
 from tests.unit.scheduling.helpers import pairs
 
 from offramp.engine.scheduling import Run
-from offramp.engine.scheduling.base import RowSet
+from offramp.engine.scheduling.decisions import RowSet
 
 Sample = tuple[int, int]
 """Request, row."""

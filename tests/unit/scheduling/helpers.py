@@ -23,7 +23,7 @@ from offramp.engine.scheduling import (
     StepOutcome,
     Submission,
 )
-from offramp.engine.scheduling.base import Decision, RowSet
+from offramp.engine.scheduling.decisions import Decision, RowSet
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler
 
 STAGES = 3

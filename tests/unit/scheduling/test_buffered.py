@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.engine.scheduling.base import Piece, RowSet
 from offramp.engine.scheduling.buffered import BufferedQueue
+from offramp.engine.scheduling.decisions import Piece, RowSet
 
 NEVER = float("inf")
 

@@ -24,7 +24,7 @@ from offramp.engine.scheduling import (
     StepOutcome,
     Submission,
 )
-from offramp.engine.scheduling.base import RowSet
+from offramp.engine.scheduling.decisions import RowSet
 
 NEVER = float("inf")
 

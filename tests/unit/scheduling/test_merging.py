@@ -7,10 +7,10 @@ import pytest
 from tests.unit.scheduling.helpers import none_exit, pairs, points_of, scheduler, started, table
 
 from offramp.engine.scheduling import Idle, SampleQueue, Submission, Wait
-from offramp.engine.scheduling.base import RowSet
 from offramp.engine.scheduling.buffered import BufferedQueue
+from offramp.engine.scheduling.decisions import RowSet
 from offramp.engine.scheduling.policies.merging import Rebatch, Refill
-from offramp.engine.scheduling.policy import Merge, Start, Waiting
+from offramp.engine.scheduling.policy_protocol import Merge, Start, Waiting
 
 NEVER = float("inf")
 

@@ -25,11 +25,11 @@ from tests.unit.scheduling.machine import CAPACITY, SchedulerMachine
 from tests.unit.scheduling.test_every_policy import LIVES
 
 from offramp.engine.scheduling import Latencies, ModelScheduler, Run, SampleQueue, Submission
-from offramp.engine.scheduling.base import RowSet
 from offramp.engine.scheduling.buffered import BufferedQueue
+from offramp.engine.scheduling.decisions import RowSet
 from offramp.engine.scheduling.policies.batching import RunThrough
 from offramp.engine.scheduling.policies.merging import Rebatch, Refill
-from offramp.engine.scheduling.policy import Choice, Merge, Policy, Start, Waiting
+from offramp.engine.scheduling.policy_protocol import Choice, Merge, Policy, Start, Waiting
 from offramp.engine.scheduling.stage_table import StageTable
 
 VARIANTS = 3

@@ -27,10 +27,10 @@ from offramp.engine.scheduling import (
     Submission,
     pareto_front,
 )
-from offramp.engine.scheduling.base import wait_until
+from offramp.engine.scheduling.decisions import wait_until
 from offramp.engine.scheduling.policies import PolicyName, make_policy, make_scheduler
 from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
-from offramp.engine.scheduling.policy import Choice, NeverBuffers, Waiting
+from offramp.engine.scheduling.policy_protocol import Choice, NeverBuffers, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.scheduler import ModelScheduler
 

@@ -19,7 +19,7 @@ from tests.http2 import PREFACE, data, frame, headers
 from tests.unit.server.test_connections import is_open, wait_until
 
 from offramp.client import Client
-from offramp.client.wire import build_request
+from offramp.client.conversion import build_request
 from offramp.proto.descriptors import method_path
 from offramp.server import endpoints, reception
 from offramp.server.arguments.options import ServerOptions

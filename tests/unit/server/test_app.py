@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.leaving import codes_of_two_replicas, codes_while_leaving
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
-from offramp.client.wire import build_request
+from offramp.client.conversion import build_request
 from offramp.proto.messages import ModelStreamInferResponse
 from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.arguments.logging_setup import FORMATS, JsonFormatter, set_up_logging

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.engines import engine_bundle
 
-from offramp.cluster.serving.options import NAME, ClusterOptions
+from offramp.cluster.serving.cluster_options import NAME, ClusterOptions
 from offramp.cluster.serving.worker_devices import LocalWorkers
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.models.options import EngineOptions, ModelOptions, controller_names
@@ -17,8 +17,8 @@ from offramp.engine.stages.plan import Mode
 from offramp.engine.tensorrt import probe
 from offramp.server import cli
 from offramp.server.arguments import make_parser, parse_arguments
+from offramp.server.arguments.option_groups import MODES, POLICY_GROUPS, controller_words
 from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
-from offramp.server.arguments.settings import MODES, POLICY_GROUPS, controller_words
 
 
 def help_all() -> str:

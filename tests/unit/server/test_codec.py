@@ -14,7 +14,7 @@ from offramp.bundle import TensorSpec
 from offramp.engine.common.errors import BadInputError, ModelNotServedError
 from offramp.engine.requests.results import EngineResult
 from offramp.proto.messages import ModelInferRequest
-from offramp.proto.wire import InferMessage
+from offramp.proto.request_bytes import InferMessage
 from offramp.server.codec import (
     InferCall,
     check_version,

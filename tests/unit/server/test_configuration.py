@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from offramp.cluster.serving.cluster_options import cluster_options
 from offramp.cluster.serving.cluster_workers import ClusterWorkers
-from offramp.cluster.serving.options import cluster_options
 from offramp.cluster.serving.worker_devices import LocalWorkers
 from offramp.engine.models.learning_options import LearnOptions
 from offramp.engine.models.options import EngineOptions, ModelOptions

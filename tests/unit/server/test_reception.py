@@ -28,13 +28,13 @@ from offramp.engine.common import errors as engine_errors
 from offramp.engine.common.line_limit import LINES, WINDOW_S, LineLimit, OneLineFilter, one_line
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferRequest
-from offramp.proto.wire import MAX_FIELDS, InferMessage
+from offramp.proto.request_bytes import MAX_FIELDS, InferMessage
 from offramp.server.arguments.logging_setup import JsonFormatter
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.decoding import RequestDecoder
 from offramp.server.endpoints import MAX_CALLS
 from offramp.server.errors import REFUSALS, RequestLimitError
-from offramp.server.memory import PEAK_BYTES, MemoryReturn
+from offramp.server.message_memory import PEAK_BYTES, MemoryReturn
 from offramp.server.reception import Reception, Visit, answering_errors
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer

@@ -11,10 +11,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offramp.proto import wire, wire_format
+from offramp.proto import request_bytes, wire_format
 from offramp.proto.messages import InferTensorContents, ModelInferRequest
-from offramp.proto.tensors import TensorError, decode_tensors
-from offramp.proto.wire import (
+from offramp.proto.request_bytes import (
     MAX_FIELDS,
     MAX_HEAD_BYTES,
     MAX_NAME_CHARS,
@@ -24,6 +23,7 @@ from offramp.proto.wire import (
     MessageLimitError,
     split_message,
 )
+from offramp.proto.tensors import TensorError, decode_tensors
 
 MANY = 1 << 20
 
@@ -78,7 +78,7 @@ HOSTILE = {
 def test_what_is_too_much_is_refused_before_it_is_decoded(
     data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "ModelInferRequest", None)
+    monkeypatch.setattr(request_bytes, "ModelInferRequest", None)
     with pytest.raises(MessageLimitError, match=r"expected at most|more than \d+ fields") as caught:
         split_message(data)
     assert len(str(caught.value)) < 300
@@ -271,8 +271,8 @@ def outcome(tensors: Any, raw: Any, floats: Any) -> Any:
 def looked_into() -> Any:
     """Short messages are looked into as long ones are: examples may be small."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(wire, "SMALL_BYTES", 0)
-        patched.setattr(wire, "_SMALL_INPUT_BYTES", 0)
+        patched.setattr(request_bytes, "SMALL_BYTES", 0)
+        patched.setattr(request_bytes, "_SMALL_INPUT_BYTES", 0)
         yield
 
 

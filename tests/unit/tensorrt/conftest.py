@@ -12,7 +12,7 @@ from tests.unit.tensorrt.fake_driver import FakeDriver
 from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT
 
 from offramp.engine.cuda.primary_context import primary_context
-from offramp.engine.tensorrt import messages, probe
+from offramp.engine.tensorrt import probe, tensorrt_messages
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def fake(
     forget()
     assert cuda.memory == {}, "device memory was not freed"
     assert not any(cuda.stacks.values()), "a context was left current"
-    assert not messages._collectors
+    assert not tensorrt_messages._collectors
 
 
 def forget() -> None:
     """Drop what is kept for a whole process."""
-    messages.logger.cache_clear()
+    tensorrt_messages.logger.cache_clear()
     primary_context.cache_clear()

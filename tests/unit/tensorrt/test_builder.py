@@ -20,10 +20,10 @@ from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT
 
 from offramp.bundle.engines import ShapeProfile, ShapeRange
 from offramp.compiler.common.errors import EngineBuildError
-from offramp.compiler.engines import tensorrt
-from offramp.compiler.engines.builder import EngineBuilder, TimedEngine
-from offramp.compiler.engines.options import BuildSettings
-from offramp.compiler.engines.tensorrt import TensorRTBuilder
+from offramp.compiler.engines import tensorrt_builder
+from offramp.compiler.engines.build_options import BuildSettings
+from offramp.compiler.engines.builder_protocol import EngineBuilder, TimedEngine
+from offramp.compiler.engines.tensorrt_builder import TensorRTBuilder
 from offramp.engine.common.errors import BackendError
 
 GRAPH = {
@@ -197,7 +197,7 @@ def test_progress_is_passed_on(builder: TensorRTBuilder, fake: FakeTensorRT) -> 
 def test_what_the_parser_refuses(
     builder: TensorRTBuilder, fake: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt, "node_of", lambda _graph, number: f"operator of {number}")
+    monkeypatch.setattr(tensorrt_builder, "node_of", lambda _graph, number: f"operator of {number}")
     graph = {**GRAPH, "errors": [[3, "pool", "MaxPool", "no such pooling"]]}
     where = "MaxPool pool" if fake.major >= 10 else "operator of 3"
     said = rf"^TensorRT could not read the graph: no such pooling \(node 3, {where}\)$"
@@ -296,14 +296,14 @@ def test_a_second_ctrl_c_ends_the_process() -> None:
     code = """
 import os, signal, threading
 from offramp.compiler.engines import tensorrt
-tensorrt.compat.has_progress = lambda: False
+tensorrt_builder.compat.has_progress = lambda: False
 def work():
     os.kill(os.getpid(), signal.SIGINT)
     while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         pass
     os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait()
-tensorrt._in_a_thread(work, on_interrupt=lambda: print("interrupted", flush=True))
+tensorrt_builder._in_a_thread(work, on_interrupt=lambda: print("interrupted", flush=True))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT
 
-from offramp.engine.tensorrt import messages
-from offramp.engine.tensorrt.messages import errors_of_tensorrt, receive
+from offramp.engine.tensorrt import tensorrt_messages
+from offramp.engine.tensorrt.tensorrt_messages import errors_of_tensorrt, receive
 
 
 def test_there_is_one_logger(fake: FakeTensorRT) -> None:
-    logger: Any = messages.logger()
-    assert messages.logger() is logger
+    logger: Any = tensorrt_messages.logger()
+    assert tensorrt_messages.logger() is logger
     assert isinstance(logger, fake.module.ILogger)
     with errors_of_tensorrt() as errors:
         logger.log(fake.module.ILogger.Severity.INTERNAL_ERROR, "no kernel\n")

@@ -145,7 +145,7 @@ def test_probing_imports_neither_package() -> None:
         "import sys\n"
         "from offramp.engine.tensorrt import probe, compat, standalone, messages\n"
         "from offramp.engine.cuda import primary_context\n"
-        "import offramp.compiler.engines.tensorrt\n"
+        "import offramp.compiler.engines.tensorrt_builder\n"
         "probe.missing(); print(sorted({'tensorrt', 'pycuda'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

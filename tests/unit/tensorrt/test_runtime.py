@@ -27,27 +27,27 @@ from offramp.bundle.engines import (
     PrecisionEvidence,
     parts_digest,
 )
-from offramp.compiler.engines.building import engine_key
-from offramp.compiler.engines.options import (
+from offramp.compiler.engines.build_options import (
     PARTS,
     BuildSettings,
     Part,
     parse_batches,
     parse_buckets,
 )
+from offramp.compiler.engines.building import engine_key
 from offramp.compiler.engines.profiles import ModelShapes, profile_sizes, unit_profiles
 from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.compiler.graphs.graph import Dataflow
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.backends.tensorrt import TensorRTFactory, TensorRTRun, TensorRTStage
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.cuda_backend import CudaBackend
 from offramp.engine.cuda.executable import SlotResources
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.self_check import CheckVerdict, run_self_check
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
-from offramp.engine.tensorrt import messages
+from offramp.engine.tensorrt import tensorrt_messages
 from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, open_store
 from offramp.testing.cuda_driver import FakeDriver
 
@@ -70,9 +70,9 @@ def fake(
 ) -> Iterator[FakeRuntime]:
     made = FakeRuntime(version, device)
     monkeypatch.setitem(sys.modules, "tensorrt", made.module)
-    messages.logger.cache_clear()
+    tensorrt_messages.logger.cache_clear()
     yield made
-    messages.logger.cache_clear()
+    tensorrt_messages.logger.cache_clear()
     device.close()  # finds what was not released, and all misuse
     assert not made.contexts
     assert not made.engines

@@ -21,17 +21,17 @@ from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, list_targets
 from offramp.compiler.commands.cli import main
 from offramp.compiler.engines import build as building
-from offramp.compiler.engines.builder import Built
+from offramp.compiler.engines.builder_protocol import Built
 from offramp.engine import core
 from offramp.engine.backends.tensorrt import TensorRTFactory
 from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.core import Engine
-from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.cuda_backend import CudaBackend
 from offramp.engine.models import served_model
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.serving.engine_upgrades import EngineUpgrades
 from offramp.engine.stages.plan import Mode
-from offramp.engine.tensorrt import messages
+from offramp.engine.tensorrt import tensorrt_messages
 from offramp.testing.builder import FakeBuilder
 from offramp.testing.cuda_driver import FakeDriver
 
@@ -48,9 +48,9 @@ def device() -> FakeDriver:
 def runtime(device: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     made = FakeRuntime(VERSION, device)
     monkeypatch.setitem(sys.modules, "tensorrt", made.module)
-    messages.logger.cache_clear()
+    tensorrt_messages.logger.cache_clear()
     yield made
-    messages.logger.cache_clear()
+    tensorrt_messages.logger.cache_clear()
     device.close()  # finds what was not released, and all misuse
     assert not made.contexts
     assert not made.engines

@@ -20,7 +20,7 @@ from offramp.engine.cuda.driver import (
     Stream,
     StreamEvent,
 )
-from offramp.engine.kernels.arguments import (
+from offramp.engine.kernels.kernel_arguments import (
     ENTRY_POINTS,
     CheckKind,
     ExitCheck,

@@ -22,7 +22,7 @@ from tests.unit.kernels.cases import (
 )
 from tests.unit.kernels.shim import Cpu, Guarded, build, find_compiler
 
-from offramp.engine.kernels.arguments import (
+from offramp.engine.kernels.kernel_arguments import (
     ROW_SCRATCH,
     CheckKind,
     ExitCheck,

@@ -38,7 +38,7 @@ from tests.unit.tools.frontier_cases import (
 from offramp.bundle import ExitPolicy
 from offramp.bundle.files import dump
 from offramp.certify import samples_needed
-from offramp.tools.bench.common.arguments import shares
+from offramp.tools.bench.common.bench_flags import shares
 
 
 @pytest.fixture

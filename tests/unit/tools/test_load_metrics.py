@@ -8,6 +8,7 @@ import pytest
 
 from offramp.server.metrics import render_metrics
 from offramp.testing.engine import FakeEngine
+from offramp.tools.bench.load.load_settings import LoadError
 from offramp.tools.bench.load.metrics_poll import (
     MetricsPoll,
     Reading,
@@ -16,7 +17,6 @@ from offramp.tools.bench.load.metrics_poll import (
     read_metrics,
     series,
 )
-from offramp.tools.bench.load.settings import LoadError
 
 TEXT = """\
 # TYPE offramp_queued_samples gauge

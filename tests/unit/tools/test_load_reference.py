@@ -13,6 +13,7 @@ from offramp.bundle.schema.compilation import DistinctSamples
 from offramp.calibration.data.dataset import DataError
 from offramp.calibration.data.key import GroupKey
 from offramp.client import ModelMetadata, TensorMetadata
+from offramp.tools.bench.load.load_settings import LoadError
 from offramp.tools.bench.load.reference import (
     LoadData,
     given_reference,
@@ -20,7 +21,6 @@ from offramp.tools.bench.load.reference import (
     input_specs,
     read_data,
 )
-from offramp.tools.bench.load.settings import LoadError
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 2))
 

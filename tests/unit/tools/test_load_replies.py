@@ -7,8 +7,8 @@ from offramp.certify.decision import MODEL_END
 from offramp.proto.messages import ModelInferRequest, ModelInferResponse
 from offramp.proto.tensors import encode_tensor
 from offramp.tools.bench.common.outcomes import Status
+from offramp.tools.bench.load.load_settings import LoadSettings
 from offramp.tools.bench.load.request_log import UNKNOWN, Causes, Reply, read_reply, status_of
-from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.load.shares import serialise_requests
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.load.generator import GeneratedLoad
+from offramp.tools.bench.load.load_settings import LoadSettings
 from offramp.tools.bench.load.metrics_poll import Reading
 from offramp.tools.bench.load.report import (
     WINDOWS,
@@ -21,7 +22,6 @@ from offramp.tools.bench.load.report import (
     warning,
 )
 from offramp.tools.bench.load.request_log import Reply, RequestLog
-from offramp.tools.bench.load.settings import LoadSettings
 
 SETTINGS = LoadSettings(address="a:1", model="m", duration_s=7.0, slo_ms=20.0)
 

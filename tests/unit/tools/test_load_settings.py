@@ -7,7 +7,7 @@ import pytest
 
 from offramp.commands.parser import LayeredParser
 from offramp.tools.bench.common.traces import TraceError
-from offramp.tools.bench.load.settings import LoadError, LoadSettings, read_options
+from offramp.tools.bench.load.load_settings import LoadError, LoadSettings, read_options
 from offramp.tools.bench.load_command import add_parser
 
 

@@ -19,9 +19,9 @@ from offramp.server.endpoints import GrpcEndpoint
 from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.load.alarm import LoopAlarm, make_alarm
-from offramp.tools.bench.load.settings import LoadSettings
+from offramp.tools.bench.load.load_settings import LoadSettings
+from offramp.tools.bench.load.sender import Report, Sender, Task
 from offramp.tools.bench.load.shares import Share, serialise_requests
-from offramp.tools.bench.load.worker import Report, Sender, Task
 
 SAMPLES = 6
 

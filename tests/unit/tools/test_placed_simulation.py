@@ -19,7 +19,7 @@ from offramp.engine.scheduling import (
     Run,
     StreamPlacement,
 )
-from offramp.engine.scheduling.base import Piece, RowSet
+from offramp.engine.scheduling.decisions import Piece, RowSet
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler
 from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.simulated_devices import SimulatedDevices

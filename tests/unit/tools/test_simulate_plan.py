@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Bundle
-from offramp.cluster.command.plan import PlanOptions, plan_bundle
+from offramp.cluster.command.plan_command import PlanOptions, plan_bundle
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas, dump_plan
 from offramp.engine.stages.plan import Mode
 from offramp.tools.bench import cli

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offramp.commands.parser import LayeredParser
-from offramp.tools.bench.common import arguments, traces
+from offramp.tools.bench.common import bench_flags, traces
 from offramp.tools.bench.common.traces import Trace, TraceError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -20,7 +20,7 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 def options(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    arguments.add_trace_arguments(parser)
+    bench_flags.add_trace_arguments(parser)
     return parser.parse_args(given)
 
 
@@ -246,19 +246,19 @@ def test_the_cv2_of_one_gap_is_unknown() -> None:
     ],
 )
 def test_options_make_the_trace_that_they_name(given: str, made: Callable[[], Trace]) -> None:
-    found, expected = arguments.trace_of(options(*given.split())), made()
+    found, expected = bench_flags.trace_of(options(*given.split())), made()
     assert found.arrivals_s.tolist() == expected.arrivals_s.tolist()
     assert (found.name, found.duration_s) == (expected.name, expected.duration_s)
 
 
 def test_options_name_files(tmp_path: Path) -> None:
     path = azure_file(tmp_path, "10.0", "11.0", "12.0", "36.0")
-    whole = arguments.trace_of(options("--trace", f"azure:{path}", "--rate", "5"))
+    whole = bench_flags.trace_of(options("--trace", f"azure:{path}", "--rate", "5"))
     assert whole.duration_s == pytest.approx(0.8)
-    cut = arguments.trace_of(options("--trace", f"azure:{path}"))
+    cut = bench_flags.trace_of(options("--trace", f"azure:{path}"))
     assert cut.arrivals_s.tolist() == [0, 1, 2, 26]
     rates = rates_file(tmp_path, "0,100\n600,300\n")
-    squeezed = arguments.trace_of(options("--trace", f"rate:{rates}"))
+    squeezed = bench_flags.trace_of(options("--trace", f"rate:{rates}"))
     assert squeezed.duration_s == pytest.approx(10)
 
 
@@ -279,12 +279,12 @@ def test_options_name_files(tmp_path: Path) -> None:
 )
 def test_options_that_do_not_fit_are_refused(given: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        arguments.trace_of(options(*given.split()))
+        bench_flags.trace_of(options(*given.split()))
 
 
 def test_help_names_real_defaults_only() -> None:
     parser = LayeredParser()
-    arguments.add_trace_arguments(parser)
+    bench_flags.add_trace_arguments(parser)
     text = parser.format_help()
     assert "None" not in text
     assert all(f"(default: {value})" in text for value in ("poisson", "0", "1"))

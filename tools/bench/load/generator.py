@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, TypeVar
 
+from offramp.tools.bench.load.load_settings import LoadError
 from offramp.tools.bench.load.request_log import Causes, RequestRecords, merge, percentiles_ms
-from offramp.tools.bench.load.settings import LoadError
-from offramp.tools.bench.load.worker import READY, Report, Task, run_worker
+from offramp.tools.bench.load.sender import READY, Report, Task, run_worker
 
 _START_LIMIT_S: Final = 120.0
 """For all processes to import and connect."""

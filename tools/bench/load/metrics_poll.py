@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
-from offramp.tools.bench.load.settings import LoadError
+from offramp.tools.bench.load.load_settings import LoadError
 
 _LIMIT_S: Final = 2.0
 

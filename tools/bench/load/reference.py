@@ -19,8 +19,8 @@ from offramp.client import Client, ModelMetadata, OfframpError
 from offramp.engine.backends import make_backend
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, make_plan
+from offramp.tools.bench.load.load_settings import LoadError
 from offramp.tools.bench.load.request_log import UNKNOWN
-from offramp.tools.bench.load.settings import LoadError
 
 _LIMIT_S: Final = 5.0
 

@@ -22,8 +22,8 @@ from offramp.tools.bench.common.outcomes import (
     timeline,
 )
 from offramp.tools.bench.load.generator import GeneratedLoad
+from offramp.tools.bench.load.load_settings import LoadSettings
 from offramp.tools.bench.load.metrics_poll import Reading, mean_batch_size, series
-from offramp.tools.bench.load.settings import LoadSettings
 
 WINDOWS: Final = 60
 """That a load is cut into."""

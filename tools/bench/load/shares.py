@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.client.wire import build_request
-from offramp.tools.bench.load.settings import LoadSettings
+from offramp.client.conversion import build_request
+from offramp.tools.bench.load.load_settings import LoadSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

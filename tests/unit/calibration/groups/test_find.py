@@ -14,7 +14,7 @@ from tests.unit.calibration.groups.making import copied, dataset_of, film, serie
 from offramp.bundle.schema.compilation import COPIES_WITHIN
 from offramp.calibration.data.dataset import Dataset, DataSplit, split
 from offramp.calibration.data.groups import Groups
-from offramp.calibration.groups.find import find_groups
+from offramp.calibration.groups.find_groups import find_groups
 
 Rng = np.random.Generator
 

@@ -17,8 +17,8 @@ from tests.models import Builder
 from tests.sliced import Sliced, slice_proto
 
 from offramp.calibration.data.dataset import Dataset
-from offramp.calibration.precision.graphs import PREFIX
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
+from offramp.calibration.precision.quantised_graphs import PREFIX
 from offramp.compiler.graphs.runtime import random_inputs
 from offramp.engine.common.environment import cpu_features
 

@@ -21,8 +21,8 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision import choice
 from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice, choose_kind
-from offramp.calibration.precision.graphs import BatchDependence
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
+from offramp.calibration.precision.quantised_graphs import BatchDependence
 from offramp.engine.common.timing import Effort, Estimate
 
 STATIC, SIGNED, ROWS = CpuPrecision.STATIC, CpuPrecision.SIGNED, CpuPrecision.ROWS

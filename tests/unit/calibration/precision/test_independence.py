@@ -17,8 +17,8 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
     transformer,
 )
 
-from offramp.calibration.precision.graphs import TOLERANCE, depends_on_batch_mates
 from offramp.calibration.precision.kinds import CpuPrecision
+from offramp.calibration.precision.quantised_graphs import TOLERANCE, depends_on_batch_mates
 
 ROWS = 8
 

@@ -27,8 +27,8 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
 
 from offramp.calibration.data.dataset import DataError
 from offramp.calibration.measure.profiling import TimedGraph
-from offramp.calibration.precision.graphs import CONTRIB, PREFIX, PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
+from offramp.calibration.precision.quantised_graphs import CONTRIB, PREFIX, PrecisionError
 from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.cuts.slicing import split
 from offramp.engine.answers.differences import relative_difference

@@ -13,7 +13,7 @@ from tests.unit.calibration.precision.graphs_to_quantise import (
 )
 
 from offramp.calibration.data import activations
-from offramp.calibration.precision.static import Range, activation_ranges
+from offramp.calibration.precision.static_scales import Range, activation_ranges
 
 
 def ranges_of(x: np.ndarray) -> Range:

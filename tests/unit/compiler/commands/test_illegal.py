@@ -15,7 +15,7 @@ from offramp.compiler.commands.cli import COMMANDS, COMPILE
 from offramp.compiler.common import options
 from offramp.compiler.common.errors import OptionsConflictError
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.data.spec import OPTIONS
+from offramp.compiler.data.reading_options import OPTIONS
 from offramp.compiler.steps.compile import compile_model
 from offramp.supernet.combinations import COMBINATIONS
 from offramp.supernet.subnets import ElasticSource

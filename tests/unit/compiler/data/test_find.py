@@ -16,11 +16,11 @@ from offramp.calibration.data.data_sources import NpyFolderSource, NpzSource
 from offramp.calibration.data.dataset import read_dataset
 from offramp.calibration.data.errors import DataError
 from offramp.compiler.data import PreprocessingSpec, as_source, find_source
-from offramp.compiler.data.arguments import add_data_arguments, source_of, spec_of
 from offramp.compiler.data.batches import FunctionSource
-from offramp.compiler.data.find import KINDS
+from offramp.compiler.data.data_flags import add_data_arguments, source_of, spec_of
+from offramp.compiler.data.find_source import KINDS
 from offramp.compiler.data.images import ImageFolderSource
-from offramp.compiler.data.spec import OPTIONS, read_toml
+from offramp.compiler.data.reading_options import OPTIONS, read_toml
 from offramp.compiler.data.tables import HuggingFaceSource, ParquetSource, TextTableSource
 
 NONE = PreprocessingSpec()

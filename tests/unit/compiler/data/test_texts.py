@@ -143,7 +143,7 @@ def test_labels_that_are_texts_are_left_aside(
 
 
 def test_options_of_a_file(tmp_path: Path, texts: Path, tokenizer: Path) -> None:
-    from offramp.compiler.data.spec import read_toml
+    from offramp.compiler.data.reading_options import read_toml
 
     toml = write_lines(tmp_path / "p.toml", 'tokenizer = "tokenizer.json"', "max_tokens = 9")
     spec = read_toml(toml)

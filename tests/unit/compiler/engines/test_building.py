@@ -31,11 +31,11 @@ from offramp.compiler.common.errors import (
 )
 from offramp.compiler.engines import build
 from offramp.compiler.engines.build import BuildOptions, Reports, build_bundle
+from offramp.compiler.engines.build_options import EngineBuildOptions, parse_batches, parse_parts
 from offramp.compiler.engines.building import Planned, PlannedEngine, outermost
-from offramp.compiler.engines.options import EngineBuildOptions, parse_batches, parse_parts
-from offramp.compiler.engines.verification import PrecisionData, Recertified, part_data
-from offramp.engine.kernels.compilation import source_hash
+from offramp.compiler.engines.engine_verification import PrecisionData, Recertified, part_data
 from offramp.engine.kernels.compilers import KernelCompileError, KernelCompilerNotFoundError
+from offramp.engine.kernels.kernel_compilation import source_hash
 from offramp.engine.tensorrt.probe import Device
 from offramp.testing.builder import FakeBuilder
 

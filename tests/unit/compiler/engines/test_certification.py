@@ -17,14 +17,14 @@ from offramp.calibration.data.dataset import Dataset, read_dataset
 from offramp.certify import evaluate
 from offramp.certify.binomial import allowed_errors, upper_bound
 from offramp.compiler.common.errors import VerificationError
-from offramp.compiler.engines.units import ranges_of
-from offramp.compiler.engines.verification import (
+from offramp.compiler.engines.engine_verification import (
     PrecisionData,
     Recertified,
     certify_anew,
     measure_precision,
     part_data,
 )
+from offramp.compiler.engines.units import ranges_of
 
 PROMISE = Promise(
     max_disagreement=0.2,

@@ -10,8 +10,8 @@ import pytest
 
 from offramp.bundle import engine_index
 from offramp.bundle.engines import EngineTarget, ShapeProfile, ShapeRange
+from offramp.compiler.engines.build_options import BuildSettings
 from offramp.compiler.engines.building import differences, engine_key
-from offramp.compiler.engines.options import BuildSettings
 
 TARGET = EngineTarget(
     gpu="NVIDIA H200", compute_capability=(9, 0), tensorrt="10.16.0.72", precision="fp16"

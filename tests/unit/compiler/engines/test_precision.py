@@ -18,14 +18,14 @@ from offramp.bundle.engines import Precision
 from offramp.bundle.records import CERTIFY
 from offramp.calibration.data.dataset import DataError, Dataset, read_dataset
 from offramp.compiler.common.errors import VerificationError
-from offramp.compiler.engines.units import ranges_of
-from offramp.compiler.engines.verification import (
+from offramp.compiler.engines.engine_verification import (
     PrecisionCheck,
     PrecisionData,
     Verdict,
     measure_precision,
     part_data,
 )
+from offramp.compiler.engines.units import ranges_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, make_plan

@@ -13,7 +13,7 @@ from tests.sliced import inputs_of, sliced
 from offramp.bundle import Bundle
 from offramp.bundle.engines import ShapeRange
 from offramp.compiler.common.errors import EngineOptionsError
-from offramp.compiler.engines.options import SizeRange, parse_batches, parse_buckets
+from offramp.compiler.engines.build_options import SizeRange, parse_batches, parse_buckets
 from offramp.compiler.engines.profiles import (
     ModelShapes,
     Point,

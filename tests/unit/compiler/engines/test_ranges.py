@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offramp.compiler.common.errors import EngineOptionsError
-from offramp.compiler.engines.options import (
+from offramp.compiler.engines.build_options import (
     DEFAULT_BATCHES,
     SizeRange,
     describe_ranges,

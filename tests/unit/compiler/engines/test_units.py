@@ -8,7 +8,7 @@ import pytest
 from tests.engines import engine_bundle
 
 from offramp.bundle import NEVER, ActiveExit, Bundle
-from offramp.compiler.engines.options import PARTS
+from offramp.compiler.engines.build_options import PARTS
 from offramp.compiler.engines.units import Unit, segment_units, source_unit, stage_units, units_of
 
 

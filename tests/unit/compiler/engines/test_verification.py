@@ -18,8 +18,9 @@ from tests.sliced import inputs_of, sliced
 from offramp.bundle import Bundle
 from offramp.calibration.data.dataset import Dataset
 from offramp.compiler.common.errors import EngineBuildError
+from offramp.compiler.engines.build_options import parse_batches, parse_buckets
+from offramp.compiler.engines.engine_verification import Verifier
 from offramp.compiler.engines.halving import halve
-from offramp.compiler.engines.options import parse_batches, parse_buckets
 from offramp.compiler.engines.profiles import (
     ModelShapes,
     SizedProfile,
@@ -27,7 +28,6 @@ from offramp.compiler.engines.profiles import (
     unit_profiles,
 )
 from offramp.compiler.engines.units import Unit, UnitGraphs
-from offramp.compiler.engines.verification import Verifier
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.engine.tensorrt.lookup import TOLERANCES
 

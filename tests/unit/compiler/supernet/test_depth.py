@@ -17,8 +17,8 @@ from offramp.compiler.graphs.shapes import annotate, declared_types
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.supernet.graphs import Supernet
 from offramp.supernet.graphs.depth import DepthBlock, find_block, skip_blocks
+from offramp.supernet.graphs.elastic_spec import Skip
 from offramp.supernet.graphs.errors import ElasticSpecError, NotElasticError
-from offramp.supernet.graphs.spec import Skip
 
 ROW: Any = ["batch", 4]
 

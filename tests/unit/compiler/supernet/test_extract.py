@@ -18,8 +18,8 @@ from torch import nn
 from offramp.compiler.graphs.graph import weight_bytes
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.supernet.graphs import Supernet, extract, laid_out
+from offramp.supernet.graphs.elastic_spec import SubnetChoice
 from offramp.supernet.graphs.extract import Subnet, extract_subnet
-from offramp.supernet.graphs.spec import SubnetChoice
 from offramp.supernet.graphs.spec_file import parse_spec
 
 KINDS = sorted(SPECS)

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.supernet.graphs import Supernet, extract, moments
+from offramp.supernet.graphs.elastic_spec import SubnetChoice
 from offramp.supernet.graphs.errors import ElasticSpecError
 from offramp.supernet.graphs.extract import Subnet, extract_subnet
 from offramp.supernet.graphs.norm import SubnetNorm
 from offramp.supernet.graphs.norm_layers import find_layers
-from offramp.supernet.graphs.spec import SubnetChoice
 from offramp.supernet.graphs.spec_file import parse_spec
 
 SAMPLES = 300

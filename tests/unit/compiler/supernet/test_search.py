@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.supernet.graphs import ElasticSpec, RatedChoice, SubnetChoice, prune, search
+from offramp.supernet.graphs.elastic_spec import DepthGroup, Skip, WidthGroup
 from offramp.supernet.graphs.search import front
-from offramp.supernet.graphs.spec import DepthGroup, Skip, WidthGroup
 
 
 def rated(index: int, cost: float, quality: float, accuracy: float | None = None) -> RatedChoice:

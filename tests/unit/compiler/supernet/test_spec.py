@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from offramp.supernet.graphs import ElasticSpec, SubnetChoice, read_spec
+from offramp.supernet.graphs.elastic_spec import DepthGroup, Skip, WidthGroup
 from offramp.supernet.graphs.errors import ElasticSpecError
-from offramp.supernet.graphs.spec import DepthGroup, Skip, WidthGroup
 
 WHOLE = """
 [[depth]]

@@ -28,7 +28,7 @@ from offramp.engine.models.learning_options import LearnOptions
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.models.plain_serving import notes_on, options_for
 from offramp.engine.onnx_files import OnnxFileError, WrappedFiles, is_onnx_file, wrap, wrapping
-from offramp.engine.onnx_files.folder import PREFIX
+from offramp.engine.onnx_files.wrapped_folder import PREFIX
 from offramp.engine.stages.plan import Mode
 
 OPTIONS = EngineOptions(mode=Mode.AUDIT, backend="onnxruntime", threads=1)

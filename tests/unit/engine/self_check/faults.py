@@ -23,11 +23,11 @@ from offramp.engine.backends import Backend, StageResult, TensorBatch
 from offramp.engine.backends.host import HostBatch, HostSlot
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError
-from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.cuda_backend import CudaBackend
 from offramp.engine.cuda.driver import StreamEvent
-from offramp.engine.kernels.arguments import Launch
+from offramp.engine.kernels.kernel_arguments import Launch
 from offramp.engine.self_check.slots import THREAD_NAME
-from offramp.engine.stages.base import Rows
+from offramp.engine.stages.backend_protocol import Rows
 from offramp.testing import cuda_handles, cuda_kernels
 from offramp.testing.cuda_driver import FakeDriver
 from offramp.testing.cuda_memory import ByteRange

@@ -22,7 +22,7 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.self_check import CheckVerdict, SelfCheckReport, run_self_check
-from offramp.engine.self_check.results import TimeLimit
+from offramp.engine.self_check.check_results import TimeLimit
 from offramp.engine.self_check.subject import InputMaker
 from offramp.engine.stages.plan import Mode, StageSpec
 

@@ -1,0 +1,394 @@
+"""The messages between a router and its workers, sans I/O; none is ever unpickled.
+
+A frame is a head, a header and a body. The header is one of the messages here: a byte for its kind,
+then JSON, or for the two that every stage takes packed fields. The body holds what is inline: the
+bytes of arrays, one after the other, each at a multiple of :data:`ALIGNMENT`.
+
+Whatever is malformed is a :class:`FrameError`: sizes are bounded before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle.schema.errors import BundleSchemaError
+from offramp.bundle.schema.serde import from_plain, to_plain
+from offramp.engine.common.errors import EngineError
+
+HEAD: Final = struct.Struct("<4sIQ")
+"""Magic, bytes of the header, bytes of the body."""
+MAGIC: Final = b"EEW1"
+MOST_HEADER: Final = 1 << 20
+MOST_BODY: Final = 1 << 32
+ALIGNMENT: Final = 64
+INLINE: Final = -1
+"""The place of an array whose bytes are in the body."""
+GIVEN: Final = -2
+"""The place of a carried tensor that the run was given under the same name, and only passed on."""
+DTYPES: Final = tuple(
+    np.dtype(name)
+    for name in (
+        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+_RUN: Final = struct.Struct("<BQIdqqH")
+_DONE: Final = struct.Struct("<BBH")
+_ARRAY: Final = struct.Struct("<Hq")
+_MOST_DIMENSIONS: Final = 32
+
+
+class FrameError(EngineError):
+    """Bytes that are no message, or one that makes no sense where it came."""
+
+
+class LargeBodyError(FrameError):
+    """The head of a frame whose body is larger than the receiver takes; nothing of it is kept."""
+
+
+class TensorForm(NamedTuple):
+    """The name, dtype and shape of an array."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class PlacedArray(NamedTuple):
+    """An array, and where it is: an offset into shared memory, :data:`INLINE` or :data:`GIVEN`."""
+
+    form: TensorForm
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The first message of a router: what the worker is to be."""
+
+    version: str
+    """Of Offramp: both ends have the same."""
+    backend: str
+    """One of :data:`offramp.engine.backends.BACKENDS`, and not ``auto``."""
+    threads: int
+    """Intra-op threads of each stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """The order to load a stage under a number; its graph, if it travels, is the body."""
+
+    stage: int
+    document: str
+    """Names or describes the stage: see :mod:`.stage_orders`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The order to forget a stage."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSlot:
+    """The order to serve a slot, on the connection that comes along, or give it other memory.
+
+    File descriptors beside it: the shared memory, and the connection if the slot is new.
+    """
+
+    slot: int
+    size_bytes: int
+    """Of the shared memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinSlot:
+    """The first message of a connection over a network that is to be a slot's, not the orders'."""
+
+    session: str
+    """As the handshake of the connection for orders named it."""
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Asks for a sign of life, which both ends wait for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """The order to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The answer of a worker that did what it was told."""
+
+    pid: int
+    cpu_s: float = 0.0
+    """Seconds of processor time that it has had, if a ping asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The answer of a worker that cannot be what a hello asks for."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The answer of a worker that could not load or run a stage; it stays usable."""
+
+    message: str
+
+
+class RunStage(NamedTuple):
+    """The order to run a stage on a batch."""
+
+    stage: int
+    rows: int
+    threshold: float | None
+    """As :meth:`offramp.engine.backends.Slot.run` takes it."""
+    region: tuple[int, int]
+    """Offset and size of the shared memory that results may be written to."""
+    arrays: tuple[PlacedArray, ...]
+
+
+class StageDone(NamedTuple):
+    """The answer: what the stage gave."""
+
+    answer: PlacedArray | None
+    confidence: PlacedArray
+    carried: tuple[PlacedArray, ...] | None
+    """``None`` after the last stage."""
+
+
+Message: TypeAlias = (
+    Hello
+    | Prepare
+    | Release
+    | OpenSlot
+    | JoinSlot
+    | Ping
+    | Shutdown
+    | Ready
+    | Refused
+    | Failed
+    | RunStage
+    | StageDone
+)
+
+_PLAIN: Final = (
+    Hello,
+    Prepare,
+    Release,
+    OpenSlot,
+    Shutdown,
+    Ready,
+    Refused,
+    Failed,
+    JoinSlot,
+    Ping,
+)
+_RUN_KIND: Final = len(_PLAIN)
+_DONE_KIND: Final = _RUN_KIND + 1
+
+
+def encode(message: Message) -> bytes:
+    """Give the header of a message; FrameError for an array of a dtype that does not travel."""
+    if isinstance(message, RunStage):
+        threshold = math.nan if message.threshold is None else message.threshold
+        numbers = (message.stage, message.rows, threshold, *message.region, len(message.arrays))
+        return b"".join((_RUN.pack(_RUN_KIND, *numbers), *map(_encode_array, message.arrays)))
+    if isinstance(message, StageDone):
+        answer = () if message.answer is None else (message.answer,)
+        carried = message.carried or ()
+        flags = len(answer) | (2 if message.carried is not None else 0)
+        head = _DONE.pack(_DONE_KIND, flags, len(carried))
+        arrays = (*answer, message.confidence, *carried)
+        return b"".join((head, *map(_encode_array, arrays)))
+    plain = {key: _quoted(value) for key, value in to_plain(message).items()}
+    text = json.dumps(plain, separators=(",", ":"))
+    return bytes((_PLAIN.index(type(message)),)) + text.encode("ascii")
+
+
+def decode(header: bytes) -> Message:
+    """Read a header; FrameError if it is malformed."""
+    kind = header[0] if header else 255
+    if kind == _RUN_KIND:
+        return _decode_run(header)
+    if kind == _DONE_KIND:
+        return _decode_done(header)
+    if kind >= len(_PLAIN):
+        raise FrameError(f"there is no message of kind {kind}, expected 0 to {_DONE_KIND}")
+    try:
+        plain = json.loads(header[1:].decode("ascii"))
+        message: Any = from_plain(_PLAIN[kind], plain, _PLAIN[kind].__name__.lower())
+        texts = {f.name: getattr(message, f.name) for f in fields(message)}
+        message = replace(message, **{name: _unquoted(value) for name, value in texts.items()})
+    except (ValueError, RecursionError, BundleSchemaError) as error:
+        raise FrameError(f"a message of kind {kind} is malformed: {error!s:.200}") from error
+    found: Message = message
+    return found
+
+
+def pack_head(header: bytes, body_bytes: int) -> bytes:
+    """Give the head of a frame; FrameError if the frame is too large."""
+    _check_sizes(len(header), body_bytes)
+    return HEAD.pack(MAGIC, len(header), body_bytes)
+
+
+@lru_cache(maxsize=1024)
+def unpack_head(head: bytes) -> tuple[int, int]:
+    """Read a frame's head: bytes of its header and body. FrameError if it is none."""
+    magic, header_bytes, body_bytes = HEAD.unpack(head)
+    if magic != MAGIC:
+        raise FrameError(f"a frame begins with {magic!r}, expected {MAGIC!r}")
+    _check_sizes(header_bytes, body_bytes)
+    return header_bytes, body_bytes
+
+
+def inline_offsets(arrays: Sequence[PlacedArray], body_bytes: int) -> list[int]:
+    """Give where in the body each inline array begins, −1 for the others.
+
+    FrameError if they are not what the body holds.
+    """
+    offsets, end = [], 0
+    for form, place in arrays:
+        if place != INLINE:
+            offsets.append(-1)
+            continue
+        start = aligned(end)
+        offsets.append(start)
+        end = start + form.size_bytes
+    if end != body_bytes:
+        raise FrameError(f"a body has {body_bytes} bytes, its arrays have {end}")
+    return offsets
+
+
+def aligned(offset: int) -> int:
+    """Round up to the next place where an array may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def array_in(body: bytearray, form: TensorForm, offset: int) -> NDArray[Any]:
+    """View an inline array."""
+    return np.ndarray(form.shape, form.dtype, body, offset)
+
+
+def _quoted(value: Any) -> Any:
+    """Write text in ASCII, whatever is in it: messages of errors have all sorts of characters."""
+    return json.dumps(value)[1:-1] if isinstance(value, str) else value
+
+
+def _unquoted(value: Any) -> Any:
+    return json.loads(f'"{value}"') if isinstance(value, str) else value
+
+
+def _check_sizes(header_bytes: int, body_bytes: int) -> None:
+    if not 0 < header_bytes <= MOST_HEADER or body_bytes > MOST_BODY:
+        raise FrameError(
+            f"a frame has {header_bytes} and {body_bytes} bytes, expected 1 to {MOST_HEADER} and "
+            f"at most {MOST_BODY}; send smaller batches"
+        )
+
+
+def _encode_array(array: PlacedArray) -> bytes:
+    form, place = array
+    encoded = _encode_form(form)
+    return _ARRAY.pack(len(encoded), place) + encoded
+
+
+@lru_cache(maxsize=4096)
+def _encode_form(form: TensorForm) -> bytes:
+    code = _CODES.get(form.dtype)
+    if code is None or len(form.shape) > _MOST_DIMENSIONS:
+        known = ", ".join(map(str, DTYPES))
+        raise FrameError(
+            f"tensor {form.name!r:.60} of dtype {form.dtype} with {len(form.shape)} dimensions "
+            f"cannot be sent to a worker, expected one of {known}; serve without workers"
+        )
+    name = form.name.encode(errors="surrogatepass")
+    shape = struct.pack(f"<{len(form.shape)}q", *form.shape)
+    return bytes((code, len(form.shape))) + shape + name
+
+
+@lru_cache(maxsize=4096)
+def _decode_form(encoded: bytes) -> TensorForm:
+    if len(encoded) < 2 or encoded[0] >= len(DTYPES) or encoded[1] > _MOST_DIMENSIONS:
+        raise FrameError(f"an array is described by {encoded[:20]!r}")
+    dtype, end = DTYPES[encoded[0]], 2 + 8 * encoded[1]
+    if len(encoded) < end:
+        raise FrameError(f"the shape of an array ends after {len(encoded) - 2} bytes")
+    shape = struct.unpack(f"<{encoded[1]}q", encoded[2:end])
+    try:
+        form = TensorForm(encoded[end:].decode(errors="surrogatepass"), dtype, shape)
+    except UnicodeDecodeError as error:
+        raise FrameError(f"the name of an array is no text: {error}") from error
+    largest = math.prod([max(size, 1) for size in shape])  # numpy multiplies them like this
+    if min(shape, default=0) < 0 or dtype.itemsize * largest > MOST_BODY:
+        raise FrameError(f"an array has the shape {list(shape)!s:.100}")
+    return form
+
+
+def _decode_arrays(header: bytes, start: int, count: int) -> tuple[PlacedArray, ...]:
+    arrays: list[PlacedArray] = []
+    for _ in range(count):
+        if start + _ARRAY.size > len(header):
+            raise FrameError(f"a message ends before its {count} arrays do")
+        length, place = _ARRAY.unpack_from(header, start)
+        start += _ARRAY.size
+        if start + length > len(header) or place < GIVEN:
+            raise FrameError(f"array {len(arrays)} has {length} bytes at {place}")
+        arrays.append(PlacedArray(_decode_form(header[start : start + length]), place))
+        start += length
+    if start != len(header):
+        raise FrameError(f"a message goes on for {len(header) - start} bytes after its arrays")
+    return tuple(arrays)
+
+
+def _decode_run(header: bytes) -> RunStage:
+    if len(header) < _RUN.size:
+        raise FrameError(f"an order to run a stage has {len(header)} bytes")
+    _, stage, rows, threshold, offset, size, count = _RUN.unpack_from(header)
+    arrays = _decode_arrays(header, _RUN.size, count)
+    if offset < 0 or size < 0 or rows < 1:
+        raise FrameError(f"an order to run {rows} rows gives {size} bytes at {offset}")
+    _check_names(arrays)
+    least = None if math.isnan(threshold) else threshold
+    return RunStage(stage, rows, least, (offset, size), arrays)
+
+
+def _decode_done(header: bytes) -> StageDone:
+    if len(header) < _DONE.size:
+        raise FrameError(f"the result of a stage has {len(header)} bytes")
+    _, flags, count = _DONE.unpack_from(header)
+    answers = flags & 1
+    if flags > 3 or (count and not flags & 2):
+        raise FrameError(f"the result of a stage has flags {flags} and {count} carried tensors")
+    arrays = _decode_arrays(header, _DONE.size, answers + 1 + count)
+    carried = arrays[answers + 1 :]
+    _check_names(carried)
+    answer = arrays[0] if answers else None
+    return StageDone(answer, arrays[answers], carried if flags & 2 else None)
+
+
+def _check_names(arrays: Sequence[PlacedArray]) -> None:
+    if len({form.name for form, _ in arrays}) < len(arrays):
+        raise FrameError("two arrays of a message have one name")

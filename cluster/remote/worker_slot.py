@@ -1,0 +1,315 @@
+"""A slot that runs its stages in a worker; how tensors get there is its :mod:`.slot_tensors`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.cluster.remote.launching import WorkerHandle
+from offramp.cluster.remote.run_layouts import (
+    Order,
+    ReplyArray,
+    RunReply,
+    TensorLayout,
+    form_set,
+    forms_of,
+    keep,
+)
+from offramp.cluster.remote.slot_tensors import RemoteBatch
+from offramp.cluster.remote.transport import ConnectionLostError, Frame, MemoryBlock, TooLateError
+from offramp.cluster.remote.worker_messages import (
+    ALIGNMENT,
+    GIVEN,
+    INLINE,
+    Failed,
+    FrameError,
+    PlacedArray,
+    StageDone,
+    TensorForm,
+    aligned,
+    array_in,
+    decode,
+    inline_offsets,
+)
+from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatch
+from offramp.engine.stages.plan import StageSpec
+
+FIRST_LIMIT_S: Final = 60.0
+"""Limit of a stage that was never run: kernels are chosen, memory is allocated."""
+LEAST_LIMIT_S: Final = 1.0
+_KEPT_BYTES: Final = 1 << 14
+"""Most that an answer may keep of a message that it came in."""
+HANG_FACTOR: Final = 10.0
+"""A stage that takes this many times longer than it ever took hangs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownRun:
+    """What a stage gave for a sample that it once ran, for probes, which run that again."""
+
+    given: Mapping[str, NDArray[Any]]
+    result: StageResult
+
+    def is_of(self, batch: RemoteBatch) -> bool:
+        """Whether a batch is that sample, bit by bit."""
+        found = batch.tensors
+        return found.keys() == self.given.keys() and all(
+            (array.dtype, array.shape) == (found[name].dtype, found[name].shape)
+            and array.tobytes() == found[name].tobytes()
+            for name, array in self.given.items()
+        )
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class RemoteStage:
+    """A stage that workers load, by its number."""
+
+    number: int
+    spec: StageSpec
+    document: str
+    graph: bytes
+    """Of a stage of no bundle."""
+    made_of: tuple[object, ...] = ()
+    """Of a stage of a bundle: what its graph is made of, and what it reads and gives."""
+    row_bytes: float = 0.0
+    """Most that a row of its results took in shared memory."""
+    longest_s: float = 0.0
+    """Longest run so far, that is over."""
+    largest_bytes: int = 0
+    """Most that it was given in one."""
+    known: KnownRun | None = None
+    """The first run of a single sample."""
+
+    def observe(self, given_bytes: int, seconds: float) -> None:
+        """Take note of a run."""
+        self.longest_s = max(self.longest_s, seconds)
+        self.largest_bytes = max(self.largest_bytes, given_bytes)
+
+    def limit_s(self, given_bytes: int, least_s: float) -> float:
+        """Seconds after which a run hangs: ten times the longest, more for more than ever."""
+        if not self.largest_bytes:
+            return max(FIRST_LIMIT_S, least_s)
+        limit_s = HANG_FACTOR * self.longest_s
+        if given_bytes > self.largest_bytes:
+            limit_s *= given_bytes / self.largest_bytes
+        return limit_s if limit_s > least_s else least_s
+
+
+class RemoteSlot:
+    """A slot of one worker.
+
+    ``load`` has the worker load a stage that it does not have yet; ``least_s`` is the least time
+    that a stage is given; ``closed`` is called once the slot is.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerHandle,
+        *,
+        load: Callable[[WorkerHandle, RemoteStage], None],
+        least_s: float = LEAST_LIMIT_S,
+        closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._worker = worker
+        self._load = load
+        self._least_s = least_s
+        self._closed = closed
+        self._connection, self._tensors = worker.open_slot()
+
+    def upload(self, tensors: Mapping[str, NDArray[Any]]) -> RemoteBatch:
+        """Take the arrays as they are; they are copied once a stage is run on them."""
+        return RemoteBatch(tensors, len(next(iter(tensors.values()))), forms_of(tensors))
+
+    def run(
+        self, stage: RemoteStage, batch: TensorBatch, threshold: float | None = None
+    ) -> StageResult:
+        """Have the worker execute a stage.
+
+        WorkerLostError if the worker ends, or hangs and was ended: the batch is as it was.
+        """
+        assert isinstance(batch, RemoteBatch)
+        worker = self._worker
+        if worker.lost:
+            raise WorkerLostError(f"{worker.name} was lost before")
+        if stage.number not in worker.stages:
+            self._load(worker, stage)
+        room = int(stage.row_bytes * batch.rows) + ALIGNMENT if stage.row_bytes else 0
+        batch, layout, region = self._tensors.placed(batch, room)
+        where = (region.start, region.size_bytes) if region else (0, 0)
+        order = layout.order(stage.number, batch.rows, threshold, where)
+        given_bytes = layout.forms.size_bytes
+        limit_s = stage.limit_s(given_bytes, self._least_s)
+        started_s = time.perf_counter()
+        try:
+            self._connection.send(order.header, self._tensors.travelling(batch), limit_s)
+            frame = self._connection.receive(limit_s)
+            result = self._result(stage, order, frame, batch, region)
+        except ConnectionLostError as error:
+            raise worker.lose("") from error
+        except (TooLateError, FrameError) as error:
+            raise worker.lose(f"stage {stage.spec.index}: {error}") from error
+        took_s = time.perf_counter() - started_s
+        if took_s <= limit_s:  # both ways may take that long, but not lengthen it for others
+            stage.observe(given_bytes, took_s)
+        return result
+
+    def select(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
+        """Copy the given rows, unless they are all there are, to where the worker reads them."""
+        assert isinstance(batch, RemoteBatch)
+        if len(rows) == batch.rows:
+            return batch
+        tensors, count = batch.tensors, len(rows)
+        forms = [TensorForm(n, a.dtype, (count, *a.shape[1:])) for n, a in tensors.items()]
+        taken = self._tensors.room(form_set(tuple(forms)), count)
+        for name, array in tensors.items():  # "clip", as "raise" copies twice
+            array.take(rows, axis=0, out=taken.tensors[name], mode="clip")
+        return taken
+
+    def buffer(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
+        """Copy the given rows, to where any slot may take them from."""
+        assert isinstance(batch, RemoteBatch)
+        kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
+        return RemoteBatch(kept, len(rows), forms_of(kept))
+
+    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> RemoteBatch:
+        """Concatenate rows of the parts, in their order, where the worker reads them."""
+        chosen = []
+        for batch, rows in parts:
+            assert isinstance(batch, RemoteBatch)
+            whole = len(rows) == batch.rows
+            tensors = batch.tensors.items()
+            chosen.append({n: a if whole else a.take(rows, axis=0) for n, a in tensors})
+        # A criterion whose function failed on a part has no state there, and begins anew.
+        names = [name for name in chosen[0] if all(name in tensors for tensors in chosen)]
+        count = sum(len(rows) for _, rows in parts)
+        firsts = [(name, chosen[0][name]) for name in names]
+        forms = [TensorForm(n, a.dtype, (count, *a.shape[1:])) for n, a in firsts]
+        merged = self._tensors.room(form_set(tuple(forms)), count)
+        for name in names:
+            np.concatenate([tensors[name] for tensors in chosen], out=merged.tensors[name])
+        return merged
+
+    def close(self) -> None:
+        """Close the connection, with which the worker's slot ends."""
+        self._connection.close()
+        self._tensors.close()
+        self._closed()
+
+    def _result(
+        self,
+        stage: RemoteStage,
+        order: Order,
+        frame: Frame,
+        batch: RemoteBatch,
+        region: MemoryBlock | None,
+    ) -> StageResult:
+        """Give what the worker says; FrameError if it is nothing that the run may lead to."""
+        reply = order.replies.get(frame.header)
+        if reply is None or reply.body_bytes != len(frame.body):
+            reply = self._read(stage, order, frame, batch)
+        stage.row_bytes = max(stage.row_bytes, reply.row_bytes)
+        answer = None if reply.answer is None else _own(reply.answer, frame)
+        confidence = _own(reply.confidence, frame)
+        if reply.carried is None:
+            return StageResult(answer, confidence, None)
+        blocks: tuple[MemoryBlock, ...] = () if region is None else (region,)
+        if reply.passed:
+            blocks += batch.blocks
+        layout = reply.layout
+        if layout is not None:
+            carry = RemoteBatch(layout.tensors, batch.rows, layout.forms, layout, blocks)
+        else:
+            found = {a.form.name: _found(a, frame, batch) for a in reply.carried}
+            carry = RemoteBatch(found, batch.rows, forms_of(found), None, blocks)
+        return StageResult(answer, confidence, carry)
+
+    def _read(self, stage: RemoteStage, order: Order, frame: Frame, batch: RemoteBatch) -> RunReply:
+        """Take apart what a worker says of a run that it has not said so far; FrameError."""
+        done = decode(frame.header)
+        if isinstance(done, Failed):
+            raise BackendError(done.message)
+        if not isinstance(done, StageDone):
+            raise FrameError(f"it answered a run with {type(done).__name__}")
+        answers = (done.confidence,) if done.answer is None else (done.answer, done.confidence)
+        if any(array.place == GIVEN for array in answers):
+            raise FrameError("it passes an answer on")
+        arrays = (*answers, *(done.carried or ()))
+        order.check(arrays)
+        offsets = inline_offsets(arrays, len(frame.body))
+        *first, confidence = map(self._reply_array, answers, offsets)
+        carried, layout = None, None
+        if done.carried is not None:
+            carried = tuple(map(self._reply_array, done.carried, offsets[len(answers) :]))
+            layout = self._layout(done.carried, batch)
+        _check(stage.spec, done, batch.rows)
+        reply = RunReply(
+            answer=first[0] if first else None,
+            confidence=confidence,
+            carried=carried,
+            layout=layout,
+            passed=any(array.place == GIVEN for array in done.carried or ()),
+            row_bytes=sum([aligned(f.size_bytes) for f, p in arrays if p != GIVEN]) / batch.rows,
+            body_bytes=len(frame.body),
+        )
+        keep(order.replies, frame.header, reply)
+        return reply
+
+    def _reply_array(self, array: PlacedArray, offset: int) -> ReplyArray:
+        form, place = array
+        view = self._tensors.array(form, place) if place >= 0 else None
+        return ReplyArray(form=form, offset=offset, view=view)
+
+    def _layout(self, carried: Sequence[PlacedArray], batch: RemoteBatch) -> TensorLayout | None:
+        """Give the layout of what is carried; ``None`` if not all of it is in shared memory."""
+        places = []
+        for form, place in carried:
+            if place == GIVEN:
+                given = batch.tensors.get(form.name)
+                if given is None or (given.dtype, given.shape) != form[1:]:
+                    raise FrameError(f"it passes {form.name!r:.60} on, which it was not given")
+            there = batch.layout.places if batch.layout is not None else {}
+            places.append(there.get(form.name, INLINE) if place == GIVEN else place)
+        if INLINE in places:
+            return None
+        return self._tensors.layout(form_set(tuple([form for form, _ in carried])), tuple(places))
+
+
+def _check(spec: StageSpec, done: StageDone, rows: int) -> None:
+    """Refuse, by a FrameError, what a stage cannot have given for so many rows."""
+    answer, confidence = done.answer, done.confidence.form
+    expected = rows if spec.answer is not None else 0
+    if (answer is not None) != (spec.answer is not None):
+        raise FrameError(f"it gave {'no' if answer is None else 'an'} answer at stage {spec.index}")
+    if confidence.dtype != np.float32 or confidence.shape not in ((rows,), (expected,)):
+        raise FrameError(
+            f"it gave confidences {confidence.dtype} {list(confidence.shape)} for {rows} rows"
+        )
+    names = {form.name for form, _ in done.carried or ()}
+    if (done.carried is None) != spec.final or not names.issuperset(spec.carried):
+        raise FrameError(f"it carries {sorted(names)!s:.100} on, expected {list(spec.carried)}")
+    for form, _ in (*(() if answer is None else (answer,)), *(done.carried or ())):
+        if form.shape[:1] != (rows,):
+            raise FrameError(f"{form.name!r:.60} is {list(form.shape)}, expected of {rows} rows")
+
+
+def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
+    """Give an array that is the caller's: not in memory that is used again."""
+    if array.view is not None:
+        return array.view.copy()
+    found = array_in(frame.body, array.form, array.offset)
+    return found if len(frame.body) <= _KEPT_BYTES + array.form.size_bytes else found.copy()
+
+
+def _found(array: ReplyArray, frame: Frame, batch: RemoteBatch) -> NDArray[Any]:
+    """Give a tensor that is carried on, wherever it is."""
+    if array.view is not None:
+        return array.view
+    if array.offset < 0:
+        return batch.tensors[array.form.name]
+    return array_in(frame.body, array.form, array.offset)

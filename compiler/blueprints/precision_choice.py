@@ -1,0 +1,222 @@
+"""``eecompile --precision``: a quantised copy before the model, where that saves more here.
+
+Exits are trained on the float32 model and put on copies as they are: on the example model they
+agree with it as often as exits trained on the copy. So there is one set of exits, and a blueprint
+for each precision: the model as it is, its fastest copy quantised throughout, and one that is
+quantised where that pays. What each saves is predicted from times that were measured of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from offramp.bundle import CpuFeatures
+from offramp.calibration.data.dataset import Dataset, DataSplit
+from offramp.calibration.precision.choice import PrecisionChoice, choose_kind
+from offramp.calibration.precision.kinds import CpuPrecision, Mix, best_mix, quantise
+from offramp.calibration.precision.quantised_graphs import PrecisionError
+from offramp.calibration.precision.quantization import RANGE_SAMPLES
+from offramp.compiler.blueprints.blueprint import Blueprint, draw, own_exit, time_copy
+from offramp.compiler.blueprints.cascade import PREFIX, slice_cascade
+from offramp.compiler.common.errors import CompileError
+from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.exits.exits import BuiltExit, build_on, reads_of
+from offramp.compiler.exits.timed_model import CompileRun
+from offramp.compiler.graphs.graph import serialised
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.engine.common.environment import cpu_features
+
+_log = logging.getLogger(__name__)
+
+LEAST_AGREEMENT: Final = 0.8
+"""With the float32 model, of a copy that is used. What it is not sure of is deferred to that model,
+so a copy may err more often than the bundle; but exits and threshold have to tell where."""
+JUDGED_SAMPLES: Final = 512
+"""Of the tune split, for a look at every kind; the one that is used is recorded on all of it."""
+LEAST_GAIN: Final = 0.01
+"""Share of the source model's time that a copy must be predicted to save beyond exits alone. A
+second model costs memory, audits through all of the first one, and time where nothing exits."""
+
+
+def choose_precision(plain: Blueprint, exits: Sequence[BuiltExit]) -> Blueprint:
+    """Give what saves most on this machine: the model as it is, or a copy of it before it.
+
+    ``plain`` is the float32 model with the ``exits``. Where no copy brings anything the answer is
+    ``plain``, and a warning says why if a copy was asked for.
+
+    Raises:
+        CompileError: A copy was asked for and cannot be cut, or its pieces differ from it.
+        DataError: A copy fails on samples.
+    """
+    run = plain.timed.run
+    _say_what_the_cpu_has(cpu_features())
+    choice = fastest_kind(plain.sliced.whole_model(), run)
+    if choice.kind is None:
+        return _without(plain, choice.reason, run.options)
+    wholes: dict[CpuPrecision, Blueprint] = {}
+    for tried in _tried(choice):
+        try:
+            wholes[tried] = on_copy(plain, exits, choice.graphs[tried])
+        except CompileError as error:
+            if run.options.copy.precision == "int8":
+                raise
+            _log.warning("%s is left out: %s.", tried.value, error)
+    if not wholes:
+        return _without(plain, f"no copy can be cut ({choice.reason})", run.options)
+    kind = max(wholes, key=lambda kind: wholes[kind].predicted_savings)
+    described = next(found.describe() for found in choice.measured if found.kind is kind)
+    best = _mixed(plain, wholes[kind], exits, replace(choice, kind=kind)) or wholes[kind]
+    float32, int8 = plain.predicted_savings, best.predicted_savings
+    compared = f"exits alone are predicted to save {float32:.1%} of its time, with int8 {int8:.1%}"
+    if int8 < float32 + LEAST_GAIN:
+        return _without(plain, f"{compared} ({described})", run.options)
+    reason = "; ".join(part for part in (described, best.reason, compared) if part)
+    _log.info("Precision int8: %s.", reason)
+    return replace(best, reason=reason)
+
+
+def _tried(choice: PrecisionChoice) -> tuple[CpuPrecision, ...]:
+    """The kinds that a blueprint is drawn of: the fastest, and the one that agrees most often.
+
+    What a copy answers otherwise is taken from what exits may.
+    """
+    fastest, *others = choice.graphs
+    return fastest, *others[-1:]
+
+
+def _without(plain: Blueprint, reason: str, options: CompileOptions) -> Blueprint:
+    """Take the model as it is, and say why: loudly if a copy was asked for."""
+    if options.copy.precision == "int8":
+        nothing = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: %s."
+        _log.warning(nothing, reason)
+    else:
+        _log.info("Precision fp32: %s.", reason)
+    return replace(plain, reason=reason)
+
+
+def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
+    """Log the CPU's instructions, and what is done where int8 would saturate."""
+    _log.info("The CPU that int8 is made on: %s.", cpu.describe())
+    if cpu.saturates:
+        _log.warning(
+            "This CPU (%s) has no VNNI and adds int8 products in 16 bits: weights that meet 8-bit "
+            "activations are rounded to 7 bits, so that no sum overflows here or elsewhere. The "
+            "copy agrees with the float32 model less often than one that is made on a CPU with "
+            "VNNI: for those, compile on one.",
+            cpu.describe(),
+        )
+
+
+def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
+    """Make every kind of copy that there is for the model, and choose the fastest on this machine.
+
+    Scales are measured on training samples, agreement on the tune split.
+    """
+    parts, options = run.parts, run.options
+    samples = max(min(len(parts.tune), JUDGED_SAMPLES), options.choice.reference_batch_size)
+    judged = np.arange(samples) % len(parts.tune)
+    with run.progress.step("Try kinds of int8", len(CpuPrecision)) as advance:
+        choice = choose_kind(
+            serialised(model.proto),
+            model.answer.output,
+            _ranges(parts),
+            parts.tune.subset(judged),
+            threads=options.threads,
+            least_agreement=LEAST_AGREEMENT,
+            saturating=cpu_features().saturates is True,
+            batch_sizes=sorted({1, options.choice.reference_batch_size}),
+            progress=advance,
+        )
+    for note in choice.disturbed:
+        _log.warning("The machine was disturbed while kinds of int8 were timed: %s.", note)
+    return choice
+
+
+def _ranges(parts: DataSplit) -> Dataset:
+    """The samples that scales are measured on."""
+    return parts.train.subset(np.arange(min(len(parts.train), RANGE_SAMPLES)))
+
+
+def on_copy(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes) -> Blueprint:
+    """Put a copy before the model, and the model's exits on the copy; its answer is the last one.
+
+    Raises as :func:`choose_precision` does.
+    """
+    run = plain.timed.run
+    sliced = slice_cascade(plain.sliced, copy, run.options)
+    timed = time_copy(sliced, copy, run)
+    return draw(timed, [*_moved(sliced, exits), own_exit(timed, plain)])
+
+
+def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
+    """Build exits of the source model on its copy, where the copy has their cut."""
+    places = {cut.name: index for index, cut in enumerate(sliced.cuts)}
+    return [
+        replace(
+            exit_,
+            candidate=place,
+            cut=sliced.cuts[place],
+            graph=build_on(sliced, place, exit_.best.head, exit_.weights),
+            reads=reads_of(sliced.cuts[place], exit_.best.head),
+        )
+        for exit_ in exits
+        if (place := places.get(PREFIX + exit_.cut.name)) is not None
+    ]
+
+
+def _mixed(
+    plain: Blueprint, whole: Blueprint, exits: Sequence[BuiltExit], found: PrecisionChoice
+) -> Blueprint | None:
+    """Put a copy before the model that is quantised only where that is predicted to pay.
+
+    ``None`` if that is everywhere, or if it turns out to save no more than ``whole``, which is
+    quantised throughout. For copies of our own kinds.
+    """
+    names = [PREFIX + cut.name for cut in plain.sliced.cuts]
+    if names != [cut.name for cut in whole.sliced.cuts[:-1]]:
+        return None
+    run = plain.timed.run
+    options = run.options
+    size = options.choice.reference_batch_size
+    mix = best_mix(
+        whole.candidates,
+        whole.path.active,
+        plain.choice.cost(size),
+        whole.choice.cost(size),
+        max_overhead=options.choice.max_overhead,
+    )
+    if mix is None or found.kind is None:
+        return None
+    try:
+        copy = quantise(
+            serialised(plain.sliced.whole_model().proto),
+            _ranges(run.parts),
+            found.kind,
+            threads=options.threads,
+            saturating=found.saturating,
+            kept=_outputs_outside(plain.sliced, mix),
+            ranges=dict(found.ranges),
+        )
+    except PrecisionError:  # what is left has nothing that could be quantised
+        return None
+    mixed = on_copy(plain, exits, copy)
+    better = mixed.predicted_savings > whole.predicted_savings
+    _log.info(
+        "A copy of %s is predicted to save %.1f %%, %.1f %% if int8 throughout.",
+        mix.describe(len(whole.sliced.cuts)),
+        100 * mixed.predicted_savings,
+        100 * whole.predicted_savings,
+    )
+    return replace(mixed, reason=mix.describe(len(whole.sliced.cuts))) if better else None
+
+
+def _outputs_outside(sliced: Sliced, mix: Mix) -> set[str]:
+    """Name what operators give in the segments that stay float32."""
+    outside = (s for s in sliced.segments if s.index not in mix)
+    return {name for s in outside for node in s.proto.graph.node for name in node.output if name}

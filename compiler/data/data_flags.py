@@ -1,0 +1,45 @@
+"""Flags of the command line that say how data are read; the same in every command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from offramp.calibration.data.data_sources import DataSource
+from offramp.compiler.data.find_source import find_source
+from offramp.compiler.data.reading_options import OPTIONS, TOML_NAME, PreprocessingSpec, read_toml
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of reading images, texts and tables, in a group of their own."""
+    group = parser.add_argument_group(
+        "reading the data",
+        f"For images, texts and tables. Also as keys of a TOML file, such as image_size = "
+        f"[224, 224]: {TOML_NAME} in a folder of data, or --preprocessing. See docs/data.md.",
+    )
+    group.add_argument(
+        "--preprocessing", type=Path, metavar="TOML", default=argparse.SUPPRESS,
+        help="file with these options; flags override it",
+    )  # fmt: skip
+    for option in OPTIONS:
+        group.add_argument(option.flag, type=option.parse, metavar=option.metavar, help=option.help,
+                           default=argparse.SUPPRESS)  # fmt: skip
+
+
+def add_data(parser: argparse.ArgumentParser, help_: str, *, required: bool = True) -> None:
+    """Add ``--data``, whose text :func:`source_of` reads, and the options of reading."""
+    parser.add_argument("--data", required=required, metavar="DATA", help=help_)
+    add_data_arguments(parser)
+
+
+def spec_of(options: argparse.Namespace) -> PreprocessingSpec:
+    """Return what the flags say, filled from the file of ``--preprocessing``."""
+    given = vars(options)
+    spec = PreprocessingSpec(**{o.field: given[o.field] for o in OPTIONS if o.field in given})
+    file: Path | None = given.get("preprocessing")
+    return spec if file is None else spec.filled_from(read_toml(file))
+
+
+def source_of(text: str, options: argparse.Namespace) -> DataSource:
+    """Return the source of the data that a flag names; DataError as :func:`.find_source`."""
+    return find_source(text, spec_of(options))

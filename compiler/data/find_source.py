@@ -1,0 +1,199 @@
+"""Kinds of data: which one a text of the command line, or an object of a program, is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from offramp.calibration.data.data_sources import DataSource, NpyFolderSource, NpzSource
+from offramp.calibration.data.errors import DataError
+from offramp.compiler.data.batches import FunctionSource, names_function, source_of_value
+from offramp.compiler.data.first import first_of
+from offramp.compiler.data.images import SUFFIXES as IMAGE_SUFFIXES
+from offramp.compiler.data.images import ImageFolderSource
+from offramp.compiler.data.made import RANDOM, SAMPLES, RandomSource
+from offramp.compiler.data.reading_options import TOML_NAME, Family, PreprocessingSpec, read_toml
+from offramp.compiler.data.recordings import RecordingSource
+from offramp.compiler.data.tables import (
+    CSV_SUFFIXES,
+    JSONL_SUFFIXES,
+    PARQUET,
+    HuggingFaceSource,
+    ParquetSource,
+    TextTableSource,
+)
+from offramp.engine.learning.recording_file import is_recording
+
+_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables"})
+_TYPED_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "images"})
+_SAVED: Final = ("state.json", "dataset_dict.json")
+"""Files by which a folder is a data set that Hugging Face's package saved."""
+
+
+class NamedData:
+    """A text that names data, and what is at that place."""
+
+    def __init__(self, text: str) -> None:
+        """Look at the place of a text."""
+        self.text, self.path = text, Path(text)
+        self.exists = bool(text) and self.path.exists()
+        self.is_file = self.exists and self.path.is_file()
+        self.is_folder = self.exists and self.path.is_dir()
+
+    @property
+    def suffix(self) -> str:
+        """The file's suffix in lower case; empty for a folder."""
+        return "" if self.is_folder else self.path.suffix.lower()
+
+    @cached_property
+    def suffixes(self) -> frozenset[str]:
+        """Suffixes in lower case of all files in the folder and in those inside it."""
+        if not self.is_folder:
+            return frozenset()
+        return frozenset(
+            os.path.splitext(name)[1].lower()  # noqa: PTH122 - millions of them
+            for _, _, names in os.walk(self.path)
+            for name in names
+            if not name.startswith(".")
+        )
+
+    def has(self, *names: str) -> bool:
+        """Whether one of some files is in the folder itself."""
+        return any((self.path / name).is_file() for name in names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataKind:
+    """A kind of data that ``--data`` takes."""
+
+    name: str
+    """Noun for messages, with its article."""
+    form: str
+    """Form of the text that names it, for lists of kinds."""
+    fits: Callable[[NamedData], bool]
+    """Whether a text names data of this kind."""
+    make: Callable[[NamedData, PreprocessingSpec], DataSource]
+    families: Collection[Family] = field(default=frozenset())
+    """Options that it uses."""
+
+
+KINDS: Final[tuple[DataKind, ...]] = (
+    DataKind(
+        name="an npz or npy file",
+        form="FILE.npz with an array for each input, or FILE.npy for the only one",
+        fits=lambda data: data.suffix in {".npz", ".npy"} or _is_zip(data),
+        make=lambda data, spec: first_of(NpzSource(data.path), spec.max_samples),
+    ),
+    DataKind(
+        name="a folder of npy files",
+        form="a folder with INPUT.npy for each input",
+        fits=lambda data: ".npy" in data.suffixes,
+        make=lambda data, spec: first_of(NpyFolderSource(data.path), spec.max_samples),
+    ),
+    DataKind(
+        name="a folder of images",
+        form="a folder of images (png, jpg, bmp, webp)",
+        fits=lambda data: not IMAGE_SUFFIXES.isdisjoint(data.suffixes),
+        make=lambda data, spec: ImageFolderSource(data.path, spec),
+        families=frozenset({"images"}),
+    ),
+    DataKind(
+        name="a CSV or JSONL file",
+        form="FILE.csv, .tsv or .jsonl of numbers, or of texts with --tokenizer",
+        fits=lambda data: data.suffix in CSV_SUFFIXES | JSONL_SUFFIXES,
+        make=lambda data, spec: TextTableSource(data.path, spec),
+        families=_TABLES,
+    ),
+    DataKind(
+        name="parquet",
+        form="FILE.parquet or a folder of them",
+        fits=lambda data: data.suffix == PARQUET or PARQUET in data.suffixes,
+        make=lambda data, spec: ParquetSource(data.path, spec),
+        families=_TYPED_TABLES,
+    ),
+    DataKind(
+        name="a data set of Hugging Face",
+        form="a folder that Dataset.save_to_disk wrote",
+        fits=lambda data: data.is_folder and data.has(*_SAVED),
+        make=lambda data, spec: HuggingFaceSource(data.path, spec),
+        families=_TYPED_TABLES,
+    ),
+    DataKind(
+        name="a recording",
+        form="a folder that eeserve --learn recorded inputs in",
+        fits=lambda data: data.is_folder and is_recording(data.path),
+        make=lambda data, spec: first_of(RecordingSource(data.path), spec.max_samples),
+    ),
+    DataKind(
+        name="a function",
+        form="module:function or FILE.py:function that yields batches",
+        fits=lambda data: not data.exists and names_function(data.text),
+        make=lambda data, spec: FunctionSource(data.text, spec.max_samples),
+    ),
+    DataKind(
+        name="made inputs",
+        form=f"{RANDOM} for a dry run on made inputs",
+        fits=lambda data: not data.exists and data.text == RANDOM,
+        make=lambda _, spec: RandomSource(spec.max_samples or SAMPLES),
+    ),
+)
+"""All kinds; a text must fit one of them alone."""
+
+
+def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
+    """Return the source of the data that a text names.
+
+    A folder's own ``preprocessing.toml`` fills what the options leave open. DataError where no kind
+    fits, or more than one: nothing is guessed. So it is where an option is of no use for the kind.
+    """
+    data = NamedData(text)
+    found = [kind for kind in KINDS if kind.fits(data)]
+    if len(found) > 1:
+        raise DataError(
+            f"{text} is {' and also '.join(kind.name for kind in found)}; give a folder with data "
+            "of one kind alone"
+        )
+    if not found:
+        what = "is of no kind that can be read" if data.exists else "no such file or folder"
+        raise DataError(
+            f"{text or repr(text)}: {what}; expected {'; '.join(kind.form for kind in KINDS)}"
+        )
+    (kind,) = found
+    if data.is_folder and data.has(TOML_NAME):
+        spec = spec.filled_from(read_toml(data.path / TOML_NAME))
+    spec.check_used(kind.families, text)
+    return kind.make(data, spec)
+
+
+def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource:
+    """Return the source of data that a program has.
+
+    Data are a path or text as ``--data`` takes it, a source, arrays (a mapping, a tuple or one
+    alone), a ``datasets.Dataset``, a function that returns batches, or an iterable of batches.
+    DataError for anything else.
+    """
+    spec = spec or PreprocessingSpec()
+    if isinstance(data, str | Path):
+        return find_source(str(data), spec)
+    if hasattr(data, "load") and hasattr(data, "name"):
+        source: DataSource = data
+        return source
+    if hasattr(data, "select_columns") and hasattr(data, "features"):
+        return HuggingFaceSource(data, spec)
+    spec.check_used((), "data")
+    return source_of_value(data() if callable(data) else data, "data", spec.max_samples)
+
+
+def _is_zip(data: NamedData) -> bool:
+    """Whether a file of another name is an archive, as those of numpy are."""
+    if not data.is_file or data.suffix in {PARQUET, *CSV_SUFFIXES, *JSONL_SUFFIXES}:
+        return False
+    try:
+        with data.path.open("rb") as file:
+            return file.read(4) == b"PK\x03\x04"
+    except OSError:
+        return False

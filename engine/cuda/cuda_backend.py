@@ -1,0 +1,153 @@
+"""The backend of a GPU: prepared stages, slots, and what they share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from offramp.bundle import Bundle
+from offramp.engine.common.errors import BackendError
+from offramp.engine.cuda.driver import DeviceMemoryError, Driver
+from offramp.engine.cuda.executable import ExecutableFactory
+from offramp.engine.cuda.memory import MemoryPool, mib
+from offramp.engine.cuda.prepared_stages import CudaStage, StageRegistry
+from offramp.engine.cuda.slot import REMEDY, CudaSlot, SharedBySlots
+from offramp.engine.cuda.stream import DeviceKernels
+from offramp.engine.stages.backend_protocol import MissingEngine
+from offramp.engine.stages.plan import StageSpec
+from offramp.engine.stages.precision import require_plain
+
+
+class CudaBackend:
+    """Runs stages on a driver: a :class:`offramp.engine.stages.backend_protocol.Backend`.
+
+    Takes over a factory and a driver, to be closed with it. ``kernels`` is the machine code of
+    :func:`offramp.engine.kernels.kernel_compilation.load_kernels`. BackendError if it cannot be
+    loaded: factory and driver stay the caller's. ``graphs``: whether to capture stages into CUDA
+    graphs.
+    """
+
+    on_cpu = False
+
+    def __init__(
+        self, factory: ExecutableFactory, driver: Driver, *, kernels: bytes, graphs: bool = True
+    ) -> None:
+        self._driver = driver
+        with driver.current():
+            loaded = DeviceKernels(driver, kernels)
+        self._shared = SharedBySlots(
+            driver=driver,
+            factory=factory,
+            kernels=loaded,
+            stages=StageRegistry(),
+            pool=MemoryPool(driver),
+            graphs=graphs,
+        )
+        self._slots = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The factory's, for instance ``tensorrt``."""
+        return self._shared.factory.name
+
+    @property
+    def driver(self) -> Driver:
+        """The driver, which is closed with the backend; for checks beside the slots."""
+        return self._driver
+
+    @property
+    def kernels(self) -> DeviceKernels:
+        """Our kernels, as all slots launch them."""
+        return self._shared.kernels
+
+    @property
+    def graphs(self) -> bool:
+        """Whether stages are captured into CUDA graphs, where they can be."""
+        return self._shared.graphs
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give a bundle with policy and records of what the factory computes."""
+        return self._shared.factory.as_computed(bundle)
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List the sizes that batches are filled up to, if all stages do that; else all."""
+        return self._shared.stages.sizes(most)
+
+    def prepare(self, spec: StageSpec) -> CudaStage:
+        """Load a stage, which lasts as long as the result is referred to.
+
+        BackendError if it cannot be loaded, its bundle is a cascade, whose int8 is for CPUs, or its
+        criterion is one that the host computes.
+        """
+        if spec.bundle is not None:
+            require_plain(spec.bundle.manifest, spec.bundle.path)
+        if spec.criterion.on_host:
+            raise BackendError(
+                f"criterion {spec.criterion.name} is computed by the host, not on GPUs; serve with "
+                "--backend onnxruntime, or compile with --criterion entropy"
+            )
+        with self._driver.current():
+            self._shared.stages.sweep()
+            try:
+                prepared = self._shared.factory.prepare(spec)
+            except DeviceMemoryError as error:
+                raise BackendError(
+                    f"stage {spec.index} cannot be loaded: {error}; {REMEDY}, or serve fewer models"
+                ) from error
+            try:
+                return self._shared.stages.add(prepared)
+            except BackendError:
+                prepared.close()
+                raise
+
+    def missing(self, stage: CudaStage) -> MissingEngine | None:
+        """Name the engine that would run a stage faster, were it built."""
+        return stage.facts.prepared.missing
+
+    def open_slot(self) -> CudaSlot:
+        """Open a slot with buffers for all prepared stages.
+
+        BackendError if memory is short; the message says what is needed, and what was free.
+        """
+        with self._driver.current():
+            try:
+                slot = CudaSlot(self._shared, closed=self._slot_closed)
+            except DeviceMemoryError as error:
+                raise self._too_large(error) from error
+        with self._lock:
+            self._slots += 1
+        return slot
+
+    def close(self) -> None:
+        """Release everything, stages that are still referred to as well.
+
+        BackendError if slots are still open; nothing was released.
+        """
+        with self._lock:
+            if self._slots:
+                raise BackendError(f"{self._slots} slots are still open")
+            if self._closed:
+                return
+            self._closed = True
+        shared = self._shared
+        with ExitStack() as releases:  # last in, first out
+            releases.callback(self._driver.close)
+            releases.enter_context(self._driver.current())
+            releases.callback(shared.factory.close)
+            releases.callback(shared.pool.close)
+            releases.callback(shared.stages.close_all)
+
+    def _slot_closed(self) -> None:
+        with self._lock:
+            self._slots -= 1
+
+    def _too_large(self, error: DeviceMemoryError) -> BackendError:
+        needs = self._shared.stages.needs()
+        free_bytes, _ = self._driver.memory()
+        return BackendError(
+            f"a stream needs {mib(needs.device_bytes)} of memory on {self._driver.device} "
+            f"({needs.describe()}), {mib(free_bytes)} are free; {error}: {REMEDY}"
+        )

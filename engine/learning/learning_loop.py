@@ -1,0 +1,187 @@
+"""The learning of all models of an engine: what is served at the start, and one loop for all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Self
+
+from offramp.engine.backends.custom_ops import libraries
+from offramp.engine.common.errors import OptionsError
+from offramp.engine.learning.learner import ModelLearner
+from offramp.engine.learning.learning_engine import LearningEngine
+from offramp.engine.learning.learning_folder import LearnFolder, folder_of, model_sha256
+from offramp.engine.learning.lifecycle import Phase
+from offramp.engine.learning.state import LearnState
+from offramp.engine.learning.words import why_idle
+from offramp.engine.models.learning_options import DEFAULT_DISAGREEMENT, LearnOptions, least_samples
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.onnx_files import is_onnx_file
+from offramp.engine.requests.learning_status import LearningStatus
+from offramp.engine.stages.plan import Mode
+
+_log = logging.getLogger(__name__)
+
+PERIOD_S: Final = 0.5
+"""Between two looks at a model."""
+
+
+class Learning:
+    """The learners of an engine's models; used on the event loop but for :meth:`prepare`."""
+
+    def __init__(self, learners: Mapping[str, ModelLearner], *, period_s: float = PERIOD_S) -> None:
+        """Use :meth:`prepare`."""
+        self._learners = learners
+        self._period_s = period_s
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def prepare(cls, models: Mapping[str, Path], options: EngineOptions) -> Self:
+        """Take the learn folders of the models that are ONNX files; OptionsError, nothing taken.
+
+        Where the options do not ask for learning, nothing is learned.
+        """
+        learners: dict[str, ModelLearner] = {}
+        if (learning := options.learning) is None:
+            return cls(learners)
+        if options.mode is Mode.OFF:
+            raise OptionsError(
+                "mode is off, in which no exit ever answers, and learning makes exits; leave one "
+                "of the two out"
+            )
+        try:
+            for name, model in models.items():
+                if not options.of(name).learn:
+                    continue
+                if is_onnx_file(model):
+                    learners[name] = prepare_learner(name, model, options.of(name), learning)
+                else:
+                    _log.warning("%s: not learned, as %s is a bundle", name, model)
+        except BaseException:
+            for learner in learners.values():
+                learner.release()
+            raise
+        if not learners:
+            raise OptionsError(
+                "there is nothing to learn: all models are bundles, which have their exits "
+                "already; name the ONNX file that one was compiled from, or leave out --learn"
+            )
+        return cls(learners)
+
+    def paths(self, models: Mapping[str, Path]) -> dict[str, Path]:
+        """Return what to serve at the start: of models that were learned, their bundles."""
+        learned = {name: learner.path for name, learner in self._learners.items()}
+        return {**models, **learned}
+
+    async def start(self, engine: LearningEngine) -> None:
+        """Begin, with an engine that serves :meth:`paths`; OptionsError."""
+        for learner in self._learners.values():
+            await learner.start(engine)
+        if not self._learners:
+            return
+        self._task = asyncio.create_task(self._work(), name="learning")
+
+    def status(self, model: str) -> LearningStatus | None:
+        """Return what is known of a model's learning; ``None`` where it does not learn."""
+        learner = self._learners.get(model)
+        return None if learner is None else learner.status()
+
+    async def close(self) -> None:
+        """Stop, keep what was recorded, and let go of the folders."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        for learner in self._learners.values():
+            await learner.close()
+
+    async def _work(self) -> None:
+        while True:
+            await asyncio.sleep(self._period_s)
+            for learner in self._learners.values():
+                busy = any(other.compiling for other in self._learners.values())
+                await learner.look(may_compile=not busy)
+
+
+def prepare_learner(
+    name: str, model: Path, options: ModelOptions, learning: LearnOptions
+) -> ModelLearner:
+    """Take the folder of a model, and go on from what it has; OptionsError."""
+    bound = options.max_disagreement or DEFAULT_DISAGREEMENT
+    least = least_samples(bound, options.confidence)
+    if learning.samples < least:
+        raise OptionsError(
+            f"{name}: {learning.samples:,} samples are too few to learn from: the promise of "
+            f"{100 * bound:g} % at {100 * options.confidence:g} % takes at least {least:,}; give "
+            f"--learn-samples {least} or more (10,000 serve well)"
+        )
+    try:
+        digest = model_sha256(model)
+    except OSError as error:
+        raise OptionsError(f"{model}: cannot be read: {error.strerror}") from error
+    asked = _asked(options, bound)
+    folder = LearnFolder(folder_of(model, name, learning.folder))
+    try:
+        state = _found_state(name, folder, digest, (*asked, f"samples={learning.samples}"))
+    except BaseException:
+        folder.release()
+        raise
+    return ModelLearner(name, model, folder, state, learning, arguments=asked, least=least)
+
+
+def _asked(options: ModelOptions, bound: float) -> tuple[str, ...]:
+    """Return the options of ``eecompile`` that follow from those of serving."""
+    asked = [f"--max-disagreement={bound:g}", f"--confidence={options.confidence:g}"]
+    if options.answer is not None:
+        asked.append(f"--answer={options.answer}")
+    if options.task is not None:
+        asked.append(f"--task={options.task}")
+    return (*asked, *(f"--custom-ops={each.path.absolute()}" for each in libraries()))
+
+
+def _found_state(name: str, folder: LearnFolder, digest: str, asked: Sequence[str]) -> LearnState:
+    """Return the state to go on from, and remove what does not belong to it."""
+    state = LearnState.load(folder.path)
+    new = LearnState(model_sha256=digest, asked=tuple(asked))
+    if state is not None and state.model_sha256 != digest:
+        _log.warning(
+            "%s: the model is another one than %s is of; what was learned of that is removed",
+            name,
+            folder.path,
+        )
+        folder.remove_recording()
+        state = None
+    if state is None:
+        folder.remove_others()
+        return new
+    state = _checked(name, folder, state)
+    if state.phase is Phase.NOTHING_PAYS and state.asked != new.asked:
+        _log.info("%s: other options are given than no exit paid with; learning again", name)
+        state = replace(state, phase=Phase.RECORDING, reason="")
+    folder.remove_others(state.serving, state.compiling)
+    return replace(state, asked=new.asked)
+
+
+def _checked(name: str, folder: LearnFolder, state: LearnState) -> LearnState:
+    """Return the state with the bundles that are there: one may have been finished, or damaged."""
+    if state.phase in (Phase.COMPILING, Phase.SWITCHING):
+        finished = folder.open_bundle(state.compiling)
+        if finished is not None and finished.policy.active:
+            _log.info("%s: %s was finished, and is served now", name, finished.path)
+            return state.served(state.compiling)
+        if finished is not None:
+            return replace(state, phase=Phase.NOTHING_PAYS, reason=why_idle(finished))
+    if state.serving and folder.open_bundle(state.serving) is None:
+        _log.warning(
+            "%s: %s cannot be used any more; the unmodified model is served, and learning starts "
+            "again",
+            name,
+            folder.bundle(state.serving),
+        )
+        return replace(state, serving=0, compiling=0, phase=Phase.RECORDING, reason="")
+    return state

@@ -1,0 +1,301 @@
+"""The command line of ``eeserve``, joined with the configuration file that it may name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from offramp import __version__
+from offramp.bundle.schema.answers import TASK_KINDS
+from offramp.commands.parser import LayeredParser
+from offramp.engine.common.extensions import extensions_for
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
+from offramp.server.arguments.combinations import refuse_illegal_settings
+from offramp.server.arguments.configuration import (
+    Configuration,
+    ConfigurationError,
+    read_configuration,
+)
+from offramp.server.arguments.extension import SettingError
+from offramp.server.arguments.logging_setup import FORMATS, LEVELS
+from offramp.server.arguments.option_groups import (
+    add_control,
+    add_execution,
+    add_keepalive,
+    add_learning,
+    add_network,
+    add_scheduling,
+    learning_in,
+    named_path,
+    settings_in,
+)
+from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
+
+
+def add_logging(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("logging")
+    group.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        choices=LEVELS,
+        default="info",
+        help=f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}",
+    )
+    group.add_argument(
+        "--log-format",
+        metavar="FORMAT",
+        choices=FORMATS,
+        default="human",
+        help="human: lines for people; json: an object a line",
+    )
+    group.add_argument(
+        "--access-log",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="log a line for every request: peer, method, model, status code, milliseconds, rows",
+    )
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group(
+        "models",
+        "A model's table [models.NAME] of --config overrules the command line, which\n"
+        "overrules its tables [engine] and [defaults].",
+    )
+    group.add_argument(
+        "bundles",
+        metavar="MODEL",
+        nargs="*",
+        type=Path,
+        help="ONNX file, or bundle that eecompile wrote;\n"
+        "served under its name without .onnx or .ee; an ONNX file is served as it is, without "
+        "exits",
+    )
+    group.add_argument(
+        "--model",
+        metavar="NAME=PATH",
+        action="append",
+        default=[],
+        type=named_path,
+        help="a model and the name to serve it under; may be repeated",
+    )
+    group.add_argument(
+        "--answer",
+        metavar="OUTPUT",
+        default=argparse.SUPPRESS,
+        help="output to serve of ONNX files that have several",
+    )
+    group.add_argument(
+        "--task",
+        metavar="TASK",
+        choices=TASK_KINDS,
+        default=argparse.SUPPRESS,
+        help="kind of the answer of ONNX files, which decides when two answers agree: "
+        f"{', '.join(TASK_KINDS)} (default: by its shape)",
+    )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="TOML file with models and settings of each",
+    )
+    group.add_argument(
+        "--custom-ops",
+        metavar="LIB.so",
+        action="append",
+        default=[],
+        type=Path,
+        help="library with operators that ONNX Runtime does not have, for --backend onnxruntime; "
+        "may be repeated. It is code: no library is loaded that is not named here",
+    )
+    group.add_argument(
+        "--criterion-module",
+        metavar="FILE.py:NAME",
+        action="append",
+        default=[],
+        help="your own criterion, which a bundle was compiled with; on the CPU; may be repeated. "
+        "It is code, as --custom-ops is",
+    )
+
+
+def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
+    """Return paths of models by name: as given, or the path's name without ``.ee`` or ``.onnx``.
+
+    Raises ValueError if there is none, or two have the same name.
+    """
+    unnamed = [(_name_of(path), path) for path in bundles]
+    models: dict[str, Path] = {}
+    for name, path in (*unnamed, *named):
+        if name in models:
+            raise ValueError(
+                f"two models are named {name!r}: {models[name]} and {path}; "
+                f"give one another name, for instance --model {name}-2={path}"
+            )
+        models[name] = path
+    if not models:
+        raise ValueError(
+            "no model to serve; name a bundle that eecompile wrote, or an ONNX file: eeserve "
+            "model.ee, eeserve model.onnx"
+        )
+    return models
+
+
+def _name_of(path: Path) -> str:
+    name = path.resolve().name
+    return name.removesuffix(SUFFIX) if is_onnx_file(path) else name.removesuffix(".ee")
+
+
+def add_checking(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group(
+        "checking", "Check the machine, above all a GPU, before anything is served."
+    )
+    group.add_argument(
+        "--self-check",
+        action="store_true",
+        help="serve nothing: for about a minute, compare stages with ONNX Runtime, kernels with "
+        "numpy, CUDA graphs with plain launches, and memory before and after; exit status 0 if no "
+        "check failed, else 1",
+    )
+    group.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write the figures of the self-check there",
+    )
+
+
+def _check_report(path: Path | None) -> None:
+    """Refuse, by a ValueError, a report that cannot be written."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ValueError(f"--json {path} cannot be written: {what}; name a file in one that exists")
+
+
+_DESCRIPTION: Final = """\
+Serve models over gRPC (Open Inference Protocol, for Triton's clients too), with
+status page, health probes and Prometheus metrics over HTTP.
+"""
+
+SHORT: Final = (
+    *("--learn", "--learn-samples"),
+    *("--mode", "--max-disagreement", "--policy", "--slo-ms", "--max-batch-size"),
+    *("--streams", "--threads", "--host", "--grpc-port", "--http-port", "--config", "--log-level"),
+)
+"""Options that ``--help`` shows."""
+
+_EXAMPLES: Final = {
+    "eeserve model.onnx": "the model as it is",
+    "eeserve model.onnx --learn": "with exits, once made",
+    "eeserve model.ee --slo-ms 20 --policy slackfit": "a bundle, within 20 ms",
+}
+_COMMANDS: Final = {
+    "eecompile": "makes a bundle with exits of an ONNX model",
+    "eebench load": "measures a server under load",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """A command line that was understood."""
+
+    models: Mapping[str, Path]
+    """Bundle folders and ONNX files by the name that they are served under."""
+    engine: EngineOptions
+    server: ServerOptions
+    log_level: str
+    log_format: str
+    self_check: bool = False
+    """Whether to check, and serve nothing."""
+    json: Path | None = None
+    """File that the report of the check is written to."""
+    custom_ops: tuple[Path, ...] = ()
+    """Libraries of operators, which the process loads."""
+    criterion_modules: tuple[str, ...] = ()
+    """``FILE.py:NAME`` of users' criteria, which the process runs."""
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Read ``argv``, the process's own by default, and the file that ``--config`` names.
+
+    Raises:
+        SystemExit: With code 2 and the reason on stderr, or with 0 after ``--help``.
+    """
+    parser = make_parser()
+    given = parser.parse_args(argv)
+    try:
+        return _understand(parser, given, parser.given(argv))
+    except (ConfigurationError, SettingError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")  # --help says nothing about a file
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def make_parser() -> LayeredParser:
+    """Make the parser of ``eeserve``."""
+    parser = LayeredParser(
+        prog="eeserve",
+        description=_DESCRIPTION,
+        short=SHORT,
+        examples=_EXAMPLES,
+        commands=_COMMANDS,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"offramp {__version__}",
+        help="show the version and end",
+    )
+    add_models(parser)
+    add_learning(parser)
+    add_network(parser)
+    add_control(parser)
+    add_scheduling(parser)
+    add_execution(parser)
+    for extension in extensions_for("server"):
+        extension.add_options(parser)
+    add_logging(parser)
+    add_keepalive(parser)
+    add_checking(parser)
+    return parser
+
+
+def _understand(
+    parser: LayeredParser, given: argparse.Namespace, flags: frozenset[str]
+) -> Arguments:
+    file = Configuration() if given.config is None else read_configuration(given.config)
+    configured = [(name, model.path) for name, model in file.models.items()]
+    models = name_models(given.bundles, [*given.model, *configured])
+    refuse_illegal_settings(parser, given, flags, file, models.values())
+    engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
+    learns = engine.pop("learning", False)
+    for extension in extensions_for("server"):
+        engine |= settings_in(given, extension.settings)
+    options = file.options(
+        engine=engine,
+        defaults=defaults,
+        learning=learning_in(given) if learns or file.learning is not None else None,
+    )
+    _check_report(given.json)
+    return Arguments(
+        models=models,
+        engine=options,
+        server=_server_options(given),
+        log_level=given.log_level,
+        log_format=given.log_format,
+        self_check=given.self_check,
+        json=given.json,
+        custom_ops=tuple(given.custom_ops),
+        criterion_modules=tuple(given.criterion_module),
+    )
+
+
+def _server_options(given: argparse.Namespace) -> ServerOptions:
+    keepalive = KeepaliveOptions(**settings_in(given, KeepaliveOptions))
+    return ServerOptions(**settings_in(given, ServerOptions), keepalive=keepalive)

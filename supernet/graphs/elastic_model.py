@@ -1,0 +1,120 @@
+"""A supernet: a model that was read, and what is elastic of it, found on its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import onnx
+
+from offramp.compiler.graphs.graph import Dataflow
+from offramp.compiler.graphs.shapes import TensorType, declared_types
+from offramp.compiler.graphs.source_model import SourceModel
+from offramp.supernet.graphs.constants import with_plain_constants
+from offramp.supernet.graphs.depth import DepthBlock, find_block, skip_blocks
+from offramp.supernet.graphs.elastic_spec import ElasticSpec, SubnetChoice
+from offramp.supernet.graphs.errors import ElasticSpecError
+from offramp.supernet.graphs.names import NamedWeight, WeightFinder
+from offramp.supernet.graphs.slicing_plan import SlicePlan
+from offramp.supernet.graphs.width import kept_channels, plan_slices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supernet:
+    """A model with the blocks and the weights that its spec names."""
+
+    model: SourceModel
+    """Whatever is constant is an initializer. Treat it as read-only."""
+    spec: ElasticSpec
+    blocks: tuple[tuple[DepthBlock, ...], ...]
+    """For each depth group, in the order in which they are dropped."""
+    weights: tuple[tuple[NamedWeight, ...], ...]
+    """For each width group."""
+
+    @classmethod
+    def of(cls, model: SourceModel, spec: ElasticSpec) -> Supernet:
+        """Find on a model's graph what a spec names, and try each group at each of its steps.
+
+        Raises:
+            ElasticSpecError: A name means nothing, or a ratio is no whole number of channels.
+            NotElasticError: The graph cannot do with less; the message names the operator.
+        """
+        model = replace(model, proto=with_plain_constants(model.proto))
+        flow, types = Dataflow(model.proto.graph), declared_types(model.proto)
+        blocks = tuple(
+            tuple(find_block(skip, spec.source, flow, types) for skip in group.skip)
+            for group in spec.depths
+        )
+        finder = WeightFinder(spec, flow, types)
+        weights = tuple(finder.find(group) for group in spec.widths)
+        found = cls(model=model, spec=spec, blocks=blocks, weights=weights)
+        found._check_once()
+        for choice in found._steps():
+            found.plan(choice)
+        return found
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """Types of all tensors, by name."""
+        return declared_types(self.model.proto)
+
+    @cached_property
+    def initializers(self) -> dict[str, onnx.TensorProto]:
+        """All weights and other constants, by name."""
+        return {tensor.name: tensor for tensor in self.model.proto.graph.initializer}
+
+    def skipped(self, choice: SubnetChoice) -> list[DepthBlock]:
+        """Give the blocks that a subnet leaves out."""
+        pairs = zip(self.blocks, choice.skipped, strict=True)
+        return [block for group, count in pairs for block in group[:count]]
+
+    def shallow(self, choice: SubnetChoice) -> onnx.ModelProto:
+        """Give the graph without the blocks that a subnet leaves out, and without weights.
+
+        ElasticSpecError if the subnet is none of the spec's.
+        """
+        self.spec.check(choice)
+        model = self.model.proto
+        proto = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
+        proto.opset_import.extend(model.opset_import)
+        proto.functions.extend(model.functions)
+        proto.graph.name = model.graph.name
+        proto.graph.node.extend(model.graph.node)
+        proto.graph.input.extend(model.graph.input)
+        proto.graph.output.extend(model.graph.output)
+        skip_blocks(proto, self.skipped(choice))
+        return proto
+
+    def plan(self, choice: SubnetChoice, shallow: onnx.ModelProto | None = None) -> SlicePlan:
+        """Find what is sliced of a subnet's graph, that is of :meth:`shallow`.
+
+        ElasticSpecError if it is none of the spec's, NotElasticError if the graph cannot do it.
+        """
+        named = {
+            place: kept
+            for group, ratio in zip(self.weights, choice.ratios, strict=True)
+            for place, kept in kept_channels(group, ratio).items()
+        }
+        flow = Dataflow((shallow or self.shallow(choice)).graph)
+        return plan_slices(flow, self.types, self.initializers, named)
+
+    def _check_once(self) -> None:
+        """Refuse weights that two names mean."""
+        seen: set[tuple[str, int]] = set()
+        for weight in (w for group in self.weights for w in group):
+            if (weight.node, weight.position) in seen:
+                raise ElasticSpecError(
+                    f"{self.spec.source}: width.weights names the weight of {weight.node} twice, "
+                    "by the operator and by the initializer, or in two [[width]]; keep one"
+                )
+            seen.add((weight.node, weight.position))
+
+    def _steps(self) -> Iterator[SubnetChoice]:
+        """Yield each ratio of each width group alone, and the least of all."""
+        full = self.spec.full
+        for index, group in enumerate(self.spec.widths):
+            for ratio in group.ratios:
+                ratios = (*full.ratios[:index], ratio, *full.ratios[index + 1 :])
+                yield replace(full, ratios=ratios)
+        yield self.spec.smallest

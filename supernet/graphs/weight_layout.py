@@ -1,0 +1,168 @@
+"""A supernet stored so that what subnets have of its weights are their first bytes.
+
+What is kept of a matrix are whole rows or columns, and only the first rows lie together. So a
+matrix whose output channels are elastic is stored as [out, in], and one whose input channels are as
+[in, out]: ``Gemm`` takes either. ``MatMul`` takes [in, out] alone; where outputs are elastic it
+becomes a ``Gemm`` between two reshapes, which also adds the bias. Of convolutions, [out, in, …],
+output channels are the first bytes, and input channels are none: these are stored in parts once
+graphs go into a bundle (:mod:`~offramp.compiler.graphs.weight_parts`). A matrix that is elastic on
+both sides is copied for each subnet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from offramp.compiler.graphs.graph import Dataflow, Operator, copied, refill, sort_operators
+from offramp.compiler.graphs.shapes import TensorType, annotate, forget_shapes
+from offramp.supernet.graphs.elastic_model import Supernet
+from offramp.supernet.graphs.elastic_spec import SubnetChoice
+from offramp.supernet.graphs.names import attributes_of
+
+_FIRST_BYTES: Final = 0
+"""The dimension of which the first elements are the first bytes."""
+
+
+def laid_out(supernet: Supernet) -> Supernet:
+    """Store a supernet's matrices so that subnets' are the first bytes of them, where that is easy.
+
+    The model computes the same, up to the order of sums. Operators that change keep their names, as
+    do weights, which have another shape, and the tensors that blocks begin and end with.
+    """
+    spec = supernet.spec
+    least = SubnetChoice(skipped=spec.full.skipped, ratios=spec.smallest.ratios)
+    cuts = supernet.plan(least).cuts
+    proto = copied(supernet.model.proto)
+    kept = {t for group in supernet.blocks for block in group for t in (block.start, block.end)}
+    rewriter = _Rewriter(proto, Dataflow(proto.graph), supernet.types, frozenset(kept))
+    for op in rewriter.flow.operators:
+        sliced = set(cuts.get((op.name, 1), {}))
+        if op.kind not in ("Gemm", "MatMul") or len(sliced) != 1 or sliced == {_FIRST_BYTES}:
+            continue
+        weight = supernet.types[op.proto.input[1]]
+        if weight.is_floating and len(weight.shape or ()) == 2:  # as runtimes have of Gemm
+            rewriter.turn(op)
+    if not rewriter.turned:
+        return supernet
+    rewriter.finish()
+    forget_shapes(proto.graph)
+    annotate(proto)
+    weights = tuple(
+        tuple(replace(w, axis=1 - w.axis) if w.node in rewriter.turned else w for w in group)
+        for group in supernet.weights
+    )
+    return replace(supernet, model=replace(supernet.model, proto=proto), weights=weights)
+
+
+@dataclass(slots=True)
+class _Rewriter:
+    """Changes a graph: matrices are turned, and products become such that read them so."""
+
+    proto: onnx.ModelProto
+    flow: Dataflow
+    types: Mapping[str, TensorType]
+    kept: frozenset[str]
+    """Tensors that must stay."""
+    turned: set[str] = field(default_factory=set)
+    """Operators whose weight has been turned."""
+    _made: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
+    """What takes the place of an operator; nothing if it is part of another now."""
+    _rows: set[str] = field(default_factory=set)
+    """Tensors that are there as rows."""
+
+    def turn(self, op: Operator) -> None:
+        """Have an operator read its weight the other way around."""
+        self.turned.add(op.name)
+        if op.kind == "MatMul":
+            self._made[op.name] = self._as_gemm(op)
+            return
+        node = copied(op.proto)
+        turned = 1 - attributes_of(op).get("transB", 0)
+        refill(node.attribute, [copied(a) for a in node.attribute if a.name != "transB"])
+        node.attribute.append(helper.make_attribute("transB", turned))
+        self._made[op.name] = [node]
+
+    def _as_gemm(self, op: Operator) -> list[onnx.NodeProto]:
+        """Give operators that compute a product with the weight as [out, in], and add its bias."""
+        read, weight = op.proto.input
+        result = op.writes[0]
+        inputs = [weight]
+        if (add := self._bias_behind(op)) is not None:
+            inputs += [name for name in add.proto.input if name != result]
+            result = add.writes[0]
+            self._made[add.name] = []
+        shape = self.types[read].shape or ()
+        if len(shape) == 2:
+            return [helper.make_node("Gemm", [read, *inputs], [result], name=op.name, transB=1)]
+        rows, product = f"{read}/rows", f"{op.name}/product"
+        nodes = [helper.make_node("Gemm", [rows, *inputs], [product], name=op.name, transB=1)]
+        if rows not in self._rows:
+            self._rows.add(rows)
+            asked = self._constant(f"{rows}/shape", [-1, int(shape[-1])])
+            nodes.append(helper.make_node("Reshape", [read, asked], [rows], name=rows))
+        width = int((self.types[op.writes[0]].shape or ())[-1])
+        nodes += self._back(op, read, product, result, width)
+        return nodes
+
+    def _back(
+        self, op: Operator, read: str, product: str, result: str, width: int
+    ) -> list[onnx.NodeProto]:
+        """Give rows the leading dimensions again that what was read has."""
+        stem = f"{op.name}/back"
+        leading = (self.types[read].shape or ())[:-1]
+        free = [size for size in leading if not isinstance(size, int)]
+        if len(free) <= 1:
+            sizes = [size if isinstance(size, int) else -1 for size in leading]
+            asked = self._constant(f"{stem}/shape", [*sizes, width])
+            return [helper.make_node("Reshape", [product, asked], [result], name=stem)]
+        zero, end = self._constant(f"{stem}/zero", [0]), self._constant(f"{stem}/end", [-1])
+        last = self._constant(f"{stem}/width", [width])
+        measured, first, shape = f"{stem}/measured", f"{stem}/leading", f"{stem}/shape"
+        return [
+            helper.make_node("Shape", [read], [measured], name=measured),
+            helper.make_node("Slice", [measured, zero, end], [first], name=first),
+            helper.make_node("Concat", [first, last], [shape], name=shape, axis=0),
+            helper.make_node("Reshape", [product, shape], [result], name=stem),
+        ]
+
+    def _bias_behind(self, op: Operator) -> Operator | None:
+        """Find the addition of a vector that is all that reads a product."""
+        result = op.writes[0]
+        readers = self.flow.consumers.get(result, [])
+        if len(readers) != 1 or readers[0].kind != "Add":
+            return None
+        if result in self.kept or result in self.flow.outputs:
+            return None
+        other = next((name for name in readers[0].proto.input if name != result), "")
+        vector = other in self.flow.constants and len(self.types[other].shape or ()) == 1
+        return readers[0] if vector else None
+
+    def _constant(self, name: str, values: list[int]) -> str:
+        tensor = numpy_helper.from_array(np.array(values, np.int64), name)
+        self.proto.graph.initializer.append(tensor)
+        return name
+
+    def finish(self) -> None:
+        """Put the new operators into the graph, and turn the weights that they read."""
+        graph = self.proto.graph
+        nodes = [made for node in graph.node for made in self._made.get(node.name, [node])]
+        refill(graph.node, [copied(node) for node in nodes])
+        weights = {tensor.name: tensor for tensor in graph.initializer}
+        gemms = [node for node in graph.node if node.name in self.turned]
+        for name in dict.fromkeys(node.input[1] for node in gemms):
+            readers = [n for n in graph.node if name in n.input]
+            turned = np.ascontiguousarray(numpy_helper.to_array(weights[name]).T)
+            if all(n.name in self.turned for n in readers):
+                weights[name].CopyFrom(numpy_helper.from_array(turned, name))
+                continue
+            graph.initializer.append(numpy_helper.from_array(turned, f"{name}/turned"))
+            for node in gemms:
+                if node.input[1] == name:
+                    node.input[1] = f"{name}/turned"
+        sort_operators(graph)

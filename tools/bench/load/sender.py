@@ -1,0 +1,242 @@
+"""One sending process: an event loop, a channel, and requests that are due.
+
+An open loop does not wait for answers, and counts latency from when a request was to be sent; so
+neither a slow server nor a slow generator hides what it costs (coordinated omission).
+
+Calls have no deadline of gRPC's: the server would see it, and take it for the caller's, also where
+none was to be sent. What is under way after the last wait is withdrawn instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from offramp.proto.descriptors import method_path
+from offramp.proto.messages import ModelInferResponse
+from offramp.tools.bench.common.outcomes import Status
+from offramp.tools.bench.load.alarm import make_alarm
+from offramp.tools.bench.load.load_settings import LoadError, LoadSettings
+from offramp.tools.bench.load.request_log import (
+    Causes,
+    RequestLog,
+    RequestRecords,
+    read_reply,
+    status_of,
+)
+from offramp.tools.bench.load.shares import Share
+
+READY: Final = "ready"
+"""Said to the generator once connected; its answer is the instant to start at."""
+
+_CONNECT_LIMIT_S: Final = 10.0
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """The part of a load that a process is started with."""
+
+    settings: LoadSettings
+    share: Share
+    requests: Mapping[int, bytes]
+    """By sample."""
+    answer: str | None
+    """Name of the output that is the answer; ``None`` where nothing is compared with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Report:
+    """The log of a process and its use of the processor."""
+
+    records: RequestRecords
+    causes: Mapping[str, int]
+    """Failures by message, without the warm-up."""
+    cpu_s: float
+    """Processor time from the start to the last answer."""
+
+
+def run_worker(task: Task, pipe: Connection) -> None:
+    """Connect, say :data:`READY`, receive the start, send the load, give a :class:`Report`.
+
+    In place of either, a ``str`` says what went wrong.
+    """
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            pipe.send(runner.run(_work(task, pipe)))
+    except LoadError as error:
+        pipe.send(str(error))
+    except (EOFError, KeyboardInterrupt):
+        pass  # the generator has left, or is about to
+    finally:
+        pipe.close()
+
+
+async def _work(task: Task, pipe: Connection) -> Report:
+    address = task.settings.address
+    async with grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS) as channel:
+        try:
+            await asyncio.wait_for(channel.channel_ready(), _CONNECT_LIMIT_S)
+        except TimeoutError:
+            raise LoadError(
+                f"{address} took no connection within {_CONNECT_LIMIT_S:g} s; is it still running?"
+            ) from None
+        # What is there by now stays: it need not be looked at again while requests wait.
+        gc.collect()
+        gc.freeze()
+        pipe.send(READY)
+        sender = Sender(task, channel, start_s=pipe.recv())
+        if task.share.concurrency is None:
+            return await sender.open_loop()
+        return await sender.closed_loop(task.share.concurrency)
+
+
+class Sender:
+    """Sends a process's share of a load from ``start_s`` on, and logs how each request ends."""
+
+    def __init__(self, task: Task, channel: grpc.aio.Channel, *, start_s: float) -> None:
+        self._settings, self._share, self._answer = task.settings, task.share, task.answer
+        self._requests = task.requests
+        self._start_s = start_s
+        self._log, self._causes = RequestLog(), Causes()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._mistake: BaseException | None = None
+        self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, ModelInferResponse] = (
+            channel.unary_unary(
+                method_path("ModelInfer"),
+                request_serializer=bytes,
+                response_deserializer=ModelInferResponse.FromString,
+            )
+        )
+
+    async def open_loop(self) -> Report:
+        """Send each request when it is due, late ones at once."""
+        assert self._share.arrivals_s is not None
+        due = zip(self._share.arrivals_s.tolist(), self._share.samples.tolist(), strict=True)
+        arrival_s, sample = next(due)
+        all_sent = asyncio.Event()
+
+        def send_due() -> None:
+            nonlocal arrival_s, sample
+            now_s = self._now_s()
+            while arrival_s <= now_s:
+                self._send(arrival_s, sample)
+                if (following := next(due, None)) is None:
+                    all_sent.set()
+                    return
+                arrival_s, sample = following
+            alarm.set(self._start_s + arrival_s)
+
+        cpu_s = time.process_time()
+        alarm = make_alarm(send_due)
+        try:
+            alarm.set(self._start_s + arrival_s)
+            await all_sent.wait()
+        finally:
+            alarm.close()
+        await self._drain()
+        return self._report(cpu_s)
+
+    async def closed_loop(self, concurrency: int) -> Report:
+        """Keep so many requests under way until the time is over."""
+        samples = itertools.cycle(self._share.samples.tolist())
+
+        async def keep_sending() -> None:
+            while (now_s := self._now_s()) < self._settings.duration_s:
+                sample = next(samples)
+                line = self._log.open(sample=sample, intended_s=now_s)
+                await self._call(line, now_s, sample)
+
+        cpu_s = time.process_time()
+        # A timer may ring a little before its time, and what is sent before 0 is not counted.
+        while (early_s := -self._now_s()) > 0.0:  # noqa: ASYNC110 - there is no event but time
+            await asyncio.sleep(early_s)
+        for _ in range(concurrency):
+            self._start(keep_sending())
+        await asyncio.sleep(self._settings.duration_s)
+        await self._drain()
+        return self._report(cpu_s)
+
+    def _send(self, intended_s: float, sample: int) -> None:
+        line = self._log.open(sample=sample, intended_s=intended_s)
+        if len(self._under_way) < self._settings.max_in_flight:
+            self._start(self._call(line, intended_s, sample))
+        else:
+            most = self._settings.max_in_flight
+            self._blame(intended_s, f"not sent: {most} were under way (--max-in-flight)")
+
+    async def _call(self, line: int, intended_s: float, sample: int) -> None:
+        """Send one request and write down how it ends; withdrawn, it stays unanswered."""
+        call = self._infer(self._requests[sample])
+        self._log.sent(line, self._now_s())
+        try:
+            reply = read_reply(await call, self._answer)
+        except grpc.aio.AioRpcError as error:
+            code = error.code().name
+            self._log.failed(line, self._now_s(), status_of(code))
+            self._blame(intended_s, f"{code}: {error.details()}")
+        except asyncio.CancelledError:
+            limit_s = self._settings.drain_s
+            self._blame(intended_s, f"no answer within {limit_s:g} s of the end (--drain-s)")
+        except ValueError as error:
+            self._log.failed(line, self._now_s(), Status.FAILED)
+            self._blame(intended_s, f"unreadable response: {error}")
+        else:
+            self._log.answered(line, self._now_s(), reply)
+
+    def _blame(self, intended_s: float, cause: str) -> None:
+        if intended_s >= self._settings.warm_up_s:
+            self._causes.count(cause)
+
+    async def _drain(self) -> None:
+        """Wait for answers, within limits; what is under way after them is withdrawn."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=self._settings.drain_s)
+        withdrawn = list(self._under_way)
+        for task in withdrawn:
+            task.cancel()
+        await asyncio.gather(*withdrawn, return_exceptions=True)
+        if self._mistake is not None:
+            raise self._mistake
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (mistake := task.exception()) is not None:
+            self._mistake = mistake
+
+    def _now_s(self) -> float:
+        """The seconds since the start of the load."""
+        return time.monotonic() - self._start_s
+
+    def _report(self, cpu_s: float) -> Report:
+        return Report(
+            cpu_s=time.process_time() - cpu_s,
+            records=self._log.close(),
+            causes=self._causes.to_json(),
+        )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where there is one, as in the server."""
+    try:
+        import uvloop  # noqa: PLC0415 - there is none on Windows
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
