@@ -30,13 +30,27 @@ for name, value in LOOPBACK.items():
     os.environ.setdefault(name, value)
 
 
-# Jobs in the background and under nohup ignore these, and so would every process that tests start.
-for number, handler in (
-    (signal.SIGINT, signal.default_int_handler),
-    (signal.SIGHUP, signal.SIG_DFL),
-):
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, handler)
+HANDLERS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""As Python starts with, but in the background and under nohup, where some are ignored."""
+
+
+def reset_handlers() -> None:
+    for number, handler in HANDLERS.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+reset_handlers()  # processes that tests start inherit what is ignored
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> None:
+    """Take back handlers that libraries installed in an earlier test, as Ray's driver does."""
+    reset_handlers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

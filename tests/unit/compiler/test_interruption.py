@@ -19,14 +19,10 @@ from offramp.compiler.commands.interruption import (
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_what_is_done(number: signal.Signals) -> None:
-    before = signal.signal(number, signal.SIG_DFL)  # other tests leave handlers of libraries
-    try:
-        with pytest.raises(SignalledError) as stopped, raising_signals():
-            os.kill(os.getpid(), number)
-            assert signal.getsignal(number) is signal.SIG_DFL
+    with pytest.raises(SignalledError) as stopped, raising_signals():
+        os.kill(os.getpid(), number)
         assert signal.getsignal(number) is signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
+    assert signal.getsignal(number) is signal.SIG_DFL
     assert str(stopped.value) == f"stopped by {number.name}"
     assert status_of(stopped.value) == 128 + number
 

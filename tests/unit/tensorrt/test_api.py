@@ -58,7 +58,7 @@ def complaints(source: str, version: str = "10.16", *, by_version: bool = False)
 
 def test_the_modules_that_use_the_bindings_are_looked_at() -> None:
     assert COMPAT in USERS
-    assert ROOT / "compiler" / "engines" / "tensorrt.py" in USERS
+    assert ROOT / "compiler" / "engines" / "tensorrt_builder.py" in USERS
     assert len(TREES) > 200
 
 

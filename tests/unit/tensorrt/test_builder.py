@@ -295,7 +295,7 @@ def test_a_second_ctrl_c_ends_the_process() -> None:
     """Even one whose build takes no notice, as TensorRT 8.6's do."""
     code = """
 import os, signal, threading
-from offramp.compiler.engines import tensorrt
+from offramp.compiler.engines import tensorrt_builder
 tensorrt_builder.compat.has_progress = lambda: False
 def work():
     os.kill(os.getpid(), signal.SIGINT)

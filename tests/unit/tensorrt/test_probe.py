@@ -143,7 +143,7 @@ def test_probing_imports_neither_package() -> None:
     """Importing tensorrt where no driver is may end the process."""
     code = (
         "import sys\n"
-        "from offramp.engine.tensorrt import probe, compat, standalone, messages\n"
+        "from offramp.engine.tensorrt import probe, compat, standalone, tensorrt_messages\n"
         "from offramp.engine.cuda import primary_context\n"
         "import offramp.compiler.engines.tensorrt_builder\n"
         "probe.missing(); print(sorted({'tensorrt', 'pycuda'} & sys.modules.keys()))"
