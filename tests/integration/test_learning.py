@@ -18,6 +18,7 @@ from tests.learning import IDLE_REASON, idle_copy
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
+from offramp.engine.common.compiler_process import BuildProcess
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.core import Engine
 from offramp.engine.learning import compilation, learning_loop, lifecycle
@@ -140,9 +141,9 @@ async def child_of(engine: Engine) -> int:
     """The compiling process, once there is one."""
     learner = engine._learning._learners["m"]
     await until(lambda: learner.compiling)
-    compilation = learner._compilation
-    assert isinstance(compilation, compilation.BuildProcess)
-    return compilation._process.pid
+    process = learner._compilation
+    assert isinstance(process, BuildProcess)
+    return process._process.pid
 
 
 def runs(pid: int) -> bool:
