@@ -3,7 +3,9 @@
 Two measurements on the fake backend, whose own time is taken off:
 
 * the executor's time a stage: from the end of one stage on a stream to the start of the next
-  (answers, scheduling, compaction, gathering), median over batches of 8 one-sample requests;
+  (answers, scheduling, compaction, gathering), median over batches of 8 one-sample requests. The
+  requests are all queued before the first stage ends, or (``beside``) are sent meanwhile: then most
+  of the time is that of the event loop, which has the interpreter to itself while it takes one in;
 * the scheduler's time a decision, policy by policy: ``next`` forming a batch of 8 from a queue of
   1,000 samples with deadlines.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -92,7 +95,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    rounds = [asyncio.run(stage_gaps_us()) for _ in range(options.rounds)]
+    rounds = [
+        asyncio.run(stage_gaps_us(beside=False)) | asyncio.run(stage_gaps_us(beside=True))
+        for _ in range(options.rounds)
+    ]
     executor = {name: float(np.median([r[name] for r in rounds])) for name in rounds[0]}
     decisions = {
         name: float(np.median([decision_us(name) for _ in range(options.rounds)]))
@@ -113,15 +119,28 @@ def main() -> None:
         write_json(options.json, document)
 
 
-async def stage_gaps_us() -> dict[str, float]:
-    """Median microseconds between the end of a stage and the start of the next one."""
-    backend = StampingBackend()
+async def stage_gaps_us(*, beside: bool) -> dict[str, float]:
+    """Median microseconds between the end of a stage and the start of the next one.
+
+    ``beside`` says whether requests are taken in meanwhile.
+    """
+    queued = threading.Event()
+
+    def wait(_stage: int, _rows: int) -> None:
+        queued.wait()
+
+    backend = StampingBackend(on_run=wait)
     engine = Engine({"fake": fake_model(backend)}, backend)
     try:
         script = scripts(REQUESTS)
-        await asyncio.gather(
+        if beside:
+            queued.set()
+        answers = asyncio.gather(
             *(engine.infer("fake", {SCRIPT: script[i : i + 1]}) for i in range(REQUESTS))
         )
+        await asyncio.sleep(0)  # every request is sent
+        queued.set()
+        await answers
     finally:
         await engine.close()
     gaps: dict[str, list[float]] = {"next stage": [], "new batch": []}
@@ -129,8 +148,9 @@ async def stage_gaps_us() -> dict[str, float]:
     for (_, _, ended_s), (stage, began_s, _) in itertools.pairwise(stamps):
         gaps["next stage" if stage else "new batch"].append((began_s - ended_s) * 1e6)
     every = [gap for values in gaps.values() for gap in values]
-    return {"any stage": float(np.median(every))} | {
-        name: float(np.median(values)) for name, values in gaps.items()
+    suffix = ", beside" if beside else ""
+    return {f"any stage{suffix}": float(np.median(every))} | {
+        f"{name}{suffix}": float(np.median(values)) for name, values in gaps.items()
     }
 
 

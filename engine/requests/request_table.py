@@ -2,14 +2,14 @@
 
 A request is opened when the scheduler accepts it, gathers the answers to its samples stage by
 stage, and is completed when every sample was answered or dropped; then the completion queue takes
-it to the event loop. Nothing here takes the executor's lock but the delivery: the caller holds it.
+it to the event loop. The caller holds the executor's lock, but for the delivery.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from offramp.engine.control.evidence_window import Origin, fingerprints
 from offramp.engine.requests.lengths import BatchKey
 from offramp.engine.requests.statistics import Counters
 from offramp.engine.scheduling import DropCause, Dropped
+from offramp.engine.scheduling.decisions import Rows
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class RequestAnswers:
         self.filled = np.zeros(self.count, np.bool_)
 
     def fill(
-        self, rows: NDArray[np.int64], values: NDArray[Any], confidence: NDArray[np.float32]
+        self, rows: slice | Rows, values: NDArray[Any], confidence: NDArray[np.float32]
     ) -> None:
         """Note the answers to some samples."""
         if self.values is None:
@@ -110,7 +111,7 @@ class Request:
         self.forced = np.zeros(self.count, np.bool_)
         self.variants = np.zeros(self.count, np.int16)
 
-    def origins(self, rows: slice | NDArray[np.int64]) -> list[Origin]:
+    def origins(self, rows: slice | Rows) -> list[Origin]:
         """Return what tells whether each of some rows, at least one, may be evidence."""
         arrays = [self.inputs[name][rows] for name in sorted(self.inputs)]
         return [(print_, self.source) for print_ in fingerprints(arrays, len(arrays[0]))]
@@ -120,18 +121,18 @@ class CompletionQueue:
     """Carries completed requests from the streams' threads to the event loop.
 
     The loop is woken once, however many requests are completed meanwhile. Filled and woken under
-    the executor's lock.
+    the executor's lock, which the loop does not wait for: a thread of a stream that met it there
+    would have to let it run on.
     """
 
-    def __init__(self, lock: threading.Lock, clock: Callable[[], float]) -> None:
-        """Start empty; ``lock`` and ``clock`` are the executor's."""
-        self._lock = lock
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start empty; ``clock`` is the executor's."""
         self._clock = clock
         self._woken_s = 0.0
         self._delay_s = 0.0
         self._spread_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._completed: list[tuple[asyncio.Future[Request], Request]] = []
+        self._completed: deque[tuple[asyncio.Future[Request], Request]] = deque()
         self._waking = False
 
     @property
@@ -163,16 +164,15 @@ class CompletionQueue:
 
     def _deliver(self) -> None:
         """Resolve futures; runs in the event loop."""
-        with self._lock:
-            completed, self._completed = self._completed, []
-            self._waking = False
-            # A stall of the loop is no reason to refuse what comes after it: one observation
-            # counts for at most a few times the usual.
-            most_s = _MOST * self.delay_s + _LEAST_BOUND_S
-            delay_s = min(self._clock() - self._woken_s, most_s)
-            self._spread_s += _MEMORY * (abs(delay_s - self._delay_s) - self._spread_s)
-            self._delay_s += _MEMORY * (delay_s - self._delay_s)
-        for future, request in completed:
+        # A stall of the loop is no reason to refuse what comes after it: one observation counts
+        # for at most a few times the usual.
+        most_s = _MOST * self.delay_s + _LEAST_BOUND_S
+        delay_s = min(self._clock() - self._woken_s, most_s)
+        self._spread_s += _MEMORY * (abs(delay_s - self._delay_s) - self._spread_s)
+        self._delay_s += _MEMORY * (delay_s - self._delay_s)
+        self._waking = False  # before the look at what is in: what comes later wakes it anew
+        while self._completed:
+            future, request = self._completed.popleft()
             if not future.done():  # its caller may have left
                 future.set_result(request)
 
@@ -220,7 +220,7 @@ class RequestTable:
     def answer(
         self,
         number: int,
-        rows: NDArray[np.int64],
+        rows: slice | Rows,
         values: NDArray[Any],
         confidence: NDArray[np.float32],
         *,
@@ -236,7 +236,7 @@ class RequestTable:
         answered, or ``MODEL_END``; ``forced`` [n] are below its threshold, to be in time;
         ``following`` of them run on.
         """
-        request, count = self._open.get(number), len(rows)
+        request, count = self._open.get(number), len(confidence)
         if request is None:
             return
         if request.withdrawn or request.error is not None:
@@ -264,7 +264,7 @@ class RequestTable:
     def confirm(
         self,
         number: int,
-        rows: NDArray[np.int64],
+        rows: slice | Rows,
         values: NDArray[Any],
         confidence: NDArray[np.float32],
     ) -> None:
@@ -272,7 +272,7 @@ class RequestTable:
         request = self._followed.get(number) or self._open.get(number)
         if request is not None and request.final is not None:
             request.final.fill(rows, values, confidence)
-            self.lose(number, len(rows))
+            self.lose(number, len(confidence))
 
     def lose(self, number: int, count: int) -> None:
         """Note that so many answered samples of a request will not get to the model's end."""

@@ -174,6 +174,12 @@ class StepOutcome(NamedTuple):
     model: str = ""
     """Whose samples these are, where a device's ``next`` reports them."""
 
+    def released_survive(self, rows: int) -> bool:
+        """Whether any of a batch's rows that is released runs on as well."""
+        return (
+            len(self.released) + len(self.given_up) + len(self.survivors) + len(self.ended) > rows
+        )
+
 
 NOTHING = StepOutcome()
 

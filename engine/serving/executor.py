@@ -98,7 +98,7 @@ class Executor:
         """Tells of new work: where streams differ it may not be for the first that wakes up."""
         self._ended = threading.Condition(self._lock)
         """What a stream that pauses waits for: work is announced to those in service only."""
-        self._completions = CompletionQueue(self._lock, clock)
+        self._completions = CompletionQueue(clock)
         self._models = {
             name: ModelRuntime(name, name, model, self._completions, clock)
             for name, model in models.items()

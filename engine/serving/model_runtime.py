@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +24,7 @@ from offramp.engine.requests.statistics import (
 )
 from offramp.engine.requests.variant_audits import AuditCounts
 from offramp.engine.scheduling import DropCause, Dropped, PlacedPlan, Run, StepOutcome
-from offramp.engine.scheduling.decisions import RowSet
+from offramp.engine.scheduling.decisions import RowSet, all_rows
 from offramp.engine.scheduling.policies import PlanPolicy
 from offramp.engine.serving.evidence import Parts, observer_of
 from offramp.engine.stages.backend_protocol import Rows, TensorBatch
@@ -130,11 +129,11 @@ class ModelRuntime:
         DrainingError if one was closed meanwhile.
         """
         parts: list[tuple[Request, slice | Rows]] = []
-        for start, stop in _neighbours(run.requests):
-            request = self.table.get(int(run.requests[start]))
+        for number, _, rows in _by_request(run, all_rows(len(run.requests))):
+            request = self.table.get(number)
             if request is None:
                 raise DrainingError(f"{self.name}: stopped before the answer")
-            parts.append((request, _as_index(run.rows[start:stop])))
+            parts.append((request, rows))
             self.table.counters.queue_s.observe(now_s - request.submitted_s)
         self._count_padding(run, parts)
         return parts
@@ -149,7 +148,7 @@ class ModelRuntime:
     def _count_padding(self, run: Run, parts: Parts) -> None:
         rules, counters = self.model.lengths, self.table.counters
         if rules.pads:
-            rows = [stop - start for start, stop in _neighbours(run.requests)]
+            rows = [stop - start for start, stop in _neighbours(run.requests.tolist())]
             inputs = [request.inputs for request, _ in parts]
             added = rules.added(inputs, rows, parts[0][0].batch_key)
             counters.padded += added.samples
@@ -188,21 +187,15 @@ class ModelRuntime:
         # Survivors run on: on this stream, or from a buffer that others may be given at once.
         kept = self._keep(outcome)
         self._observer.concluded(run, step, stage, outcome)
-        # Released rows are answered. Those of them that survive run on for feedback.
-        runs_on = np.zeros(len(run.requests), np.bool_)
-        runs_on[outcome.survivors] = True
-        for rows in _by_request(run, outcome.released):
-            assert exit_index is not None
-            self._answer(
-                run, step, rows, exit_index, following=int(np.count_nonzero(runs_on[rows]))
-            )
+        if len(outcome.released):
+            self._answer(run, step, exit_index, outcome)
         # Rows that were answered before, and end here: the model's end has its say, or is lost.
-        for rows in _by_request(run, outcome.ended):
-            number, answer = int(run.requests[rows[0]]), result.answer
+        for number, part, rows in _by_request(run, outcome.ended):
+            answer, confidence = result.answer, result.confidence[part]
             if exit_index != MODEL_END or answer is None:
-                self.table.lose(number, len(rows))
+                self.table.lose(number, len(confidence))
             else:
-                self.table.confirm(number, run.rows[rows], answer[rows], result.confidence[rows])
+                self.table.confirm(number, rows, answer[part], confidence)
         self.follow(outcome)
         return kept
 
@@ -298,46 +291,63 @@ class ModelRuntime:
         return self.pipeline_of(run).plan.stages[run.stage]
 
     def _answer(
-        self, run: Run, step: StageStep, rows: Rows, exit_index: int, *, following: int
+        self, run: Run, step: StageStep, exit_index: int | None, outcome: StepOutcome
     ) -> None:
-        """Give the answers of some rows to their request."""
-        number, (answer, confidence, _) = int(run.requests[rows[0]]), step.result
+        """Give the answers of the rows that are released to their requests."""
+        answer, confidence, _ = step.result
         assert answer is not None
-        try:
-            self.table.answer(
-                number,
-                run.rows[rows],
-                answer[rows],
-                confidence[rows],
-                exit_index=exit_index,
-                forced=~step.exited[rows],
-                policy_version=self.under(run).policy.version,
-                following=following,
-                variant=run.variant,
-            )
-        except Exception as error:  # an exit whose answers have another shape, say
-            _log.exception("%s: stage %d: its answer cannot be kept", self.name, run.stage)
-            failure = BackendError(f"{self.name}: stage {run.stage}: {error}")
-            self.table.drop([Dropped(number, len(rows), DropCause.FAILED)], failure)
+        assert exit_index is not None
+        forced, version = ~step.exited, self.under(run).policy.version
+        survives = None  # whether a row that is released runs on for feedback
+        if outcome.released_survive(len(forced)):
+            survives = np.zeros(len(forced), np.bool_)
+            survives[outcome.survivors] = True
+        for number, part, rows in _by_request(run, outcome.released):
+            try:
+                self.table.answer(
+                    number,
+                    rows,
+                    answer[part],
+                    confidence[part],
+                    exit_index=exit_index,
+                    forced=forced[part],
+                    policy_version=version,
+                    following=0 if survives is None else int(np.count_nonzero(survives[part])),
+                    variant=run.variant,
+                )
+            except Exception as error:  # an exit whose answers have another shape, say
+                _log.exception("%s: stage %d: its answer cannot be kept", self.name, run.stage)
+                failure = BackendError(f"{self.name}: stage {run.stage}: {error}")
+                self.table.drop([Dropped(number, len(forced[part]), DropCause.FAILED)], failure)
 
 
-def _by_request(run: Run, rows: Rows) -> Iterator[Rows]:
-    for start, stop in _neighbours(run.requests[rows]):
-        yield rows[start:stop]
+def _by_request(run: Run, positions: Rows) -> Iterator[tuple[int, slice | Rows, slice | Rows]]:
+    """Give the requests of some rows of a run: number, which of these are its, rows within it."""
+    if not len(positions):
+        return
+    numbers = run.requests[positions].tolist()
+    for start, stop in _neighbours(numbers):
+        part = positions[start:stop]
+        yield numbers[start], _as_index(part), _as_index(run.rows[part])
 
 
-def _neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Give the bounds of stretches of equal values."""
-    borders = (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist()
-    return pairwise([0, *borders, len(requests)] if len(requests) else [])
+def _neighbours(requests: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Give the bounds of stretches of equal numbers."""
+    start = 0
+    for stop, number in enumerate(requests):
+        if number != requests[start]:
+            yield start, stop
+            start = stop
+    if requests:
+        yield start, len(requests)
 
 
 def _as_index(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Turn rows of a request into a slice, so a view, where they follow on each other.
+    """Turn row numbers into a slice, so a view, where they follow on each other.
 
     They do but where what survived some stages is tried again.
     """
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first + 1 == len(rows) and (rows[1:] > rows[:-1]).all():
+    first, last, count = int(rows[0]), int(rows[-1]), len(rows)
+    if count == 1 or (last - first + 1 == count and (rows[1:] > rows[:-1]).all()):
         return slice(first, last + 1)
     return rows

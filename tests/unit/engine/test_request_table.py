@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import numpy as np
 import pytest
@@ -15,9 +14,7 @@ from offramp.engine.scheduling import DropCause, Dropped
 
 
 def table() -> RequestTable:
-    return RequestTable(
-        "m", Counters(), CompletionQueue(threading.Lock(), lambda: 2.0), lambda: 2.0
-    )
+    return RequestTable("m", Counters(), CompletionQueue(lambda: 2.0), lambda: 2.0)
 
 
 def request(count: int) -> Request:
