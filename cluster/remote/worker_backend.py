@@ -2,7 +2,7 @@
 
 Each of the workers holds all stages; a stream's slot is one of them. One that is lost is replaced
 by its launcher when its stream opens a slot again, which is where pauses between starts come from
-(:mod:`offramp.engine.serving.streams`).
+(:mod:`offramp.engine.serving.stream_health`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ only on a thread on which their context is current, and warns and leaks anywhere
 Errors on the device (an illegal address, a hardware fault) are found by whoever waits next, and
 they are sticky: the context is lost, every later call in the process fails. A slot that is started
 anew will then fail again, and all of them are soon out of service
-(``engine/serving/streams.py``); only a new process helps.
+(``engine/serving/stream_health.py``); only a new process helps.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Final
 
 from offramp.engine.common.errors import EngineError
 from offramp.engine.serving.model_runtime import ModelRuntime
-from offramp.engine.serving.streams import StreamHealth
+from offramp.engine.serving.stream_health import StreamHealth
 
 NOT_LIVE_AFTER_S: Final = 60.0
 """Time without any model in service after which the process should be restarted."""

@@ -1,37 +1,19 @@
-"""The threads that run what the scheduler decides.
+"""The executor of a device: what the event loop's thread asks of its models and streams.
 
-One thread a stream, each with its own slot, for all models of the device; the backend releases
-the GIL while it executes. Schedulers, open requests and counters are guarded by one lock, held for
-microseconds. Completed requests are handed to the event loop by the completion queue.
-
-A stage that raises fails its own batch only: the scheduler has its requests tried again, half of
-them at a time, on another stream where one is in service, and only those that fail alone get an
-error. A stream that fails twice in a row has to run what is known to be good, and is started anew
-if it fails at that (:mod:`.streams`). One whose worker process is lost is started anew at once, and
-the batch that it ran goes on at the same stage, on whichever stream is free: that is no failure of
-its own.
-Should all streams stay out of service, what waits is told so, until one is back. A thread that
-fails outside of all this takes the models out of service, says so, and leaves nobody waiting.
+Each stream has a thread of its own (:mod:`.stream_thread`), for all models of the device.
+Schedulers, open requests and counters are guarded by one lock, held for microseconds. Completed
+requests are handed to the event loop by the completion queue.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
 
-from offramp.engine.common.errors import (
-    BackendError,
-    DrainingError,
-    EngineError,
-    OutOfServiceError,
-    QueueFullError,
-    WorkerLostError,
-)
+from offramp.engine.common.errors import DrainingError, QueueFullError
 from offramp.engine.common.line_limit import LineLimit
 from offramp.engine.models.deployment import Deployment
 from offramp.engine.models.served_model import ServedModel
@@ -40,32 +22,20 @@ from offramp.engine.requests.statistics import CountersSnapshot
 from offramp.engine.scheduling import (
     DeviceScheduler,
     PlacedPlan,
-    Run,
     SchedulerFullError,
     Submission,
-    Wait,
 )
-from offramp.engine.scheduling.decisions import all_rows
 from offramp.engine.scheduling.policies import PlanPolicy
 from offramp.engine.serving.availability import Availability
-from offramp.engine.serving.model_runtime import ModelRuntime, Pieces
-from offramp.engine.serving.stream_checks import ModelChecks, NotWellError, StartFailedError
-from offramp.engine.stages.backend_protocol import Backend, Slot, TensorBatch
+from offramp.engine.serving.model_runtime import ModelRuntime
+from offramp.engine.serving.stream_checks import ModelChecks
+from offramp.engine.serving.stream_thread import LOGGED_EVERY_S, SharedByStreams, StreamThread
+from offramp.engine.stages.backend_protocol import Backend, Slot
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_WAIT_S = 60.0
-"""A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
-_LOGGED_EVERY_S = 10.0
-"""Time between two lines about batches that fail in one way."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
-_Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
-"""What a stream shall run, and the buffered tensors that it is merged of, if it is."""
-
-
-class _InterruptedError(Exception):
-    """A stream lost its worker, and its batch was given back to be resumed."""
 
 
 class Executor:
@@ -88,16 +58,10 @@ class Executor:
     ) -> None:
         """``open_slot`` opens the slot of a stream, where these are not all alike."""
         self._backend = backend
-        self._open_slot_of = open_slot or (lambda _stream: backend.open_slot())
         self._scheduler = scheduler
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        placed = any(model.scheduler.placed is not None for model in models.values())
-        self._announce = self._changed.notify_all if placed else self._changed.notify
-        """Tells of new work: where streams differ it may not be for the first that wakes up."""
-        self._ended = threading.Condition(self._lock)
-        """What a stream that pauses waits for: work is announced to those in service only."""
         self._completions = CompletionQueue(clock)
         self._models = {
             name: ModelRuntime(name, name, model, self._completions, clock)
@@ -108,17 +72,22 @@ class Executor:
         self.health = self._available.health
         """Of the streams; only this executor changes it."""
         self._checks = ModelChecks(self._changed, self._models, scheduler, self._available, clock)
-        self._lines = LineLimit(clock, lines=1, window_s=_LOGGED_EVERY_S)
-        """What is logged of batches that fail."""
-        self._warm = list(slots)
-        self._stopped = False
-        names = "+".join(models)
-        self._threads = [
-            threading.Thread(target=self._work, args=(s,), name=f"{names}-stream-{s}", daemon=True)
-            for s in range(streams)
-        ]
-
-    # What the event loop's thread calls
+        placed = any(model.scheduler.placed is not None for model in models.values())
+        self._shared = SharedByStreams(
+            backend=backend,
+            open_slot=open_slot or (lambda _stream: backend.open_slot()),
+            warm_slots=list(slots),
+            scheduler=scheduler,
+            models=self._models,
+            available=self._available,
+            checks=self._checks,
+            changed=self._changed,
+            announce=self._changed.notify_all if placed else self._changed.notify,
+            ended=threading.Condition(self._lock),
+            lines=LineLimit(clock, lines=1, window_s=LOGGED_EVERY_S),
+            clock=clock,
+        )
+        self._threads = [StreamThread(s, "+".join(models), self._shared) for s in range(streams)]
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the threads; results are posted to ``loop``."""
@@ -133,7 +102,7 @@ class Executor:
         executor was stopped.
         """
         with self._lock:
-            if self._stopped:
+            if self._available.stopped:
                 raise copy_of(self._available.refusal or DrainingError("the engine is closed"))
             self._scheduler.add(key, model.scheduler, weight=model.options.weight)
             self._models[key] = ModelRuntime(key, name, model, self._completions, self._clock)
@@ -213,7 +182,7 @@ class Executor:
                 ) from error
             runtime.follow(outcome)
             runtime.table.accept(request)
-            self._announce()
+            self._shared.announce()
 
     def cancel(self, model: str, number: int) -> None:
         """Withdraw a request; nothing is posted for it any more."""
@@ -284,229 +253,12 @@ class Executor:
     def stop(self) -> None:
         """Fail what is unfinished, then wait for the threads to end. Blocks, within limits."""
         with self._lock:
-            self._stopped = self._available.stopped = True
-            self._refuse(DrainingError("stopped before the answer"), "stopped")
+            self._available.stopped = True
+            self._shared.refuse(DrainingError("stopped before the answer"), "stopped")
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(_JOIN_LIMIT_S)
             if thread.is_alive():
                 _log.error("%s: a stage still runs after %g s", thread.name, _JOIN_LIMIT_S)
-        for slot in self._warm:
+        for slot in self._shared.warm_slots:
             slot.close()
-
-    # The life of a stream, in its thread
-
-    def _work(self, stream: int) -> None:
-        """Start the stream, again and again where it fails, until stopped."""
-        suspected = False
-        try:
-            while not self._stopped:
-                try:
-                    suspected = self._live(stream, suspected=suspected)
-                except StartFailedError as failure:
-                    suspected = True
-                    self._pause(stream, failure.__cause__ or failure)
-        except Exception as error:  # those who wait must be told
-            _log.exception("%s: out of service", threading.current_thread().name)
-            with self._lock:
-                self._stopped = True
-                self._available.end()
-                self._refuse(OutOfServiceError(f"out of service: {error!r}"), "backend_error")
-
-    def _live(self, stream: int, *, suspected: bool) -> bool:
-        """Run from one start of the stream to the next; says whether it is suspected then.
-
-        StartFailedError if it cannot start.
-        """
-        slot, warm = self._open_slot(stream)
-        try:
-            cold = not (warm or self._backend.on_cpu)
-            self._checks.start(stream, slot, suspected=suspected, cold=cold)
-            return self._serve(stream, slot)
-        finally:
-            try:
-                slot.close()
-            except Exception:  # what it held may be lost, but a new one may still be opened
-                _log.exception("stream %d: a slot could not be closed", stream)
-
-    def _open_slot(self, stream: int) -> tuple[Slot, bool]:
-        """Take a slot that is open, or open one; says whether it is warm."""
-        with self._lock:
-            if self._warm:
-                return self._warm.pop(), True
-            if not self._backend.on_cpu:  # that takes a while: others run what waits
-                self._scheduler.suspend(stream)
-        try:
-            return self._open_slot_of(stream), False
-        except Exception as error:
-            raise StartFailedError from error
-
-    def _pause(self, stream: int, error: BaseException) -> None:
-        """Take a stream that cannot start out of service for a while."""
-        with self._lock:
-            pause_s = self.health.start_failed(stream)
-            _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
-            self._scheduler.suspend(stream)
-            given_up = any(map(self._available.is_given_up, self._models))
-            if self._available.refusal is None and given_up:
-                reason = f"out of service, no stream can start: {error}"
-                self._refuse(OutOfServiceError(reason), "backend_error")
-            self._available.note()
-            self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
-        self._rest(pause_s)
-
-    def _rest(self, pause_s: float) -> None:
-        with self._lock:
-            until_s = self._clock() + pause_s
-            while not self._stopped and (left_s := until_s - self._clock()) > 0.0:
-                self._ended.wait(left_s)
-
-    def _serve(self, stream: int, slot: Slot) -> bool:
-        """Run stages until the stream has to start anew, or is stopped; says which."""
-        carry: TensorBatch | None = None
-        while not self._stopped:
-            task = self._next_task(stream, amid_batch=carry is not None)
-            if task is None:
-                self._checks.try_again(stream, slot)
-                continue
-            try:
-                carry = self._run_stage(stream, slot, task, carry)
-            except _InterruptedError:
-                return True
-            except Exception as error:
-                carry = None
-                try:
-                    if self.health.failed(stream, self._clock(), task[0].key):
-                        self._checks.check(stream, slot, task[0])
-                except NotWellError:
-                    self._give_back(stream, task, error)
-                    return True
-                self._give_back(stream, task, error)
-            del task  # a model that was removed is not to be kept by a stream that waits
-        return False
-
-    def _next_task(self, stream: int, *, amid_batch: bool) -> _Task | None:
-        """Wait for the scheduler to have something for this stream.
-
-        ``None`` if it is stopped, or if a model that it left out is to be tried again, which would
-        overwrite the tensors of a batch.
-        """
-        with self._lock:
-            while not self._stopped:
-                due_s = math.inf if amid_batch else self.health.due_s(stream)
-                if due_s <= self._clock():
-                    break
-                task = None
-                decision = self._scheduler.next(stream, self._clock())
-                if isinstance(decision, Run):
-                    model = self._models[decision.model]
-                    task = (model, decision, model.take_pieces(decision))
-                for outcome in decision.outcomes:
-                    self._models[outcome.model].follow(outcome)
-                if task is not None:
-                    if self._scheduler.waiting:  # another stream may start, or keep time
-                        self._announce()
-                    return task
-                timeout_s = min(due_s - self._clock(), _LONGEST_WAIT_S)
-                if isinstance(decision, Wait):
-                    timeout_s = min(max(decision.until_s - self._clock(), 0.0), timeout_s)
-                self._changed.wait(timeout_s)
-            return None
-
-    def _run_stage(
-        self, stream: int, slot: Slot, task: _Task, carry: TensorBatch | None
-    ) -> TensorBatch | None:
-        """Run one stage and do what follows; gives the batch of the rows that run on here."""
-        model, run, _ = task
-        batch = self._batch(slot, task, carry)
-        started_s = self._clock()
-        try:
-            step = model.pipeline_of(run).step(slot, run.stage, batch)
-        except WorkerLostError as error:
-            self._interrupt(stream, slot, task, batch, error)
-            raise _InterruptedError from error
-        step, runs_on = model.observe(run, step)
-        with self._lock:
-            now_s = self._clock()
-            outcome = self._scheduler.update(stream, step.exited, now_s, runs_on)
-            try:
-                kept = model.conclude(run, step, outcome, now_s - started_s)
-            except Exception as error:  # its rows have left the scheduler: tell those who wait
-                model.abandon(run, BackendError(repr(error)))
-                raise
-            if len(outcome.released):
-                self.health.succeeded(stream, model.key)
-            self._announce()
-        if not len(outcome.survivors):
-            return None
-        assert step.result.carry is not None
-        if kept is None:
-            return slot.select(step.result.carry, outcome.survivors)
-        try:
-            kept.set_result(slot.buffer(step.result.carry, outcome.survivors))
-        except Exception as error:  # of those that will take the tensors, not of this stream
-            kept.set_exception(error)
-        return None
-
-    def _batch(self, slot: Slot, task: _Task, carry: TensorBatch | None) -> TensorBatch:
-        """Bring together what a stage takes: buffered pieces, new inputs, or what is carried on."""
-        model, run, pieces = task
-        if pieces:
-            return slot.merge([(future.result(), rows) for future, rows in pieces])
-        if run.stage == 0:
-            model.start(run)
-            with self._lock:
-                parts = model.requests_of(run, self._clock())
-            inputs = model.gather(parts)
-            model.check_inputs(run, parts, inputs)
-            return slot.upload(inputs)
-        assert carry is not None
-        return carry
-
-    def _interrupt(
-        self, stream: int, slot: Slot, task: _Task, batch: TensorBatch, error: WorkerLostError
-    ) -> None:
-        """Have a batch resumed whose worker was lost: what its stage was to run on is kept."""
-        model, run, _ = task
-        _log.warning("%s: stage %d: %s", model.name, run.stage, error)
-        with self._lock:
-            kept = model.interrupt(self._scheduler.interrupted(stream, self._clock()), error)
-            self._scheduler.suspend(stream)
-            self.health.lost(stream)
-            self._available.note()
-            self._changed.notify_all()
-        if kept is None:
-            return
-        try:
-            kept.set_result(slot.buffer(batch, all_rows(len(batch))))
-        except Exception as failure:  # of those that will take the tensors
-            kept.set_exception(failure)
-
-    def _give_back(self, stream: int, task: _Task, error: Exception) -> None:
-        """Give a failed batch back to the scheduler, and fail what has no second chance."""
-        model, run, _ = task
-        failure = error if isinstance(error, EngineError) else BackendError(repr(error))
-        now_s = self._clock()
-        suffix = self._lines.admit((model.name, run.stage, type(error)))
-        if suffix is not None:
-            trace = None if failure is error else error
-            _log.error("%s: stage %d: %s%s", model.name, run.stage, error, suffix, exc_info=trace)
-        with self._lock:
-            runs = self.health.serves(stream, model.key) and self.health.vouches(
-                stream, now_s, model.key
-            )
-            if run.samples.alone and runs:
-                failure = type(failure)(
-                    f"the model failed on this request's own data, which was alone in its batch: "
-                    f"{failure}"
-                )
-            model.fail(self._scheduler.failed(stream, now_s), failure)
-            self._changed.notify_all()
-
-    def _refuse(self, refusal: EngineError, cause: str) -> None:
-        """Take no more requests, and fail the open ones; the lock is held."""
-        self._available.refusal = refusal
-        for model in self._models.values():
-            model.fail_all(refusal, cause)
-        self._changed.notify_all()
-        self._ended.notify_all()

@@ -28,7 +28,7 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
-from offramp.engine.serving import streams
+from offramp.engine.serving import stream_health
 from offramp.engine.stages.backend_protocol import Backend
 from offramp.engine.stages.plan import make_plan
 from offramp.testing.ray_actor import ScriptedActor
@@ -102,7 +102,7 @@ def test_two_actors_answer_as_one_process_does_while_they_are_killed(cluster: Lo
 def test_a_worker_comes_when_there_is_room_and_goes_with_its_node(
     cluster: LocalRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(stream_health, "LONGEST_PAUSE_S", 0.1)
     expected = in_process(SCRIPTS)
     with actors(cluster, CPU, GADGET) as backend:
 

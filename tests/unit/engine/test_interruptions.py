@@ -17,7 +17,7 @@ from offramp.engine.core import Engine
 from offramp.engine.requests.results import EngineResult
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.scheduling.scheduler import MOST_LOSSES
-from offramp.engine.serving.streams import StreamHealth
+from offramp.engine.serving.stream_health import StreamHealth
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 

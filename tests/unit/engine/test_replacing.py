@@ -647,7 +647,7 @@ def test_an_engine_that_drains_at_the_last_moment_does_not_switch(
 def test_on_a_device_a_version_that_cannot_be_warmed_up_is_not_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
 
     def on_run(stage: int, rows: int) -> None:
         if stage == 2:  # the new version alone has it
@@ -672,8 +672,8 @@ def test_on_a_device_a_version_that_cannot_be_warmed_up_is_not_served(
 def test_a_stream_that_is_out_of_service_stays_so_for_the_new_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 3600.0)
-    monkeypatch.setattr("offramp.engine.serving.streams.LONGEST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.LONGEST_PAUSE_S", 3600.0)
 
     class Half(FakeBackend):
         def open_slot(self) -> Any:

@@ -16,7 +16,7 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 from offramp.engine.common.errors import BackendError, OutOfServiceError
 from offramp.engine.core import Engine
 from offramp.engine.models.served_model import warm_slots
-from offramp.engine.serving.streams import GIVE_UP_AFTER, MOST_IN_A_ROW, TRUST_S, StreamHealth
+from offramp.engine.serving.stream_health import GIVE_UP_AFTER, MOST_IN_A_ROW, TRUST_S, StreamHealth
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
 
 SURE = {SCRIPT: script([0.95, 0.5])}
@@ -110,8 +110,8 @@ class Device(FakeBackend):
 def test_a_broken_device_is_given_up_and_taken_back(
     streams: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("offramp.engine.serving.streams.LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.LONGEST_PAUSE_S", 0.1)
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
         assert isinstance(backend, Device)
@@ -145,7 +145,7 @@ def test_a_broken_device_is_given_up_and_taken_back(
 
 
 def test_a_slot_that_opens_at_the_third_try_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
 
     class Late(FakeBackend):
         tries = 0
@@ -168,8 +168,8 @@ def test_a_slot_that_opens_at_the_third_try_is_enough(monkeypatch: pytest.Monkey
 def test_an_engine_of_which_nothing_runs_for_too_long_is_not_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("offramp.engine.serving.streams.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr("offramp.engine.serving.availability.NOT_LIVE_AFTER_S", 0.05)
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
@@ -233,7 +233,7 @@ def test_bad_requests_do_not_cost_a_device_its_slot() -> None:
 
 
 def test_a_device_that_fails_its_probe_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
     broken = threading.Event()
 
     def fail(stage: int, rows: int) -> None:
@@ -289,7 +289,7 @@ def test_where_a_slot_cannot_be_warmed_up_none_stays_open() -> None:
 def test_a_slot_that_cannot_be_warmed_up_is_a_stream_that_cannot_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
     left = [BackendError("out of memory on the device")]
 
     def fail_once(stage: int, rows: int) -> None:
@@ -306,7 +306,7 @@ def test_a_slot_that_cannot_be_warmed_up_is_a_stream_that_cannot_start(
 
 
 def test_a_stream_that_never_opens_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
 
     class CannotOpen(FakeBackend):
         def open_slot(self) -> FakeSlot:
@@ -324,8 +324,8 @@ def test_a_stream_that_pauses_takes_no_wake_up_from_one_that_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor does closing wait for the end of its pause."""
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 3600.0)
-    monkeypatch.setattr("offramp.engine.serving.streams.LONGEST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.LONGEST_PAUSE_S", 3600.0)
 
     class Half(FakeBackend):
         def open_slot(self) -> FakeSlot:
@@ -346,8 +346,8 @@ def test_a_stream_that_pauses_takes_no_wake_up_from_one_that_works(
 def test_what_failed_on_a_stream_is_tried_there_if_the_other_is_out_of_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 3600.0)
-    monkeypatch.setattr("offramp.engine.serving.streams.LONGEST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.LONGEST_PAUSE_S", 3600.0)
     ready = threading.Event()
     failures = iter([True])
 
@@ -425,8 +425,8 @@ def test_a_model_that_breaks_leaves_the_others_in_service(
     streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only ``b`` has a third stage, which fails from some time on, for a while."""
-    monkeypatch.setattr("offramp.engine.serving.streams.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("offramp.engine.serving.streams.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.serving.stream_health.LONGEST_PAUSE_S", 0.01)
     broken = threading.Event()
 
     def on_run(stage: int, rows: int) -> None:

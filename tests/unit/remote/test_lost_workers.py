@@ -31,7 +31,7 @@ from offramp.cluster.remote.worker_slot import FIRST_LIMIT_S, RemoteStage
 from offramp.engine.common.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.core import Engine
 from offramp.engine.scheduling.policies import PolicyName
-from offramp.engine.serving import streams
+from offramp.engine.serving import stream_health
 from offramp.engine.stages.plan import StageSpec
 from offramp.testing.backend import SCRIPT
 
@@ -130,8 +130,8 @@ def test_what_is_slow_does_not_hang() -> None:
 def test_without_any_worker_requests_are_told_so_until_one_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(streams, "GIVE_UP_AFTER", 2)
+    monkeypatch.setattr(stream_health, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(stream_health, "GIVE_UP_AFTER", 2)
     expected = in_process(SCRIPTS[:1])
     with scripted_workers(2) as backend:
 

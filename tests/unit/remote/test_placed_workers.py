@@ -28,7 +28,7 @@ from offramp.engine.common.errors import BackendError, OutOfServiceError, Worker
 from offramp.engine.core import Engine
 from offramp.engine.scheduling import DeviceKind, Placement, StreamPlacement
 from offramp.engine.scheduling.policies import PolicyName
-from offramp.engine.serving import streams
+from offramp.engine.serving import stream_health
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import StageSpec
 from offramp.testing.backend import SCRIPT
@@ -81,8 +81,8 @@ def test_two_splits_on_four_workers_answer_as_one_process(kills: bool, faults: P
 def test_a_split_without_workers_is_told_so_until_one_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(streams, "GIVE_UP_AFTER", 2)
+    monkeypatch.setattr(stream_health, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(stream_health, "GIVE_UP_AFTER", 2)
     expected = in_process(SCRIPTS[:8])
     with scripted_workers(3) as backend:
         backend.hold(lambda worker, spec: (spec.index > 0) == (worker == 2))

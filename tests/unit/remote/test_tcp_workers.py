@@ -22,7 +22,7 @@ from tests.unit.remote.workers import (
 from offramp.engine.common.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.core import Engine
 from offramp.engine.scheduling.policies import PolicyName
-from offramp.engine.serving import streams
+from offramp.engine.serving import stream_health
 
 SCRIPTS = random_scripts(60)
 
@@ -112,9 +112,9 @@ def test_a_router_that_comes_after_another_finds_nothing_of_it(tmp_path: Path) -
 def test_a_worker_that_is_started_again_is_reached_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(streams, "LONGEST_PAUSE_S", 0.1)
-    monkeypatch.setattr(streams, "GIVE_UP_AFTER", 2)
+    monkeypatch.setattr(stream_health, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(stream_health, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(stream_health, "GIVE_UP_AFTER", 2)
     expected = in_process(SCRIPTS[:4])
     first = Worker(tmp_path)
     with reaching([first.address]) as backend:

@@ -1,0 +1,313 @@
+"""The thread of a stream, which runs what the scheduler decides, and its life.
+
+One thread a stream, with its own slot, for all models of the device; the backend releases the GIL
+while it executes.
+
+A stage that raises fails its own batch only: the scheduler has its requests tried again, half of
+them at a time, on another stream where one is in service, and only those that fail alone get an
+error. A stream that fails twice in a row has to run what is known to be good, and is started anew
+if it fails at that (:mod:`.stream_health`). One whose worker process is lost is started anew at
+once, and the batch that it ran goes on at the same stage, on whichever stream is free: that is no
+failure of its own.
+Should all streams stay out of service, what waits is told so, until one is back. A thread that
+fails outside of all this takes the models out of service, says so, and leaves nobody waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from offramp.engine.common.errors import (
+    BackendError,
+    EngineError,
+    OutOfServiceError,
+    WorkerLostError,
+)
+from offramp.engine.common.line_limit import LineLimit
+from offramp.engine.scheduling import DeviceScheduler, Run, Wait
+from offramp.engine.scheduling.decisions import all_rows
+from offramp.engine.serving.availability import Availability
+from offramp.engine.serving.model_runtime import ModelRuntime, Pieces
+from offramp.engine.serving.stream_checks import ModelChecks, NotWellError, StartFailedError
+from offramp.engine.stages.backend_protocol import Backend, Slot, TensorBatch
+
+_log = logging.getLogger(__name__)
+
+LOGGED_EVERY_S = 10.0
+"""Time between two lines about batches that fail in one way."""
+_LONGEST_WAIT_S = 60.0
+"""A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
+
+
+class _InterruptedError(Exception):
+    """A stream lost its worker, and its batch was given back to be resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedByStreams:
+    """What the streams of a device share with each other and with the event loop's thread.
+
+    All but the backend and its slots' opener is guarded by the one lock of ``changed`` and
+    ``ended``.
+    """
+
+    backend: Backend
+    open_slot: Callable[[int], Slot]
+    """Opens the slot of a stream."""
+    warm_slots: list[Slot]
+    """Open and warm ones for the streams' first starts."""
+    scheduler: DeviceScheduler
+    models: Mapping[str, ModelRuntime]
+    """By key; the executor adds and removes them."""
+    available: Availability
+    checks: ModelChecks
+    changed: threading.Condition
+    """What a stream waits for that has nothing to run."""
+    announce: Callable[[], None]
+    """Tells of new work: where streams differ it may not be for the first that wakes up."""
+    ended: threading.Condition
+    """What a stream that pauses waits for: work is announced to those in service only."""
+    lines: LineLimit
+    """What is logged of batches that fail."""
+    clock: Callable[[], float]
+
+    def refuse(self, refusal: EngineError, cause: str) -> None:
+        """Take no more requests, and fail the open ones; the lock is held."""
+        self.available.refusal = refusal
+        for model in self.models.values():
+            model.fail_all(refusal, cause)
+        self.changed.notify_all()
+        self.ended.notify_all()
+
+
+class StreamThread(threading.Thread):
+    """Runs one stream, numbered from 0, until ``shared.available.stopped``."""
+
+    def __init__(self, stream: int, models: str, shared: SharedByStreams) -> None:
+        """``models`` are names for the thread's name."""
+        super().__init__(name=f"{models}-stream-{stream}", daemon=True)
+        self._stream, self._shared = stream, shared
+        self._lock, self._changed, self._clock = shared.changed, shared.changed, shared.clock
+        self._scheduler, self._models = shared.scheduler, shared.models
+        self._available, self._health = shared.available, shared.available.health
+        self._checks = shared.checks
+        self._pieces: Pieces = ()
+        """What the run that was just decided is merged of."""
+
+    def run(self) -> None:
+        """Start the self._stream, again and again where it fails, until stopped."""
+        suspected = False
+        try:
+            while not self._available.stopped:
+                try:
+                    suspected = self._live(suspected=suspected)
+                except StartFailedError as failure:
+                    suspected = True
+                    self._pause(failure.__cause__ or failure)
+        except Exception as error:  # those who wait must be told
+            _log.exception("%s: out of service", self.name)
+            with self._lock:
+                self._available.end()
+                self._shared.refuse(
+                    OutOfServiceError(f"out of service: {error!r}"), "backend_error"
+                )
+
+    def _live(self, *, suspected: bool) -> bool:
+        """Run from one start of the stream to the next; says whether it is suspected then.
+
+        StartFailedError if it cannot start.
+        """
+        slot, warm = self._open_slot()
+        try:
+            cold = not (warm or self._shared.backend.on_cpu)
+            self._checks.start(self._stream, slot, suspected=suspected, cold=cold)
+            return self._serve(slot)
+        finally:
+            try:
+                slot.close()
+            except Exception:  # what it held may be lost, but a new one may still be opened
+                _log.exception("stream %d: a slot could not be closed", self._stream)
+
+    def _open_slot(self) -> tuple[Slot, bool]:
+        """Take a slot that is open, or open one; says whether it is warm."""
+        with self._lock:
+            if self._shared.warm_slots:
+                return self._shared.warm_slots.pop(), True
+            if not self._shared.backend.on_cpu:  # that takes a while: others run what waits
+                self._scheduler.suspend(self._stream)
+        try:
+            return self._shared.open_slot(self._stream), False
+        except Exception as error:
+            raise StartFailedError from error
+
+    def _pause(self, error: BaseException) -> None:
+        """Take a stream that cannot start out of service for a while."""
+        with self._lock:
+            pause_s = self._health.start_failed(self._stream)
+            _log.warning("stream %d cannot start, again in %g s: %s", self._stream, pause_s, error)
+            self._scheduler.suspend(self._stream)
+            given_up = any(map(self._available.is_given_up, self._models))
+            if self._available.refusal is None and given_up:
+                reason = f"out of service, no stream can start: {error}"
+                self._shared.refuse(OutOfServiceError(reason), "backend_error")
+            self._available.note()
+            self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
+        self._rest(pause_s)
+
+    def _rest(self, pause_s: float) -> None:
+        with self._lock:
+            until_s = self._clock() + pause_s
+            while not self._available.stopped and (left_s := until_s - self._clock()) > 0.0:
+                self._shared.ended.wait(left_s)
+
+    def _serve(self, slot: Slot) -> bool:
+        """Run stages until the stream has to start anew, or is stopped; says which."""
+        carry: TensorBatch | None = None
+        while not self._available.stopped:
+            task = self._next(amid_batch=carry is not None)
+            if task is None:
+                self._checks.try_again(self._stream, slot)
+                continue
+            model, run = task
+            try:
+                carry = self._run_stage(slot, model, run, carry)
+            except _InterruptedError:
+                return True
+            except Exception as error:
+                carry = None
+                try:
+                    if self._health.failed(self._stream, self._clock(), model.key):
+                        self._checks.check(self._stream, slot, model)
+                except NotWellError:
+                    self._give_back(model, run, error)
+                    return True
+                self._give_back(model, run, error)
+            del task, model  # one that was removed is not to be kept by a stream that waits
+        return False
+
+    def _next(self, *, amid_batch: bool) -> tuple[ModelRuntime, Run] | None:
+        """Wait for the scheduler to have something for this stream.
+
+        ``None`` if it is stopped, or if a model that it left out is to be tried again, which would
+        overwrite the tensors of a batch.
+        """
+        with self._lock:
+            while not self._available.stopped:
+                due_s = math.inf if amid_batch else self._health.due_s(self._stream)
+                if due_s <= self._clock():
+                    break
+                task = None
+                decision = self._scheduler.next(self._stream, self._clock())
+                if isinstance(decision, Run):
+                    model = self._models[decision.model]
+                    self._pieces = model.take_pieces(decision)  # before they are discarded
+                    task = (model, decision)
+                for outcome in decision.outcomes:
+                    self._models[outcome.model].follow(outcome)
+                if task is not None:
+                    if self._scheduler.waiting:  # another stream may start, or keep time
+                        self._shared.announce()
+                    return task
+                timeout_s = min(due_s - self._clock(), _LONGEST_WAIT_S)
+                if isinstance(decision, Wait):
+                    timeout_s = min(max(decision.until_s - self._clock(), 0.0), timeout_s)
+                self._changed.wait(timeout_s)
+            return None
+
+    def _run_stage(
+        self, slot: Slot, model: ModelRuntime, run: Run, carry: TensorBatch | None
+    ) -> TensorBatch | None:
+        """Run one stage and do what follows; gives the batch of the rows that run on here."""
+        batch = self._batch(slot, model, run, carry)
+        started_s = self._clock()
+        try:
+            step = model.pipeline_of(run).step(slot, run.stage, batch)
+        except WorkerLostError as error:
+            self._interrupt(slot, model, run, batch, error)
+            raise _InterruptedError from error
+        step, runs_on = model.observe(run, step)
+        with self._lock:
+            now_s = self._clock()
+            outcome = self._scheduler.update(self._stream, step.exited, now_s, runs_on)
+            try:
+                kept = model.conclude(run, step, outcome, now_s - started_s)
+            except Exception as error:  # its rows have left the scheduler: tell those who wait
+                model.abandon(run, BackendError(repr(error)))
+                raise
+            if len(outcome.released):
+                self._health.succeeded(self._stream, model.key)
+            self._shared.announce()
+        if not len(outcome.survivors):
+            return None
+        assert step.result.carry is not None
+        if kept is None:
+            return slot.select(step.result.carry, outcome.survivors)
+        try:
+            kept.set_result(slot.buffer(step.result.carry, outcome.survivors))
+        except Exception as error:  # of those that will take the tensors, not of this stream
+            kept.set_exception(error)
+        return None
+
+    def _batch(
+        self, slot: Slot, model: ModelRuntime, run: Run, carry: TensorBatch | None
+    ) -> TensorBatch:
+        """Bring together what a stage takes: buffered pieces, new inputs, or what is carried on."""
+        pieces, self._pieces = self._pieces, ()
+        if pieces:
+            return slot.merge([(future.result(), rows) for future, rows in pieces])
+        if run.stage == 0:
+            model.start(run)
+            with self._lock:
+                parts = model.requests_of(run, self._clock())
+            inputs = model.gather(parts)
+            model.check_inputs(run, parts, inputs)
+            return slot.upload(inputs)
+        assert carry is not None
+        return carry
+
+    def _interrupt(
+        self,
+        slot: Slot,
+        model: ModelRuntime,
+        run: Run,
+        batch: TensorBatch,
+        error: WorkerLostError,
+    ) -> None:
+        """Have a batch resumed whose worker was lost: what its stage was to run on is kept."""
+        _log.warning("%s: stage %d: %s", model.name, run.stage, error)
+        with self._lock:
+            kept = model.interrupt(self._scheduler.interrupted(self._stream, self._clock()), error)
+            self._scheduler.suspend(self._stream)
+            self._health.lost(self._stream)
+            self._available.note()
+            self._changed.notify_all()
+        if kept is None:
+            return
+        try:
+            kept.set_result(slot.buffer(batch, all_rows(len(batch))))
+        except Exception as failure:  # of those that will take the tensors
+            kept.set_exception(failure)
+
+    def _give_back(self, model: ModelRuntime, run: Run, error: Exception) -> None:
+        """Give a failed batch back to the scheduler, and fail what has no second chance."""
+        failure = error if isinstance(error, EngineError) else BackendError(repr(error))
+        now_s = self._clock()
+        suffix = self._shared.lines.admit((model.name, run.stage, type(error)))
+        if suffix is not None:
+            trace = None if failure is error else error
+            _log.error("%s: stage %d: %s%s", model.name, run.stage, error, suffix, exc_info=trace)
+        with self._lock:
+            runs = self._health.serves(self._stream, model.key) and self._health.vouches(
+                self._stream, now_s, model.key
+            )
+            if run.samples.alone and runs:
+                failure = type(failure)(
+                    f"the model failed on this request's own data, which was alone in its batch: "
+                    f"{failure}"
+                )
+            model.fail(self._scheduler.failed(self._stream, now_s), failure)
+            self._changed.notify_all()
