@@ -91,6 +91,52 @@ def test_evidence_is_the_promise_that_the_policy_came_with(
     assert controller(policy).status().evidence is evidence
 
 
+@pytest.mark.parametrize(
+    ("bound", "evidence"), [(0.01, Evidence.SUSPICIOUS), (2 / 6, Evidence.CALIBRATED)]
+)
+def test_an_estimate_above_the_bound_makes_a_promise_suspicious(
+    bound: float, evidence: Evidence
+) -> None:
+    policy = replace(POLICY, promise=replace(PROMISE, max_disagreement=bound))
+    target = StaticController(policy, max_disagreement=bound)
+    target.observe(observations(policy))
+    assert target.status().disagreement == 2 / 6
+    assert target.status().evidence is evidence
+
+
+def test_a_kept_policy_is_restored_with_its_counts() -> None:
+    target = controller()
+    target.observe(observations())
+    other = controller(policy_of(1, {}))
+    other.policy, numbers = other._kept(kept_of(target), ("moves", "raises"), exits=3)
+    assert (other.policy, numbers) == (POLICY, [7, 2])
+    assert other.status() == target.status()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"version": -1}, "'version' is -1, expected a count"),
+        ({"exits": np.array([0, 3])}, "exit 3 is in use, but the bundle has 3 exits"),
+        ({"thresholds": np.array([0.5])}, "argument"),
+        ({"raises": None}, "'raises' is None, expected a count"),
+        ({"counters": {"observed": 3}}, "'audited' is None, expected a count"),
+    ],
+)
+def test_a_kept_policy_that_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:
+    target = controller()
+    before = target.status()
+    with pytest.raises(ValueError, match=f"no state of the static controller: .*{message}"):
+        target._kept({**kept_of(target), **changed}, ("moves", "raises"), exits=3)
+    assert target.status() == before
+
+
+def kept_of(target: StaticController) -> dict[str, Any]:
+    """What a controller with two counts of its own would keep."""
+    own = {"moves": 7, "raises": 2, "counters": target._counters.state()}
+    return target._kept_policy() | own
+
+
 def test_it_keeps_no_state() -> None:
     target = controller()
     assert target.state() is None
