@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from tests.unit.scheduling.helpers import all_exit, scheduler, table
 
-from offramp.engine.scheduling import DeviceScheduler, Idle, Run, Submission, Wait
+from offramp.engine.scheduling import (
+    DeviceScheduler,
+    DropCause,
+    Dropped,
+    Idle,
+    Run,
+    Submission,
+    Wait,
+)
+from offramp.engine.scheduling.decisions import Decision
 
 
 class Device:
@@ -231,3 +240,35 @@ def test_a_model_is_removed_once_no_batch_of_it_is_on_a_stream() -> None:
     task = device.next(0, 1.0)
     assert isinstance(task, Run)
     assert task.model == "b"
+
+
+def test_samples_dropped_by_a_decision_are_reported_under_the_name_of_their_model() -> None:
+    device = DeviceScheduler({"a": scheduler(), "b": scheduler()})
+    device.submit("a", Submission(1, deadline_s=1.0), 0.0)
+    device.submit("b", Submission(2, deadline_s=1.0), 0.0)
+    device.submit("b", Submission(3), 0.0)
+    task = device.next(0, 2.0)
+    assert isinstance(task, Run)
+    assert task.model == "b"
+    assert dropped(task) == {"a": [1], "b": [2]}
+    device.update(0, ~all_exit(task), 3.0)
+    device.submit("b", Submission(4, deadline_s=4.0), 3.0)
+    task = device.next(0, 5.0)
+    assert isinstance(task, Run)
+    assert (task.model, task.stage) == ("b", 1)
+    assert dropped(task) == {"b": [4]}
+    device.update(0, all_exit(task), 6.0)
+    device.submit("a", Submission(5, deadline_s=7.0), 6.0)
+    idle = device.next(0, 8.0)
+    assert isinstance(idle, Idle)
+    assert dropped(idle) == {"a": [5]}
+
+
+def dropped(decision: Decision) -> dict[str, list[int]]:
+    """Return the expired requests that a decision reports, by model."""
+    found: dict[str, list[int]] = {}
+    for outcome in decision.outcomes:
+        for sample in outcome.dropped:
+            assert sample == Dropped(sample.request, 1, DropCause.EXPIRED)
+            found.setdefault(outcome.model, []).append(sample.request)
+    return found

@@ -67,6 +67,19 @@ def after_the_first_stage(
 # One batch on its way
 
 
+@pytest.mark.parametrize(
+    ("survivors", "ended", "expected"),
+    [([3], [], False), ([1, 3], [], True), ([], [3], False), ([0], [3], True)],
+)
+def test_released_survive_if_one_runs_on(
+    survivors: list[int], ended: list[int], expected: bool
+) -> None:
+    """Of four rows, 0 and 1 are released and 2 is given up."""
+    rows = [np.array(found, np.intp) for found in ([0, 1], [2], survivors)]
+    outcome = StepOutcome(*rows, ended=np.array(ended, np.intp))
+    assert outcome.released_survive(4) is expected
+
+
 def test_a_row_that_runs_on_is_released_once_and_ends_at_the_last_stage() -> None:
     s = scheduler()
     s.submit(Submission(1, 4), 0.0)

@@ -12,6 +12,7 @@ from offramp.engine.scheduling import (
     Run,
     Submission,
 )
+from offramp.engine.scheduling.decisions import NOTHING
 from offramp.engine.scheduling.scheduler import MOST_LOSSES
 
 
@@ -82,6 +83,12 @@ def test_a_batch_that_loses_worker_after_worker_has_failed() -> None:
     assert s.interrupted(0, 0.0).buffered is None
     assert (s.resumed, s.retried) == (4 * (MOST_LOSSES - 1), 4)
     assert {request for request, _ in pairs(started(s.next(1, 0.0)))} == {8}, "each one alone"
+
+
+def test_a_stream_without_a_batch_loses_nothing() -> None:
+    s, _ = with_batch()
+    assert s.interrupted(1, 0.0) is NOTHING
+    assert (s.resumed, s.in_flight) == (0, 4)
 
 
 def test_a_device_passes_the_interruption_on_to_the_model_that_runs() -> None:
