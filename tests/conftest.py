@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from offramp.bundle import Bundle
-from tests.e2e.local_ray import LOOPBACK
+from tests.local_ray import LOOPBACK
 
 # No test asserts times, hypothesis does not either; CI tries the same examples every time.
 settings.register_profile(

@@ -11,11 +11,11 @@ import numpy as np
 
 from offramp.bundle import ActiveExit, Answer, ExitPolicy, TensorSpec
 from offramp.certify import MODEL_END, NEVER, Observations
-from offramp.cluster.serving.served_splits import ServedSplits
 from offramp.engine.common.state_file import StateFile
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.evidence_window import EvidenceWindow
 from offramp.engine.models.deployment import Deployment, DeploymentMaker
+from offramp.engine.models.devices import ModelSplits
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.served_model import ModelControl, ServedModel
 from offramp.engine.requests.input_guard import InputGuard
@@ -83,10 +83,10 @@ class FakeDeployments(DeploymentMaker):
         self.splits = None
         self.swapping = threading.RLock()
 
-    def prepared(self, exits: Sequence[int], splits: ServedSplits | None = None) -> bool:
+    def prepared(self, exits: Sequence[int], splits: ModelSplits | None = None) -> bool:
         return tuple(exits) in self.there
 
-    def prepare(self, exits: Sequence[int], splits: ServedSplits | None = None) -> None:
+    def prepare(self, exits: Sequence[int], splits: ModelSplits | None = None) -> None:
         self.gate()
         self.there.add(tuple(exits))
 

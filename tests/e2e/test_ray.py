@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.local_ray import LocalRay, local_ray
+from tests.cluster.remote.listening import GOLDEN
+from tests.cluster.remote.workers import answers_of, in_process, random_scripts, serve
 from tests.e2e.test_workers import ask_while_killing, children
+from tests.local_ray import LocalRay, local_ray
 from tests.unit.engine.serving import until
-from tests.unit.remote.listening import GOLDEN
-from tests.unit.remote.workers import answers_of, in_process, random_scripts, serve
 
 from offramp.bundle import Bundle
 from offramp.cluster.ray.launcher import ActorNeeds, RayLauncher, RayWorker

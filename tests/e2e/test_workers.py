@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.remote.listening import Worker
+from tests.cluster.remote.listening import Worker
 
 from offramp.bundle import Bundle
 from offramp.client import AsyncClient, Client, OfframpError

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.companions import plans_of
+from tests.cluster.companions import plans_of
+from tests.cluster.split_serving import BACK, FRONT
 from tests.small import compile_small
-from tests.split_serving import BACK, FRONT
 
 from offramp.bundle import Bundle
 from offramp.cluster.planning.cluster import Cluster, DeviceType

@@ -12,8 +12,8 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from tests.bundles import brief_measurements
-from tests.elastic_torch import ElasticCnn, exported, shaken
 from tests.part_sizes import check_part_sizes
+from tests.supernet.elastic_torch import ElasticCnn, exported, shaken
 
 from offramp.bundle import Bundle, ExitPolicy
 from offramp.calibration.choose.trade_offs import kept_variants

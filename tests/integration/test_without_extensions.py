@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,35 +16,73 @@ from offramp.tools.layers import read_modules
 
 ROOT = Path(__file__).parents[2]
 EXTENSIONS = ("baselines", "cluster", "supernet")
-USERS = ("testing", "tools")
-"""Folders beside the core that have fakes of extensions, and commands for them."""
+USERS = ("benchmarks", "testing", "tests", "tools")
+"""Folders beside the core of which parts are for extensions."""
+TESTED = (
+    *("bundle", "certify", "client", "commands", "control", "engine", "learning", "scheduling"),
+    "server",
+)
+"""Folders of unit tests that run here; those of the others, which take longer, are imported."""
 LIMIT_S = 900
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree without the extensions, and without what is of them beside the core."""
+    """A copy of the tree without the extensions, and without whatever uses one."""
     copy = tmp_path_factory.mktemp("core")
-    left = (*EXTENSIONS, *USERS)
-    for entry in (
-        "pyproject.toml",
-        "src",
-        *(each.name for each in (ROOT / "src/offramp").iterdir()),
-    ):
-        if entry in left or entry in ("__init__.py", "start.py", "py.typed", "__pycache__"):
-            continue
-        source = ROOT / entry
-        if source.is_dir():
-            shutil.copytree(source, copy / entry, symlinks=True, ignore=_caches)
-        else:
-            shutil.copy(source, copy / entry)
-    for name in left:
+    packages = {each.name for each in (ROOT / "src/offramp").iterdir() if each.is_dir()}
+    folders = {"src", "examples", *packages, *USERS} - set(EXTENSIONS)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    for folder in folders:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=ignored)
+    for name in EXTENSIONS:
         (copy / "src" / "offramp" / name).unlink()
+    for path in uses_of_extensions(copy):
+        path.unlink()
     return copy
 
 
-def _caches(_folder: str, names: list[str]) -> set[str]:
-    return {name for name in names if name == "__pycache__"}
+def uses_of_extensions(root: Path) -> set[Path]:
+    """Files beside the core that are of an extension, or import one, or import such a file."""
+    names = {
+        path: name_of(path.relative_to(root))
+        for folder in USERS
+        for path in (root / folder).rglob("*.py")
+    }
+    gone = {f"{package}.{name}" for package in ("offramp", "tests") for name in EXTENSIONS}
+    left: set[Path] = set()
+    while True:
+        more = {
+            path
+            for path, name in names.items()
+            if path not in left and any(map(is_of(gone), (name, *imports(path))))
+        }
+        if not more:
+            return left
+        left |= more
+        gone |= {names[path] for path in more}
+
+
+def is_of(modules: set[str]) -> Callable[[str], bool]:
+    """Whether a dotted name is one of these modules, or of something in one."""
+    return lambda name: any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports, or may mean by what it imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def name_of(path: Path) -> str:
+    """The dotted name that a file is imported by."""
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    return name if path.parts[0] in ("benchmarks", "tests") else f"offramp.{name}"
 
 
 def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +96,7 @@ def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_all_modules_are_imported(core: Path) -> None:
     modules = sorted(read_modules(core))
-    assert len(modules) > 300
+    assert len(modules) > 400
     code = (
         "import importlib, pkgutil, sys\n"
         f"for name in {[m for m in modules if '.tensorrt' not in m]}:\n"
@@ -71,6 +111,19 @@ def test_all_modules_are_imported(core: Path) -> None:
 @pytest.mark.slow
 def test_types_are_right(core: Path) -> None:
     done = run(core, "-m", "mypy", "--cache-dir", str(core / ".mypy_cache"))
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.slow
+def test_unit_tests_pass(core: Path) -> None:
+    unit = core / "tests" / "unit"
+    folders = [str(each) for each in unit.iterdir() if each.name not in (*USERS, "__pycache__")]
+    folders = [each for each in folders if Path(each).is_dir()]
+    assert len([path for each in folders for path in Path(each).rglob("test_*.py")]) > 250
+    done = run(core, "-m", "pytest", "-q", "--collect-only", *folders)
+    assert done.returncode == 0, done.stdout[-2000:]
+    folders = [f"tests/unit/{name}" for name in TESTED]
+    done = run(core, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *folders)
     assert done.returncode == 0, done.stdout[-2000:]
 
 

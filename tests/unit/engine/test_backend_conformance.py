@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tests.cluster.remote.listening import ThreadLauncher
 from tests.cuda_fakes import fake_cuda
-from tests.unit.remote.listening import ThreadLauncher
 
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.cluster.remote.launching import LocalLauncher

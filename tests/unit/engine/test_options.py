@@ -76,11 +76,6 @@ def test_the_share_of_a_source_is_one(share: float) -> None:
         ModelOptions(max_source_share=share)
 
 
-def test_apparate_cannot_keep_to_compiled_thresholds() -> None:
-    with pytest.raises(ValueError, match="choose certified or static"):
-        ModelOptions(controller="apparate", never_beyond_compiled=True)
-
-
 def test_the_cheapest_without_forced_exits_is_a_contradiction() -> None:
     with pytest.raises(ValueError, match="cheapest forces exits"):
         ModelOptions(scheduling=PolicyName("cheapest"), forced_exits=False)

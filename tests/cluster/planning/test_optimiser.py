@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.unit.planning.instances import (
+from tests.cluster.planning.instances import (
     Candidate,
     baseline_rate,
     candidates,

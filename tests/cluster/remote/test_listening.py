@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import pytest
+from tests.cluster.remote.listening import GOLDEN, HELLO, TOKEN, admission, listener
 from tests.fakes import fake_plan, script
 from tests.unit.engine.serving import LIMIT_S
-from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, admission, listener
 
 import offramp
 from offramp.bundle import Bundle

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.remote.listening import GOLDEN, HELLO, TOKEN, Worker
+from tests.cluster.remote.listening import GOLDEN, HELLO, TOKEN, Worker
 
 from offramp.cluster.remote.eeworker import ILLEGAL, main, make_parser, serving_words
 from offramp.cluster.remote.tcp import NetworkError, parse_address

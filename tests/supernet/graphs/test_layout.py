@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import onnx
 import pytest
-from tests.elastic_torch import inputs_for
 from tests.small_bert import SIZE, sentences
+from tests.supernet.elastic_torch import inputs_for
 from tests.torch_graphs import difference, in_runtime
 from torch import nn
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
-from tests.elastic_torch import SPECS, answers, by_hand, inputs_for, read
+from tests.supernet.elastic_torch import SPECS, answers, by_hand, inputs_for, read
 from tests.torch_graphs import difference, in_runtime
 from torch import nn
 

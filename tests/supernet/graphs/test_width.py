@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from tests.elastic_torch import (
+from tests.supernet.elastic_torch import (
     SPECS,
     ElasticBert,
     answers,
@@ -26,8 +26,8 @@ from tests.elastic_torch import (
     shaken,
     sliced_from,
 )
+from tests.supernet.graphs.made import a_model
 from tests.torch_graphs import difference, in_runtime
-from tests.unit.compiler.supernet.made import a_model
 from torch import Tensor, nn
 from torch.nn import functional as fn
 

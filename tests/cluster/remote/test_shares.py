@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from tests.cluster.remote.listening import ThreadLauncher
+from tests.cluster.remote.workers import serve
 from tests.fakes import script
 from tests.unit.engine.serving import LIMIT_S
-from tests.unit.remote.listening import ThreadLauncher
-from tests.unit.remote.workers import serve
 
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.engine.core import Engine

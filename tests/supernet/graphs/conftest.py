@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from tests.elastic_torch import SPECS, SUPERNETS, read, shaken
+from tests.supernet.elastic_torch import SPECS, SUPERNETS, read, shaken
 from torch import nn
 
 from offramp.compiler.graphs.source_model import SourceModel

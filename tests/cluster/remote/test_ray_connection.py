@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.remote.listening import GOLDEN
+from tests.cluster.remote.listening import GOLDEN
 
 from offramp.cluster.ray import actor, launcher, ray_connection
 from offramp.cluster.ray.actor import WorkerActor

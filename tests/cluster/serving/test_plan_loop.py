@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.companions import plans_of, profiles_of
-from tests.held import HeldBackend, cluster_for
+from tests.cluster.companions import plans_of, profiles_of
+from tests.cluster.held import HeldBackend, cluster_for
+from tests.cluster.split_serving import Serving, Small, in_process, serve
 from tests.small import compile_small
-from tests.split_serving import Serving, Small, in_process, serve
 
 from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules
 from offramp.cluster.serving.cluster_statistics import plan_of

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.fakes import fake_plan, script
-from tests.unit.engine.serving import until
-from tests.unit.remote.workers import (
+from tests.cluster.remote.workers import (
     COMMAND,
     MISSING,
     POINTS,
@@ -23,6 +21,8 @@ from tests.unit.remote.workers import (
     scripted_workers,
     serve,
 )
+from tests.fakes import fake_plan, script
+from tests.unit.engine.serving import until
 
 from offramp.engine.common.errors import BackendError, OutOfServiceError, WorkerLostError
 from offramp.engine.core import Engine

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.cluster.held import plan_of, weights_of
+from tests.cluster.split_serving import BACK, FRONT, Serving, Small, serve
 from tests.fakes import ScriptedController
-from tests.held import plan_of, weights_of
 from tests.small import compile_small
-from tests.split_serving import BACK, FRONT, Serving, Small, serve
 from tests.unit.engine.serving import until
 
 from offramp.bundle import ActiveExit

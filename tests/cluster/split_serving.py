@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.cluster.held import ROWS, HeldBackend, cluster_for, plan_of, weights_of
 
 from offramp.bundle import Bundle
 from offramp.cluster.planning.cluster_plan import ClusterPlan
@@ -21,7 +22,6 @@ from offramp.engine.common.errors import OutOfServiceError
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.requests.results import EngineResult
-from tests.held import ROWS, HeldBackend, cluster_for, plan_of, weights_of
 
 LIMIT_S = 60.0
 """Bound of everything awaited: a test hangs no longer, and asserts no time."""

@@ -26,7 +26,7 @@ from offramp.cluster.planning.cluster_plan import (
 from offramp.compiler.commands.cli import main
 from offramp.engine.common.control_state import identity_of
 
-BUNDLE = Path(__file__).parents[2] / "golden" / "bundle"
+BUNDLE = Path(__file__).parents[1] / "golden" / "bundle"
 CLUSTER = """
 [devices.fast]
 count = 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from onnx import numpy_helper
-from tests.elastic_torch import (
+from tests.supernet.elastic_torch import (
     SPECS,
     Bottleneck,
     ElasticCnn,
@@ -24,9 +24,9 @@ from tests.elastic_torch import (
     shaken,
     sliced_from,
 )
+from tests.supernet.graphs.test_width import Excited
+from tests.supernet.graphs.test_width import read as read_one
 from tests.torch_graphs import difference, in_runtime, with_outputs
-from tests.unit.compiler.supernet.test_width import Excited
-from tests.unit.compiler.supernet.test_width import read as read_one
 from torch import Tensor, nn
 
 from offramp.calibration.data.dataset import DataError, Dataset

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.cluster.remote.listening import HELLO, TOKEN, listener, listening_worker, reaching
+from tests.cluster.remote.proxy import proxy
+from tests.cluster.remote.workers import answers_of, in_process, random_scripts, serve
 from tests.fakes import fake_plan, script
 from tests.unit.engine.serving import LIMIT_S
-from tests.unit.remote.listening import HELLO, TOKEN, listener, listening_worker, reaching
-from tests.unit.remote.proxy import proxy
-from tests.unit.remote.workers import answers_of, in_process, random_scripts, serve
 
 from offramp.cluster.remote import tcp_launcher
 from offramp.cluster.remote import worker as worker_module

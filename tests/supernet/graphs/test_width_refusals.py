@@ -11,7 +11,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from tests.unit.compiler.supernet.made import a_model
+from tests.supernet.graphs.made import a_model
 
 from offramp.compiler.graphs.shapes import annotate
 from offramp.supernet.graphs import Supernet

@@ -18,6 +18,7 @@ from offramp.bundle.schema.policy import NEVER
 from offramp.engine.control.adjustment import Adjustment, Reason, evenly_spaced
 from offramp.engine.control.controller import Controller, Evidence, Job
 from offramp.engine.control.costs import CostModel
+from offramp.engine.models.options import ModelOptions
 
 COSTS = CostModel(
     source_ms=40.0,
@@ -390,3 +391,8 @@ def test_on_a_stream_it_saves_time_and_a_longer_window_keeps_closer_to_the_bound
     assert long_wrong < short_wrong
     assert long.status().tunings < short.status().tunings
     assert min(short.status().adjustments, long.status().adjustments) > 0
+
+
+def test_it_cannot_keep_to_compiled_thresholds() -> None:
+    with pytest.raises(ValueError, match="choose certified or static"):
+        ModelOptions(controller="apparate", never_beyond_compiled=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.cluster.remote.test_stages import GOLDEN
+from tests.cluster.remote.workers import scripted_workers
 from tests.fakes import fake_plan, script
-from tests.unit.remote.test_stages import GOLDEN
-from tests.unit.remote.workers import scripted_workers
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.certify import NEVER

@@ -6,10 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.fakes import fake_plan, script
-from tests.unit.engine.serving import until
-from tests.unit.remote.listening import Worker, listening_worker, reaching
-from tests.unit.remote.workers import (
+from tests.cluster.remote.listening import Worker, listening_worker, reaching
+from tests.cluster.remote.workers import (
     POINTS,
     answers_of,
     break_at,
@@ -18,6 +16,8 @@ from tests.unit.remote.workers import (
     random_scripts,
     serve,
 )
+from tests.fakes import fake_plan, script
+from tests.unit.engine.serving import until
 
 from offramp.engine.common.errors import OutOfServiceError, WorkerLostError
 from offramp.engine.core import Engine
