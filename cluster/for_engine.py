@@ -15,20 +15,20 @@ from offramp.cluster.serving.split_change import SplitServing
 from offramp.engine.models.options import EngineOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.serving.executor import Executor
-from offramp.engine.serving.extension import Companion
+from offramp.engine.serving.extension import BackgroundTask
 from offramp.engine.stages.backend_protocol import Backend
 
 
 class _Extension:
     """See :class:`.EngineExtension`."""
 
-    def companions(
+    def background_tasks(
         self,
         models: Mapping[str, ServedModel],
         executor: Executor,
         backend: Backend,
         options: EngineOptions,
-    ) -> Mapping[str, Companion]:
+    ) -> Mapping[str, BackgroundTask]:
         """Return the loop of batch profiles, and that of plans where a model is split."""
         window_s = cluster_options(options).profile_window_s
         profiles = ProfileLoop(executor, models, window_s=window_s)

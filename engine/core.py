@@ -29,7 +29,7 @@ from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.serving.control_loop import ControlLoop
 from offramp.engine.serving.engine_upgrades import EngineUpgrades
 from offramp.engine.serving.executor import Executor
-from offramp.engine.serving.extension import Companion
+from offramp.engine.serving.extension import BackgroundTask
 from offramp.engine.serving.observers import InputObserver, InputObservers
 from offramp.engine.serving.opening import load_model, open_models
 from offramp.engine.serving.versions import ModelLoading, ModelVersion, ModelVersions
@@ -85,16 +85,16 @@ class Engine:
         )
         upgrades = EngineUpgrades(options.build_budget)
         self._control = ControlLoop(self._executor, models, upgrades=upgrades)
-        self._companions: dict[str, Companion] = {}
+        self._background: dict[str, BackgroundTask] = {}
         for extension in extensions_for("engine"):
-            made = extension.companions(models, self._executor, backend, options)
-            self._companions.update(made)
-        beside = (*self._companions.values(), self._control)
+            made = extension.background_tasks(models, self._executor, backend, options)
+            self._background.update(made)
+        beside = (*self._background.values(), self._control)
         self._versions = ModelVersions(models, self._executor, beside, load)
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
-        for companion in self._companions.values():
-            companion.start()
+        for task in self._background.values():
+            task.start()
 
     @classmethod
     async def open(
@@ -386,8 +386,8 @@ class Engine:
         await self._learning.close()
         await self._versions.close()
         try:
-            for companion in reversed(self._companions.values()):
-                await asyncio.to_thread(companion.stop)
+            for task in reversed(self._background.values()):
+                await asyncio.to_thread(task.stop)
             await asyncio.to_thread(self._control.stop)
         finally:
             await asyncio.to_thread(self._executor.stop)
@@ -404,7 +404,7 @@ class Engine:
         snapshot = self._executor.snapshot(key)
         counts = {item.name: getattr(snapshot, item.name) for item in fields(snapshot)}
         health, parallel = self._executor.health, self._parallel
-        extended = [(name, beside.status(key)) for name, beside in self._companions.items()]
+        extended = [(name, beside.status(key)) for name, beside in self._background.items()]
         there = self._backend.there if isinstance(self._backend, StreamBackend) else ()
         return ModelStatistics(
             version=version.number,

@@ -29,16 +29,16 @@ _HEAD, _PAD = 22, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Package:
     """A package of the code, with what it imports."""
 
     name: str
     """Dotted, below ``offramp``: ``engine.scheduling``."""
     purpose: str
     """What it is for: the first line of its docstring."""
-    rooms: tuple[str, ...]
+    imports: tuple[str, ...]
     """Other packages of ours that it imports; not those inside of them."""
-    packages: tuple[str, ...]
+    third_party: tuple[str, ...]
     """Third-party packages that it imports."""
 
 
@@ -96,7 +96,7 @@ def read_modules(root: Path = ROOT) -> dict[str, set[str]]:
     }
 
 
-def read_rooms(root: Path = ROOT) -> dict[str, Room]:
+def read_packages(root: Path = ROOT) -> dict[str, Package]:
     """Read all packages but those of scripts, by name: outer ones before what is inside them."""
     modules = read_modules(root)
     purposes = {
@@ -106,23 +106,23 @@ def read_rooms(root: Path = ROOT) -> dict[str, Room]:
     }
     names = [name for name in sorted(purposes) if not is_within(name, *SCRIPTS)]
 
-    def room_of(imported: str) -> str:
+    def package_of(imported: str) -> str:
         """Return the innermost package that a name is in."""
         return max((n for n in purposes if is_within(imported, f"offramp.{n}")), key=len)
 
-    rooms = {}
+    packages = {}
     for name in names:
-        own = [m for m in modules if room_of(m) == name]
+        own = [m for m in modules if package_of(m) == name]
         used = {imported for module in own for imported in modules[module]}
         ours = {i for i in used if is_within(i, "offramp") and i.count(".") > 1}
         others = {i.partition(".")[0] for i in used} - {*sys.stdlib_module_names, "offramp"}
-        rooms[name] = Room(
+        packages[name] = Package(
             name=name,
             purpose=purposes[name],
-            rooms=tuple(sorted({room_of(i) for i in ours} - {name})),
-            packages=tuple(sorted(others - {"?dynamic"})),
+            imports=tuple(sorted({package_of(i) for i in ours} - {name})),
+            third_party=tuple(sorted(others - {"?dynamic"})),
         )
-    return rooms
+    return packages
 
 
 def _first_line(path: Path) -> str:
@@ -130,9 +130,9 @@ def _first_line(path: Path) -> str:
     return docstring.partition("\n")[0].rstrip()
 
 
-def circles(rooms: Iterable[Room]) -> list[list[str]]:
+def circles(packages: Iterable[Package]) -> list[list[str]]:
     """Return the sets of packages that import each other in a circle, outermost names first."""
-    imported = {room.name: set(room.rooms) for room in rooms}
+    imported = {package.name: set(package.imports) for package in packages}
     reached = {name: _reached(name, imported) for name in imported}
     found = {
         tuple(sorted(other for other in reached[name] if name in reached.get(other, ())))
@@ -151,39 +151,39 @@ def _reached(name: str, imported: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def table(rooms: Iterable[Room]) -> str:
+def table(packages: Iterable[Package]) -> str:
     """Write the table: a row for each package."""
     rows = ["| package | what it is for | imports | besides |", "|---|---|---|---|"]
-    for room in rooms:
-        ours = ", ".join(f"`{other}`" for other in room.rooms) or "–"
-        besides = ", ".join(f"`{other}`" for other in room.packages) or "–"
-        purpose = room.purpose.replace(":mod:", "").replace(":class:", "").replace("``", "`")
-        rows.append(f"| `{room.name.replace('.', '/')}/` | {purpose} | {ours} | {besides} |")
+    for package in packages:
+        ours = ", ".join(f"`{other}`" for other in package.imports) or "–"
+        besides = ", ".join(f"`{other}`" for other in package.third_party) or "–"
+        purpose = package.purpose.replace(":mod:", "").replace(":class:", "").replace("``", "`")
+        rows.append(f"| `{package.name.replace('.', '/')}/` | {purpose} | {ours} | {besides} |")
     return "\n".join(rows) + "\n"
 
 
-def with_table(text: str, rooms: Iterable[Room]) -> str:
+def with_table(text: str, packages: Iterable[Package]) -> str:
     """Put the table between its marks in a text; ValueError if they are not there."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"expected the marks {BEGIN.strip()} and {END.strip()}")
-    return f"{before}{begin}\n{table(rooms)}\n{end}{after}"
+    return f"{before}{begin}\n{table(packages)}\n{end}{after}"
 
 
-def levels(rooms: Mapping[str, Room]) -> list[list[str]]:
-    """Top-level rooms by layer: each imports from layers before its own only.
+def levels(packages: Mapping[str, Package]) -> list[list[str]]:
+    """Top-level packages by layer: each imports from layers before its own only.
 
     Raises:
         ValueError: Rooms import each other in a circle.
     """
-    imported = _between_tops(rooms)
+    imported = _between_tops(packages)
     placed: list[list[str]] = []
     while left := [name for name in imported if not any(name in layer for layer in placed)]:
         done = {name for layer in placed for name in layer}
         layer = [name for name in left if imported[name] <= done]
         if not layer:
-            raise ValueError(f"rooms import each other in a circle: {sorted(left)}")
+            raise ValueError(f"packages import each other in a circle: {sorted(left)}")
         placed.append(layer)
     return placed
 
@@ -192,20 +192,22 @@ def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _between_tops(rooms: Mapping[str, Room]) -> dict[str, set[str]]:
-    """Imports of each top-level room, those of the rooms inside it included."""
-    imported: dict[str, set[str]] = {_top(name): set() for name in rooms}
-    for room in rooms.values():
-        imported[_top(room.name)] |= {_top(other) for other in room.rooms} - {_top(room.name)}
+def _between_tops(packages: Mapping[str, Package]) -> dict[str, set[str]]:
+    """Imports of each top-level package, those of the packages inside it included."""
+    imported: dict[str, set[str]] = {_top(name): set() for name in packages}
+    for package in packages.values():
+        imported[_top(package.name)] |= {_top(other) for other in package.imports} - {
+            _top(package.name)
+        }
     return imported
 
 
-def draw(rooms: Mapping[str, Room]) -> str:
-    """Draw the layers as SVG: the ground at the bottom, each room with what is inside it."""
+def draw(packages: Mapping[str, Package]) -> str:
+    """Draw the layers as SVG: the ground at the bottom, each package with what is inside it."""
     body, top = [], float(_MARGIN)
-    for layer in reversed(levels(rooms)):
+    for layer in reversed(levels(packages)):
         width = (_WIDTH - 2 * _MARGIN - _GAP * (len(layer) - 1)) / len(layer)
-        boxes = [_box(rooms, name, width) for name in layer]
+        boxes = [_box(packages, name, width) for name in layer]
         height = max(box_height for _, box_height in boxes)
         for column, (lines, _) in enumerate(boxes):
             left = _MARGIN + column * (width + _GAP)
@@ -229,25 +231,25 @@ _Line = tuple[float, str, str]
 """Where, below the box's top; what; and how it looks."""
 
 
-def _box(rooms: Mapping[str, Room], name: str, width: float) -> tuple[list[_Line], float]:
-    """The lines of a room's box, and its height."""
-    inside = [room for room in rooms.values() if room.name.startswith(f"{name}.")]
+def _box(packages: Mapping[str, Package], name: str, width: float) -> tuple[list[_Line], float]:
+    """The lines of a package's box, and its height."""
+    inside = [package for package in packages.values() if package.name.startswith(f"{name}.")]
     columns = int((width - 2 * _PAD) / 6.1)
     lines: list[_Line] = [(_HEAD, f"{name}/", "name")]
     y = float(_HEAD)
-    for text in _wrapped(rooms[name].purpose, columns):
+    for text in _wrapped(packages[name].purpose, columns):
         y += _LINE
         lines.append((y, text, "text"))
-    for room in inside:
+    for package in inside:
         y += _LINE * 1.2
-        first, *rest = _wrapped(f"{room.name.partition('.')[2]}: {room.purpose}", columns)
+        first, *rest = _wrapped(f"{package.name.partition('.')[2]}: {package.purpose}", columns)
         lines.append((y, first, "inside"))
         for text in rest:
             y += _LINE
             lines.append((y, f"   {text}", "inside"))
-    imported = sorted(_between_tops(rooms)[name])
+    imported = sorted(_between_tops(packages)[name])
     for text in _wrapped(
-        "imports " + (", ".join(imported) if imported else "no other room"), columns
+        "imports " + (", ".join(imported) if imported else "no other package"), columns
     ):
         y += _LINE * 1.1
         lines.append((y, text, "imports"))
@@ -270,10 +272,10 @@ def _text(x: float, y: float, text: str, style: str) -> str:
 
 def main() -> None:
     """Write the table and the drawing."""
-    rooms = read_rooms()
-    text = with_table(CONTRIBUTING.read_text(encoding="utf-8"), rooms.values())
+    packages = read_packages()
+    text = with_table(CONTRIBUTING.read_text(encoding="utf-8"), packages.values())
     CONTRIBUTING.write_text(text, encoding="utf-8")
-    DRAWING.write_text(draw(rooms), encoding="utf-8")
+    DRAWING.write_text(draw(packages), encoding="utf-8")
     print(f"wrote {CONTRIBUTING.relative_to(ROOT)} and {DRAWING.relative_to(ROOT)}")
 
 

@@ -10,7 +10,7 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 PROFILE: Final = "batch_profile"
 PLAN: Final = "plan"
-"""Names of the companions that tell it."""
+"""Names of the background tasks that tell it."""
 
 
 def profile_of(statistics: ModelStatistics) -> ProfileStatus | None:

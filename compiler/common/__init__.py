@@ -1,1 +1,1 @@
-"""What all rooms of the compiler share: options, errors, progress, memory, rounding."""
+"""What all packages of the compiler share: options, errors, progress, memory, rounding."""

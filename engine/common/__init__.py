@@ -1,1 +1,1 @@
-"""What all rooms of the engine share: errors, clocks, child processes, state files, extensions."""
+"""What all packages of the engine share: errors, clocks, processes, state files, extensions."""

@@ -177,7 +177,7 @@ class ModelStatistics(CountersSnapshot):
     control: ControlStatus | None = None
     """What the controller knows; ``None`` where nothing is observed (leave mode, off)."""
     extensions: Mapping[str, object] = field(default_factory=dict)
-    """What extensions know of the model, by the names of their :class:`.Companion`."""
+    """What extensions know of the model, by the names of their :class:`.BackgroundTask`."""
     learning: LearningStatus | None = None
     """How far learning exits is; ``None`` where none are learned."""
 

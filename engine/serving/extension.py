@@ -11,7 +11,7 @@ from offramp.engine.serving.executor import Executor
 from offramp.engine.stages.backend_protocol import Backend
 
 
-class Companion(Protocol):
+class BackgroundTask(Protocol):
     """Goes on beside the streams of an engine, for all of its models; never blocks a stream.
 
     Models are known by the executor's key; that of the first ones is their name.
@@ -48,12 +48,12 @@ class Companion(Protocol):
 class EngineExtension(Protocol):
     """The object ``EXTENSION`` of an extension's module ``for_engine``."""
 
-    def companions(
+    def background_tasks(
         self,
         models: Mapping[str, ServedModel],
         executor: Executor,
         backend: Backend,
         options: EngineOptions,
-    ) -> Mapping[str, Companion]:
-        """Return companions of an engine by the names that statistics have for what they say."""
+    ) -> Mapping[str, BackgroundTask]:
+        """Return an engine's, by the names that statistics have for what they say."""
         ...

@@ -99,7 +99,7 @@ class StreamThread(threading.Thread):
         """What the run that was just decided is merged of."""
 
     def run(self) -> None:
-        """Start the self._stream, again and again where it fails, until stopped."""
+        """Start the stream, again and again where it fails, until stopped."""
         suspected = False
         try:
             while not self._available.stopped:

@@ -22,7 +22,7 @@ from offramp.engine.common.errors import DrainingError, ModelNotServedError, Opt
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.requests.statistics import CountersSnapshot
 from offramp.engine.serving.executor import Executor
-from offramp.engine.serving.extension import Companion
+from offramp.engine.serving.extension import BackgroundTask
 from offramp.engine.serving.opening import LoadedModel, in_thread
 from offramp.engine.serving.totals import add_counts
 from offramp.engine.stages.plan import Mode
@@ -67,7 +67,7 @@ class ModelVersions:
         self,
         models: Mapping[str, ServedModel],
         executor: Executor,
-        beside: Sequence[Companion],
+        beside: Sequence[BackgroundTask],
         load: ModelLoading | None = None,
     ) -> None:
         self.current = {
@@ -174,8 +174,8 @@ class ModelVersions:
             while not self._executor.is_warm(version.key):
                 await asyncio.sleep(POLL_S)
                 self._check_open(version.name)
-            for companion in reversed(self._beside):
-                await in_thread(companion.add, version.key, version.name, version.model)
+            for task in reversed(self._beside):
+                await in_thread(task.add, version.key, version.name, version.model)
             self._check_open(version.name)
         except BaseException:
             try:
@@ -189,8 +189,8 @@ class ModelVersions:
         before = self.current[version.name]
         self.current[version.name] = version
         self._finishing[before.key] = before
-        for companion in self._beside:
-            companion.retire(before.key)
+        for task in self._beside:
+            task.retire(before.key)
         self._executor.flush(before.key)
         removal = asyncio.create_task(self._remove(before), name=f"removing {before.name}")
         self._removals.add(removal)
@@ -216,5 +216,5 @@ class ModelVersions:
     def _withdraw(self, version: ModelVersion, *, save: bool = True) -> None:
         """Have all that goes on beside the streams forget a version."""
         with ExitStack() as stack:
-            for companion in reversed(self._beside):
-                stack.callback(companion.remove, version.key, save=save)
+            for task in reversed(self._beside):
+                stack.callback(task.remove, version.key, save=save)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.cluster.companions import profiles_of
+from tests.cluster.loops import profiles_of
 
 from offramp.bundle import Bundle
 from offramp.cluster.planning.batch_profile import RecordedProfile, parse_recorded

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.cluster.companions import plans_of
+from tests.cluster.loops import plans_of
 from tests.cluster.split_serving import BACK, FRONT
 from tests.small import compile_small
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cluster.companions import profiles_of
+from tests.cluster.loops import profiles_of
 from tests.engines import half_leave
 from tests.models import mlp
 from tests.serving_checks import MODEL, Truth, options, replaced

@@ -16,19 +16,19 @@ from offramp.tools.layers import (
     CONTRIBUTING,
     DRAWING,
     SCRIPTS,
-    Room,
+    Package,
     circles,
     draw,
     imports_of,
     is_within,
     read_modules,
-    read_rooms,
+    read_packages,
     top_folders,
     with_table,
 )
 
 ROOT = Path(__file__).parents[2]
-ROOMS = read_rooms()
+PACKAGES = read_packages()
 MODULES = read_modules()
 CORE = (
     *("bundle", "certify", "proto", "client", "engine", "compiler", "calibration", "server"),
@@ -50,7 +50,7 @@ def importers_of(*names: str) -> set[str]:
 
 
 def test_all_packages_are_looked_at() -> None:
-    assert {name.partition(".")[0] for name in ROOMS} == set(top_folders())
+    assert {name.partition(".")[0] for name in PACKAGES} == set(top_folders())
     assert len(MODULES) > 80
     policy = MODULES["offramp.bundle.schema.policy"]
     assert any(is_within(name, "offramp.certify") for name in policy)
@@ -79,14 +79,14 @@ def test_nothing_is_imported_under_a_computed_name() -> None:
 
 
 def test_no_package_imports_another_in_a_circle() -> None:
-    assert circles(ROOMS.values()) == []
-    assert circles([_room("a", "b"), _room("b", "c"), _room("c", "b", "d"), _room("d")]) == [
-        ["b", "c"]
-    ]
+    assert circles(PACKAGES.values()) == []
+    assert circles(
+        [_package("a", "b"), _package("b", "c"), _package("c", "b", "d"), _package("d")]
+    ) == [["b", "c"]]
 
 
-def _room(name: str, *rooms: str) -> Room:
-    return Room(name=name, purpose="", rooms=rooms, packages=())
+def _package(name: str, *packages: str) -> Package:
+    return Package(name=name, purpose="", imports=packages, third_party=())
 
 
 def test_the_core_knows_no_extension() -> None:
@@ -99,15 +99,17 @@ def test_no_folder_is_crowded() -> None:
         assert len([*folder.glob("*.py")]) <= MOST_FILES, folder
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_each_package_says_what_it_is_for(room: str) -> None:
-    assert len(ROOMS[room].purpose) > 20
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_says_what_it_is_for(package: str) -> None:
+    assert len(PACKAGES[package].purpose) > 20
 
 
 def test_the_table_and_the_drawing_are_those_of_the_source() -> None:
     text = CONTRIBUTING.read_text(encoding="utf-8")
-    assert text == with_table(text, ROOMS.values()), "run python -m offramp.tools.layers"
-    assert DRAWING.read_text(encoding="utf-8") == draw(ROOMS), "run python -m offramp.tools.layers"
+    assert text == with_table(text, PACKAGES.values()), "run python -m offramp.tools.layers"
+    assert DRAWING.read_text(encoding="utf-8") == draw(PACKAGES), (
+        "run python -m offramp.tools.layers"
+    )
 
 
 def test_few_modules_name_tensorrt() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cluster.companions import plans_of, profiles_of
 from tests.cluster.held import HeldBackend, cluster_for
+from tests.cluster.loops import plans_of, profiles_of
 from tests.cluster.split_serving import Serving, Small, in_process, serve
 from tests.small import compile_small
 

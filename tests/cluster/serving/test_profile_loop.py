@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.cluster.companions import profiles_of
+from tests.cluster.loops import profiles_of
 from tests.fakes import FAKE_HASH, fake_model, script
 from tests.unit.engine.serving import with_engine
 

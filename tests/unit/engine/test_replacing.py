@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.cluster.companions import profiles_of
+from tests.cluster.loops import profiles_of
 from tests.fakes import ScriptedController, fake_model, policy_of, script
 from tests.unit.engine.serving import LIMIT_S, Gate, until
 

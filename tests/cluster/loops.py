@@ -8,12 +8,12 @@ from offramp.engine.core import Engine
 
 
 def profiles_of(engine: Engine) -> ProfileLoop:
-    loop = engine._companions["batch_profile"]
+    loop = engine._background["batch_profile"]
     assert isinstance(loop, ProfileLoop)
     return loop
 
 
 def plans_of(engine: Engine) -> PlanLoop:
-    loop = engine._companions["plan"]
+    loop = engine._background["plan"]
     assert isinstance(loop, PlanLoop)
     return loop
