@@ -187,7 +187,6 @@ def _built(sliced: Sliced, share: float = 1.0) -> bytes:
 
 def _tail_of(sliced: Sliced) -> Tail | None:
     """Return the copy's tail, which names its own scores."""
-    assert sliced.front is not None
     return sliced.front.tail
 
 

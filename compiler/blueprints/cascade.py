@@ -25,7 +25,7 @@ from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.compiler.common.errors import ModelError, VerificationError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, GraphAnalysis, find_cuts
-from offramp.compiler.cuts.slicing import SegmentModel, Sliced, cut_tensors, split
+from offramp.compiler.cuts.slicing import CopyInFront, SegmentModel, Sliced, cut_tensors, split
 from offramp.compiler.frontend.preparation import MIN_OPSET, name_operators, remove_unused
 from offramp.compiler.graphs.graph import Dataflow, default_opset, refill, rename_graph
 from offramp.compiler.graphs.shapes import annotate, declared_types
@@ -53,7 +53,7 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced
     points = [cut for cut in analysis.cuts if cut.tensor in chosen]
     cuts = tuple(map(_in_front, cut_tensors(plain.model, analysis, points, options)))
     requantise(front.proto, [cut.name for cut in cuts])
-    replaced = replace(plain, cuts=cuts, analysis=analysis, front=front, copy="quantised")
+    replaced = replace(plain, cuts=cuts, analysis=analysis, copy=CopyInFront(front, "quantised"))
     return _before_source(replaced, front, list(map(_moved, points)))
 
 
@@ -65,7 +65,9 @@ def slice_twin(plain: Sliced, copy: bytes) -> Sliced:
     front = _front_of(plain.model, copy)
     chosen = {cut.name for cut in plain.cuts}
     points = [point for point in plain.analysis.cuts if point.tensor in chosen]
-    replaced = replace(plain, cuts=tuple(map(_in_front, plain.cuts)), front=front, copy="trained")
+    replaced = replace(
+        plain, cuts=tuple(map(_in_front, plain.cuts)), copy=CopyInFront(front, "trained")
+    )
     return _before_source(replaced, front, list(map(_moved, points)))
 
 
@@ -84,7 +86,9 @@ def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Slice
     work = 1.0
     if analysis.total_flops and plain.analysis.total_flops:
         work = min(analysis.total_flops / plain.analysis.total_flops, 1.0)
-    sliced = _before_source(replace(plain, cuts=cuts, front=front, copy="subnet"), front, points)
+    sliced = _before_source(
+        replace(plain, cuts=cuts, copy=CopyInFront(front, "subnet")), front, points
+    )
     *own, source = sliced.segments
     shared = tuple(replace(s, flops_share=work * s.flops_share) for s in own)
     return replace(sliced, segments=(*shared, source))
@@ -268,8 +272,8 @@ def verify_front(
     Gives the largest difference found. VerificationError if it is beyond ``tolerance``, or a value
     is no number; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
     """
-    assert sliced.front is not None
-    answer = sliced.front.answer.output
+    assert sliced.copy is not None
+    answer, kind = sliced.front.answer.output, sliced.copy.kind
     whole, *chain = map(_loaded, (copy, *sliced.graphs[:-1]))
     worst = 0.0
     for size in batch_sizes:
@@ -282,7 +286,7 @@ def verify_front(
         difference = compare(tensors[answer], wanted)
         if not difference.share <= tolerance:
             raise VerificationError(
-                f"chained segments of the {sliced.copy} copy differ from it at batch {size}, by "
+                f"chained segments of the {kind} copy differ from it at batch {size}, by "
                 f"{difference.describe()}; allowed are {tolerance:.1e}. Compile without it "
                 "(--precision fp32, --train frozen)"
             )

@@ -120,8 +120,7 @@ def make_manifest(
     chosen, certify = certified.chosen, certified.records
     sliced, draft, run = chosen.sliced, chosen.draft, chosen.timed.run
     options, parts = run.options, run.parts
-    model, front = sliced.model, sliced.front or sliced.model
-    quantised = sliced.copy == "quantised"
+    model, front, quantised = sliced.model, sliced.front, sliced.is_quantised
     truth, final = certify.labels, certify.final_prediction
     row = parts.train.take(slice(1))
     return Manifest(

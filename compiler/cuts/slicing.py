@@ -39,6 +39,13 @@ CopyKind: TypeAlias = Literal["quantised", "trained", "subnet"]
 together with its exits, or a part of it."""
 
 
+class CopyInFront(NamedTuple):
+    """A copy of the source model, which all segments but the last are of; that is the source."""
+
+    model: SourceModel
+    kind: CopyKind
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sliced:
     """The model in pieces, as the later steps need them."""
@@ -51,10 +58,8 @@ class Sliced:
     """The segments, serialised."""
     analysis: CutAnalysis
     """All places where ``model`` could be cut."""
-    front: SourceModel | None = None
-    """In a cascade the copy, which all segments but the last are of."""
-    copy: CopyKind | None = None
-    """What it is."""
+    copy: CopyInFront | None = None
+    """In a cascade."""
     weights: WeightFile | None = None
     """Where ``model``, ``segments`` and ``graphs`` have their weights, if not in themselves."""
 
@@ -75,18 +80,28 @@ class Sliced:
         return replace(self.model, proto=proto)
 
     @property
+    def front(self) -> SourceModel:
+        """What exits follow: the copy, or the model itself."""
+        return self.model if self.copy is None else self.copy.model
+
+    @property
     def versions(self) -> dict[str, int]:
         """Of operators and file format, of the segments that exits follow."""
-        return (self.front or self.model).versions
+        return self.front.versions
 
     def without_weights(self) -> Sliced:
         """Give the same, with the weights of segments in ``graphs`` alone."""
         return replace(self, segments=tuple(s.without_weights() for s in self.segments))
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether exits follow a copy in int8."""
+        return self.copy is not None and self.copy.kind == "quantised"
+
     def tolerance(self, options: CompileOptions) -> float:
         """Give the relative difference allowed between chained segments and what was cut."""
         asked = options.tolerance or rounding_of(self.model.proto).chained
-        return max(asked, INT8_TOLERANCE) if self.copy == "quantised" else asked
+        return max(asked, INT8_TOLERANCE) if self.is_quantised else asked
 
 
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:

@@ -158,7 +158,7 @@ class TimedModel:
             threads=options.threads,
             batch_sizes=sorted(sizes),
             progress=run.progress,
-            quantised=None if sliced.front is None else sliced.front.proto.SerializeToString(),
+            quantised=None if sliced.copy is None else sliced.front.proto.SerializeToString(),
         )
         return cls(sliced=sliced, run=run, timer=timer, times=timer.backbone())
 

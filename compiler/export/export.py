@@ -1,6 +1,6 @@
 """Write a bundle as one ONNX file: the same answers at the same exits, with no Offramp at run time.
 
-The steps: read the bundle, nest its stages (:mod:`offramp.compiler.graphs.nesting`), compare with
+The steps: read the bundle, nest its stages (:mod:`offramp.compiler.export.nesting`), compare with
 the bundle on every sample (:mod:`offramp.compiler.export.export_verification`), write the file and
 the model repositories with it (:mod:`offramp.compiler.export.repositories`).
 """
@@ -24,6 +24,7 @@ from offramp.compiler.common.errors import ExportError
 from offramp.compiler.common.progress import SILENT, Progress
 from offramp.compiler.export.export_verification import Verified, verify
 from offramp.compiler.export.model_folder import model_files
+from offramp.compiler.export.nesting import METADATA, Names, nest
 from offramp.compiler.export.repositories import (
     Repository,
     RepositoryOptions,
@@ -32,7 +33,6 @@ from offramp.compiler.export.repositories import (
 )
 from offramp.compiler.frontend.source_file import MAX_BYTES
 from offramp.compiler.graphs.graph import serialised
-from offramp.compiler.graphs.nesting import METADATA, Names, nest
 from offramp.compiler.graphs.source_model import with_unread
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.errors import BackendError

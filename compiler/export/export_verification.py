@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from offramp.bundle.onnx_wire import without_inputs
 from offramp.calibration.data.dataset import Dataset
 from offramp.compiler.common.errors import VerificationError
+from offramp.compiler.export.nesting import Names
 from offramp.compiler.graphs.graph import bodies
-from offramp.compiler.graphs.nesting import Names
 from offramp.compiler.samples.staged_answers import (
     AnsweringStages,
     GivenAnswers,
@@ -91,7 +91,7 @@ class _Exported:
         options = session_options()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
-        if has_half_precision(model.graph):
+        if has_float16_weights(model.graph):
             # ONNX Runtime 1.30 and 1.31 crashed in blocked layouts of float16 convolutions.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         try:
@@ -145,7 +145,7 @@ def _difference(given: NDArray[Any], wanted: NDArray[Any], tolerance: float, whe
     return difference.share
 
 
-def has_half_precision(graph: onnx.GraphProto) -> bool:
+def has_float16_weights(graph: onnx.GraphProto) -> bool:
     """Whether any weight of a graph, or of a body in it, is float16."""
     half = any(weight.data_type == onnx.TensorProto.FLOAT16 for weight in graph.initializer)
-    return half or any(has_half_precision(b) for node in graph.node for b in bodies(node))
+    return half or any(has_float16_weights(b) for node in graph.node for b in bodies(node))

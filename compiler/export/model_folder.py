@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from offramp import __version__
 from offramp.bundle import Bundle, TensorSpec
 from offramp.bundle.schema.measured import Profile
-from offramp.compiler.export.export_verification import has_half_precision
+from offramp.compiler.export.export_verification import has_float16_weights
+from offramp.compiler.export.nesting import METADATA, Names
 from offramp.compiler.export.repositories import MODEL, README, WRITTEN_BY, Repository
-from offramp.compiler.graphs.nesting import METADATA, Names
 from offramp.compiler.graphs.runtime import random_inputs
 from offramp.proto import messages
 from offramp.proto.tensors import datatype_of
@@ -107,7 +107,7 @@ def _describe(bundle: Bundle, name: str, model: onnx.ModelProto, names: Names) -
             for entry in model.metadata_props
             if entry.key.startswith(METADATA)
         },
-        half_precision=has_half_precision(model.graph),
+        half_precision=has_float16_weights(model.graph),
     )
 
 

@@ -21,6 +21,7 @@ from offramp.bundle import Answer, AnswerTask, TensorSpec
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
 from offramp.compiler.common.rounding import rounding_of
+from offramp.compiler.export.nesting import METADATA
 from offramp.compiler.frontend.answer import find_answer, output_type, settle_output
 from offramp.compiler.frontend.batch import fixed_size, free_batch, rename_batch
 from offramp.compiler.frontend.passes import (
@@ -42,7 +43,6 @@ from offramp.compiler.frontend.passes import (
 from offramp.compiler.frontend.preparation import specs
 from offramp.compiler.frontend.source_file import load_source
 from offramp.compiler.graphs.graph import copied, default_opset, refill
-from offramp.compiler.graphs.nesting import METADATA
 from offramp.compiler.graphs.row_mixing import scaled_by_batch
 from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.graphs.shapes import BATCH, FLOATING, annotate

@@ -233,11 +233,23 @@ def _choose(timed: TimedModel, found: FoundExits, folder: JointFolder | None) ->
 
 
 def _certify(chosen: Blueprint) -> Certified:
-    """Look at the certify split, which decides what is promised; of one path alone.
+    """Certify what was chosen, or, where its copy of the model is not covered, what needs none.
 
-    Where a copy that was trained with its exits is not covered, the frozen model without exits is
-    taken instead.
+    That is the frozen model without exits.
     """
+    certified = _certify_path(chosen)
+    if chosen.frozen is None or certified.policy.active:
+        return certified
+    reason = (
+        "the copy that was trained with its exits is not covered by the certificate, and is left "
+        "out; compile with --train frozen"
+    )
+    limit, path = limits.BindingLimit("agreement", reason), FixedPath.of(chosen.frozen.tune, ())
+    return _certify_path(replace(chosen.frozen, path=path, reason=reason, limit=limit))
+
+
+def _certify_path(chosen: Blueprint) -> Certified:
+    """Look at the certify split, which decides what is promised; of one path alone."""
     run, draft = chosen.timed.run, chosen.draft
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     title = "Certify the policy"
@@ -252,14 +264,7 @@ def _certify(chosen: Blueprint) -> Certified:
     assert certify.ranges is not None
     slack = chosen.sliced.tolerance(run.options)
     check_ranges(chosen.sliced.model, certify.ranges, [e.exit for e in policy.active], slack=slack)
-    if chosen.frozen is None or policy.active:
-        return Certified(chosen=chosen, records=certify, policy=policy, limit=chosen.limit)
-    reason = (
-        "the copy that was trained with its exits is not covered by the certificate, and is left "
-        "out; compile with --train frozen"
-    )
-    limit, path = limits.BindingLimit("agreement", reason), FixedPath.of(chosen.frozen.tune, ())
-    return _certify(replace(chosen.frozen, path=path, reason=reason, limit=limit))
+    return Certified(chosen=chosen, records=certify, policy=policy, limit=chosen.limit)
 
 
 def _measure(certified: Certified, found: FoundExits) -> Certified:

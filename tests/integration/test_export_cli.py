@@ -20,8 +20,7 @@ from tests.integration.test_compile_tiny import images, vectors
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration.measure import profiling
 from offramp.compiler.commands.cli import main
-from offramp.compiler.export import export
-from offramp.compiler.graphs import nesting
+from offramp.compiler.export import export, nesting
 from offramp.compiler.plain.wrap import WrapOptions, wrap_model
 
 

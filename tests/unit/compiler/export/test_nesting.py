@@ -27,7 +27,7 @@ from tests.sliced import inputs_of
 
 from offramp.bundle import ActiveExit, Bundle
 from offramp.compiler.export.export import make_model
-from offramp.compiler.graphs.nesting import Names
+from offramp.compiler.export.nesting import Names
 from offramp.engine.graphs.blocked_layout import enter_blocked
 from offramp.engine.stages.plan import make_plan
 
