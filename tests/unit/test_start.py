@@ -77,12 +77,12 @@ def test_characters_that_a_stream_cannot_encode_are_spelled(tmp_path: Path, enco
     assert done.stdout == f"{expected}\n".encode(encoding).decode("utf-8", "replace")
 
 
-def test_the_installed_commands_start_there() -> None:
+@pytest.mark.parametrize("command", ["eecompile", "eeserve", "eeworker", "eebench"])
+def test_the_installed_commands_start_there(command: str, tmp_path: Path) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts["eecompile"] == "offramp.start:eecompile"
-    assert scripts["eeserve"] == "offramp.start:eeserve"
-    assert scripts["eeworker"] == "offramp.start:eeworker"
-    assert scripts["eebench"] == "offramp.start:eebench"
+    assert scripts[command] == f"offramp.start:{command}"
+    done = run(f"sys.argv = ['any', '--help']\nsys.exit(start.{command}())", tmp_path)
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["usage:", command])
 
 
 @pytest.mark.parametrize(("own", "found"), [(None, "1"), ("0", "0")])

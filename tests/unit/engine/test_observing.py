@@ -414,9 +414,11 @@ def test_a_model_whose_control_fails_does_not_stop_the_others(
             "sound": fake_model(backend, controller=sound),
         }
         async with Engine(models, backend) as engine:
-            for name in ("broken", "sound", "broken"):
-                await engine.infer(name, {SCRIPT: script([0.95, 0.1])})
-            await asyncio.wait_for(told(sound, 1), LIMIT_S)
+            await engine.infer("broken", {SCRIPT: script([0.95, 0.1])})
+            await until(lambda: "broken: control failed" in caplog.text)
+            for name, sure in (("sound", 0.95), ("broken", 0.94), ("sound", 0.93)):
+                await engine.infer(name, {SCRIPT: script([sure, 0.1])})
+            await asyncio.wait_for(told(sound, 2), LIMIT_S)
 
     asyncio.run(run())
-    assert caplog.text.count("broken: control failed") >= 1
+    assert "sound: control failed" not in caplog.text

@@ -551,10 +551,13 @@ def test_other_data_certify_nothing_and_spoil_nothing(bench: Bench, certifying: 
 
 def test_what_is_accepted_is_not_certified(bench: Bench, certifying: Certifying) -> None:
     bench.build(FP16, data=certifying.data)
+    assert bench.store.index.evidence is not None
+    assert certifying.asked == 1
     accepting = replace(FP16, accept_disagreement=True)
     _, (line,) = bench.build(accepting, data=certifying.data)
     assert line.startswith("fp16: of 32 samples the model answers")
     assert bench.store.index.evidence is None
+    assert certifying.asked == 1
 
 
 def test_engines_that_fail_leave_nothing_certified(bench: Bench, certifying: Certifying) -> None:
