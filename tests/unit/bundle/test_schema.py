@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.unit.bundle.examples import replace_file, rewrite_manifest, sign, write
 
-from offramp.bundle import Bundle, BundleSchemaError, Head
+from offramp.bundle import Bundle, BundleSchemaError, Head, Promise
 from offramp.bundle.schema.serde import to_plain
 
 
@@ -304,3 +304,27 @@ def test_sides_of_a_map_are_said_where_they_are_not_those_of_an_image() -> None:
     assert to_plain(video)["axes"] == 3
     with pytest.raises(ValueError, match="axes"):
         Head(kind="grid", grid=2, axes=4)
+
+
+@pytest.mark.parametrize(
+    ("max_disagreement", "confidence_level", "expected"),
+    [(0.01, 0.95, True), (0.02, 0.9, True), (0.009, 0.95, False), (0.01, 0.96, False)],
+)
+def test_a_promise_covers_what_is_no_stricter(
+    max_disagreement: float, confidence_level: float, expected: bool
+) -> None:
+    promise = Promise(
+        max_disagreement=0.01,
+        confidence_level=0.95,
+        certify_samples=1000,
+        certify_errors=3,
+        p_value=0.01,
+        predicted_savings=0.5,
+    )
+    assert promise.covers(max_disagreement, confidence_level) is expected
+
+
+def test_heads_describe_their_grid_by_its_axes() -> None:
+    signal, image = Head(kind="grid", grid=4, axes=1), Head(kind="grid", grid=4, hidden=64)
+    assert signal.describe() == "grid of 4, linear"
+    assert image.describe() == "4×4 grid, hidden 64"

@@ -55,4 +55,5 @@ def test_count_allowed_refuses_what_is_no_share(bound: float) -> None:
 
 def test_two_statements_at_half_the_risk_hold_together() -> None:
     assert half_risk(0.95) == pytest.approx(0.975)
+    assert half_risk(0.4) == pytest.approx(0.7)
     assert both_hold(0.975) == pytest.approx(0.95)
