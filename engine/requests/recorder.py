@@ -28,7 +28,42 @@ _RUNNING, _FINISHED, _LOST, _LEFT_OUT, _SET_ASIDE, _DISCOUNTED = map(np.uint8, r
 SampleIds = NDArray[np.int64]
 
 
-class Recorder:
+class AnswerRing:
+    """Codes of answers by sample id, in buffers that are made once for ``capacity`` samples.
+
+    ``exits`` is the number of exits, ``capacity`` a power of two.
+    """
+
+    def __init__(self, exits: int, capacity: int) -> None:
+        self._mask = capacity - 1
+        self._sample_id = np.full(capacity, _NOBODY, np.int64)
+        self._prediction = np.full((exits, capacity), UNKNOWN, np.int32)
+        self._answered_at = np.full(capacity, MODEL_END, np.int64)
+        self._final = np.full(capacity, UNKNOWN, np.int32)
+
+    def compared(
+        self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
+    ) -> None:
+        """Record what samples that passed an exit were answered with, now that it is known."""
+        slots, mine = self._own(sample_ids)
+        self._prediction[exit_index, slots] = prediction[mine]
+
+    def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
+        """Record what the model's end said of samples."""
+        slots, mine = self._own(sample_ids)
+        self._final[slots] = prediction[mine]
+
+    def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:
+        """The slots of samples that still have theirs, and which samples that are.
+
+        One that took so long that the ring came round must not write into another's.
+        """
+        slots = sample_ids & self._mask
+        mine: NDArray[np.bool_] = self._sample_id[slots] == sample_ids
+        return slots[mine], mine
+
+
+class Recorder(AnswerRing):
     """A ring of samples by sample id, and the coins that say which are audited: all, to start with.
 
     ``exits`` is K, all exits of the bundle, in use or not; ``seed`` the coins', ``None`` takes one
@@ -47,6 +82,7 @@ class Recorder:
     ) -> None:
         if capacity < 1 or capacity & (capacity - 1):
             raise ValueError(f"capacity is {capacity}, expected a power of two")
+        super().__init__(exits, capacity)
         self.audit_probability = 1.0
         """Of samples that are started from now on."""
         self.lost = 0
@@ -61,15 +97,10 @@ class Recorder:
         """Held while the window decides: several streams ask it."""
         self._release = release
         self._random = np.random.default_rng(seed)
-        self._mask = capacity - 1
         self._read = 0
         """The first sample id that was not read."""
-        self._sample_id = np.full(capacity, _NOBODY, np.int64)
         self._state = np.full(capacity, _RUNNING, np.uint8)
         self._confidence = np.full((exits, capacity), np.nan, np.float32)
-        self._prediction = np.full((exits, capacity), UNKNOWN, np.int32)
-        self._answered_at = np.full(capacity, MODEL_END, np.int64)
-        self._final = np.full(capacity, UNKNOWN, np.int32)
         self._audit_probability = np.ones(capacity)
         self._runs_on = np.ones(capacity, np.bool_)
         self._version = np.zeros(capacity, np.int64)
@@ -146,23 +177,11 @@ class Recorder:
         self._confidence[exit_index, slots] = confidence[mine]
         self._prediction[exit_index, slots] = prediction[mine]
 
-    def compared(
-        self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
-    ) -> None:
-        """Record what samples that passed an exit were answered with, now that it is known."""
-        slots, mine = self._own(sample_ids)
-        self._prediction[exit_index, slots] = prediction[mine]
-
     def answered(self, sample_ids: SampleIds, exit_index: int, forced: NDArray[np.bool_]) -> None:
         """Record samples that an exit answered; ``forced`` [n] are below its threshold."""
         slots, mine = self._own(sample_ids)
         self._answered_at[slots] = exit_index
         self._forced[slots] |= forced[mine]
-
-    def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
-        """Record what the model's end said of samples."""
-        slots, mine = self._own(sample_ids)
-        self._final[slots] = prediction[mine]
 
     def finish(self, sample_ids: SampleIds) -> None:
         """Record that no more will be known of samples."""
@@ -206,15 +225,6 @@ class Recorder:
         self.discounted += int(np.count_nonzero(self._state[slots] == _DISCOUNTED))
         self.lost += int(np.count_nonzero(self._state[slots] == _LOST))
         return seen if len(known) else None
-
-    def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:
-        """The slots of samples that still have theirs, and which samples that are.
-
-        One that took so long that the ring came round must not write into another's.
-        """
-        slots = sample_ids & self._mask
-        mine: NDArray[np.bool_] = self._sample_id[slots] == sample_ids
-        return slots[mine], mine
 
     def _skip_overwritten(self) -> None:
         """Go on behind what was overwritten before it was read."""

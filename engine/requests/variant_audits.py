@@ -13,13 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.certify import MODEL_END, UNKNOWN
-from offramp.engine.requests.recorder import CAPACITY
+from offramp.engine.requests.recorder import CAPACITY, AnswerRing, SampleIds
 
 AUDITED_SHARE: Final = 0.02
 """Of what a variant answers, so much runs on: the full model is what there is no time for when
 variants serve."""
-
-SampleIds = NDArray[np.int64]
 
 
 class AuditCounts(NamedTuple):
@@ -29,20 +27,15 @@ class AuditCounts(NamedTuple):
     disagreed: int
 
 
-class VariantAudits:
+class VariantAudits(AnswerRing):
     """Compares what one variant answered with what the full model says of the same samples.
 
-    Takes what a :class:`.Recorder` takes. Samples have a place each by their sample id, in buffers
-    that are made once; one that takes so long that its place is another's is left out. ``exits`` is
-    the variant's number of exits, ``capacity`` a power of two.
+    Takes what a :class:`.Recorder` takes. A sample that takes so long that its place is another's
+    is left out. ``exits`` is the variant's number of exits.
     """
 
-    def __init__(self, exits: int, *, capacity: int = CAPACITY) -> None:
-        self._mask = capacity - 1
-        self._sample_id = np.full(capacity, -1, np.int64)
-        self._prediction = np.full((exits, capacity), UNKNOWN, np.int32)
-        self._answered_at = np.full(capacity, MODEL_END, np.int64)
-        self._final = np.full(capacity, UNKNOWN, np.int32)
+    def __init__(self, exits: int) -> None:
+        super().__init__(exits, CAPACITY)
         self.counts = AuditCounts(0, 0)
         """Replaced whole; written by one thread at a time."""
 
@@ -65,21 +58,9 @@ class VariantAudits:
         del confidence
         self.compared(sample_ids, exit_index, prediction)
 
-    def compared(
-        self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
-    ) -> None:
-        """Record the codes of what samples were answered with, once they are known."""
-        slots, mine = self._own(sample_ids)
-        self._prediction[exit_index, slots] = prediction[mine]
-
     def answered(self, sample_ids: SampleIds, exit_index: int) -> None:
         """Record samples that an exit answered."""
         self._answered_at[self._own(sample_ids)[0]] = exit_index
-
-    def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
-        """Record what the full model said of samples."""
-        slots, mine = self._own(sample_ids)
-        self._final[slots] = prediction[mine]
 
     def finish(self, sample_ids: SampleIds) -> None:
         """Compare samples of which no more will be known; the caller holds the executor's lock."""
@@ -89,9 +70,3 @@ class VariantAudits:
         disagreed = int(np.count_nonzero(said != self._final[audited]))
         before = self.counts
         self.counts = AuditCounts(before.audited + len(audited), before.disagreed + disagreed)
-
-    def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:
-        """The slots of samples that still have theirs, and which samples that are."""
-        slots = sample_ids & self._mask
-        mine: NDArray[np.bool_] = self._sample_id[slots] == sample_ids
-        return slots[mine], mine
