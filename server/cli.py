@@ -7,12 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from pathlib import Path
+from contextlib import closing
 
 from offramp.bundle import BundleError
 from offramp.commands.completion import complete
 from offramp.engine.answers.criteria import load_criterion
+from offramp.engine.backends.custom_ops import using_libraries
 from offramp.engine.common.errors import EngineError
 from offramp.engine.core import Engine
 from offramp.engine.onnx_files import WrappedFiles
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for text in arguments.criterion_modules:
             load_criterion(text)
-        with _libraries(arguments.custom_ops):
+        with using_libraries(arguments.custom_ops):
             if arguments.self_check:
                 return self_check(arguments)
             return serve(open_engine, arguments.server)
@@ -48,15 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush_log()
         sys.stderr.write(f"eeserve: {error}\n")
         return EXIT_CANNOT_START
-
-
-def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
-    """Give the libraries of ``--custom-ops`` to whatever loads a graph meanwhile."""
-    if not paths:
-        return nullcontext()
-    from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415 - heavy
-
-    return using_libraries(paths)
 
 
 def self_check(arguments: Arguments) -> int:

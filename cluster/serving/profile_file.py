@@ -8,9 +8,8 @@ anew.
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from offramp.bundle.files import read_limited, write_whole
 from offramp.cluster.planning.batch_profile import (
@@ -37,11 +36,6 @@ class ProfileFile(OwnedFile):
         super().__init__(path)
         self._unwritable = False
         """Whether the last attempt to save failed: one warning is enough until one succeeds."""
-
-    @classmethod
-    def of(cls, bundle: str | os.PathLike[str], name: str) -> Self:
-        """Give the file of a bundle served under a name."""
-        return cls(cls.place_of(bundle, name))
 
     def load(self, *, bundle: str, exits: int, window_s: float) -> BatchProfile | None:
         """Take the file for this server, and read it; ``None`` if there is nothing to go on from.

@@ -55,10 +55,11 @@ class OwnedFile:
         return self.path.name
 
     @classmethod
-    def place_of(cls, bundle: str | os.PathLike[str], name: str) -> Path:
-        """Give the place for a bundle served under a name: beside it, or what a link leads to."""
+    def of(cls, bundle: str | os.PathLike[str], name: str) -> Self:
+        """Return the file of a bundle served under a name: next to it, or to a link's target."""
         place = Path(bundle).resolve()
-        return place.with_name(f"{place.name}.{_flat(name)}@{_flat(platform.node())}{cls.suffix}")
+        file = f"{place.name}.{_flat(name)}@{_flat(platform.node())}{cls.suffix}"
+        return cls(place.with_name(file))
 
     def release(self) -> None:
         """Leave the file to the next server."""
@@ -93,11 +94,6 @@ class StateFile(OwnedFile):
 
     suffix = SUFFIX
     lock_suffix = LOCK_SUFFIX
-
-    @classmethod
-    def of(cls, bundle: str | os.PathLike[str], name: str) -> Self:
-        """Return the file of a bundle served under a name."""
-        return cls(cls.place_of(bundle, name))
 
     def load(self, fingerprint: Mapping[str, str]) -> Mapping[str, Any] | None:
         """Take the file for this server, and read it; ``None`` if there is nothing to go on from.
