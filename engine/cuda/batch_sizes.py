@@ -21,11 +21,6 @@ def padded(rows: int, most: int) -> int:
     return min(next(size for size in _sizes() if size >= rows), most)
 
 
-def padded_sizes(most: int) -> tuple[int, ...]:
-    """List what :func:`padded` gives for batches of up to ``most`` rows, rising."""
-    return tuple(sorted({padded(rows, most) for rows in range(1, most + 1)}))
-
-
 def _sizes() -> Iterator[int]:
     size = 1
     while True:

@@ -291,7 +291,6 @@ class MemoryPool:
         self._idle: defaultdict[int, list[int]] = defaultdict(list)
         self._all: set[int] = set()
         self._returned: deque[tuple[int, int]] = deque()
-        self.allocations = 0
 
     def take(self, size_bytes: int) -> PooledMemory:
         """Take memory; the driver must be current. DeviceMemoryError if none lies idle either."""
@@ -320,7 +319,6 @@ class MemoryPool:
                 raise
             address = self._driver.allocate(size_bytes)
         self._all.add(address)
-        self.allocations += 1
         return address
 
     def _free_idle(self) -> bool:

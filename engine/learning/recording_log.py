@@ -178,7 +178,6 @@ class NoRoomError(Exception):
 
     def __init__(self, needed_bytes: int) -> None:
         """Say how many bytes the samples would take together."""
-        self.needed_bytes = needed_bytes
         super().__init__(f"the samples would take {needed_bytes:,} bytes")
 
 

@@ -316,10 +316,11 @@ def test_the_pool_gives_idle_memory_back_before_it_gives_up() -> None:
         small.clear()
         large = pool.take((1 << 19) - 5)
         assert large.size_bytes == 1 << 19
-        assert pool.allocations == 9
+        allocations = driver.calls["allocate"]
+        assert allocations == 11  # two of them were refused
         address = kept.address
         del kept
         assert pool.take(1 << 17).address == address
-        assert pool.allocations == 9
+        assert driver.calls["allocate"] == allocations
         pool.close()
     driver.close()

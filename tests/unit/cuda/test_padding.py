@@ -12,9 +12,13 @@ from tests.engines import engine_bundle
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
-from offramp.engine.cuda.batch_sizes import padded, padded_sizes
+from offramp.engine.cuda.batch_sizes import padded
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import make_plan
+
+
+def padded_sizes(most: int) -> tuple[int, ...]:
+    return tuple(sorted({padded(rows, most) for rows in range(1, most + 1)}))
 
 
 def test_sizes_hold_what_they_are_for_and_less_than_twice_as_much() -> None:
