@@ -152,9 +152,9 @@ class Sweeps:
         return half_widths(rounds) <= self.effort.half_width
 
 
-def repeats_of(batch_sizes: Sequence[int], most: int = 4) -> list[int]:
-    """Rounds of each batch size in a sweep: about as long at each, at most ``most``."""
-    return [max(1, min(most, batch_sizes[-1] // (2 * size))) for size in batch_sizes]
+def repeats_of(batch_sizes: Sequence[int]) -> list[int]:
+    """Rounds of each batch size in a sweep: about as long at each, at most 4."""
+    return [max(1, min(4, batch_sizes[-1] // (2 * size))) for size in batch_sizes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,25 +76,16 @@ class ExitProposals:
     """
 
     def __init__(
-        self,
-        costs: CostModel,
-        *,
-        max_overhead: float,
-        adjust_every: int = ADJUST_EVERY,
-        again_after: int = AGAIN_AFTER,
+        self, costs: CostModel, *, max_overhead: float, again_after: int = AGAIN_AFTER
     ) -> None:
         """Start with an empty window, for all exits of the bundle.
 
         ``max_overhead`` is the ramp budget: how much later the model's end may come, as a share. A
         set may be proposed again after ``again_after`` samples.
         """
-        if adjust_every < 1 or not max_overhead >= 0:
-            raise ValueError(
-                f"adjust_every is {adjust_every}, expected at least 1; "
-                f"max_overhead is {max_overhead}, expected at least 0"
-            )
-        self._costs, self._max_overhead = costs, max_overhead
-        self._adjust_every, self._again_after = adjust_every, again_after
+        if not max_overhead >= 0:
+            raise ValueError(f"max_overhead is {max_overhead}, expected at least 0")
+        self._costs, self._max_overhead, self._again_after = costs, max_overhead, again_after
         self._window = Window(exits=costs.exits, capacity=2 * JUDGED_BY)
         self._seen = self._adjusted_at = 0
         self._proposed: dict[tuple[int, ...], int] = {}
@@ -111,7 +102,7 @@ class ExitProposals:
         """
         self._window.add(seen)
         self._seen += len(seen)
-        if self._seen - self._adjusted_at < self._adjust_every:
+        if self._seen - self._adjusted_at < ADJUST_EVERY:
             return None
         self._adjusted_at = self._seen
         if alarms != self._alarms:

@@ -54,12 +54,11 @@ def require_pycuda() -> None:
 class PyCudaDriver:
     """One GPU through its primary context: a :class:`offramp.engine.cuda.driver.Driver`.
 
-    Ask :func:`offramp.engine.tensorrt.probe.require` first. ``blocking_waits`` let waiting threads
-    sleep until an interrupt wakes them: it frees their cores, and costs some ten microseconds a
-    wait. BackendError if CUDA does not give the context.
+    Ask :func:`offramp.engine.tensorrt.probe.require` first. BackendError if CUDA
+    does not give the context.
     """
 
-    def __init__(self, index: int = 0, *, blocking_waits: bool = False) -> None:
+    def __init__(self, index: int = 0) -> None:
         import pycuda.driver as cuda  # noqa: PLC0415
 
         self._cuda = cuda
@@ -73,8 +72,6 @@ class PyCudaDriver:
             count = device.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
             self.multiprocessors = int(count)
         self._event_flags = int(cuda.event_flags.DISABLE_TIMING)
-        if blocking_waits:
-            self._event_flags |= int(cuda.event_flags.BLOCKING_SYNC)
         self._memory: dict[int, cuda.DeviceAllocation] = {}
         self._kernels: list[dict[str, cuda.Function]] = []
         self._graphs = CudaGraphs()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -60,8 +60,6 @@ class ModelLearner:
         *,
         arguments: Sequence[str],
         least: int,
-        start: Callable[[Sequence[str], int, str], Compilation] = start_compilation,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Go on from a state.
 
@@ -70,7 +68,7 @@ class ModelLearner:
         """
         self.name, self._model, self._folder, self._options = name, model, folder, options
         self._arguments, self._least = arguments, least
-        self._start_process, self._clock = start, clock
+        self._start_process, self._clock = start_compilation, time.monotonic
         self._state = state
         self._life = LifeCycle(state.phase, failures=state.failures)
         self._life.reason = state.reason

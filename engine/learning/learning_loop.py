@@ -33,10 +33,9 @@ PERIOD_S: Final = 0.5
 class Learning:
     """The learners of an engine's models; used on the event loop but for :meth:`prepare`."""
 
-    def __init__(self, learners: Mapping[str, ModelLearner], *, period_s: float = PERIOD_S) -> None:
+    def __init__(self, learners: Mapping[str, ModelLearner]) -> None:
         """Use :meth:`prepare`."""
         self._learners = learners
-        self._period_s = period_s
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -102,7 +101,7 @@ class Learning:
 
     async def _work(self) -> None:
         while True:
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(PERIOD_S)
             for learner in self._learners.values():
                 busy = any(other.compiling for other in self._learners.values())
                 await learner.look(may_compile=not busy)

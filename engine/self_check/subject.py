@@ -135,11 +135,11 @@ class CheckSubject:
         self.__dict__.pop("parting", None)
 
     def follow(
-        self, slot: Slot, inputs: Mapping[str, NDArray[Any]], *, until: int | None = None
+        self, slot: Slot, inputs: Mapping[str, NDArray[Any]]
     ) -> Iterator[tuple[StageSpec, StageResult]]:
-        """Run a batch through all stages, or those before ``until``, with nobody leaving."""
+        """Run a batch through all stages, with no sample leaving."""
         batch: TensorBatch = slot.upload(inputs)
-        for spec, stage in list(zip(self.plan.stages, self.stages, strict=True))[:until]:
+        for spec, stage in zip(self.plan.stages, self.stages, strict=True):
             result = slot.run(stage, batch, NEVER)
             yield spec, result
             if result.carry is not None:
@@ -232,15 +232,14 @@ class _Ends(NamedTuple):
 class InputMaker:
     """Makes inputs that a bundle's model takes; the same ones every time."""
 
-    def __init__(self, bundle: Bundle, *, seed: int = 0) -> None:
+    def __init__(self, bundle: Bundle) -> None:
         self._inputs = bundle.manifest.inputs
         self._shapes = bundle.manifest.calibration.sample_shapes
         self._ends = {tensor.name: _ends(bundle, tensor) for tensor in self._inputs}
-        self._seed = seed
 
     def drawn(self, rows: int) -> Inputs:
         """Draw samples, uniform between the ends of each input."""
-        rng = np.random.default_rng(self._seed)
+        rng = np.random.default_rng(0)
         return {
             tensor.name: self._fitted(tensor, rng.random((rows, *self._shapes[tensor.name])))
             for tensor in self._inputs

@@ -109,7 +109,6 @@ def _pycuda(gpu: Gpu) -> ModuleType:
 
     class event_flags(IntEnum):  # noqa: N801
         DEFAULT = 0
-        BLOCKING_SYNC = 1
         DISABLE_TIMING = 2
 
     class host_alloc_flags:  # noqa: N801

@@ -170,13 +170,6 @@ def test_streams_wait_for_each_other_only_by_events(driver: PyCudaDriver, gpu: G
         handle.close()
 
 
-def test_waits_that_sleep(gpu: Gpu) -> None:
-    driver = PyCudaDriver(blocking_waits=True)
-    with driver.current():
-        event = driver.event()
-        assert event.owned.flags == 3
-
-
 def test_what_is_closed_is_gone_at_once_and_refused(driver: PyCudaDriver, gpu: Gpu) -> None:
     stream, event = driver.stream(), driver.event()
     stream.close()
