@@ -20,6 +20,7 @@ from offramp.engine.common.errors import DrainingError, EngineError, OptionsErro
 from offramp.engine.learning import words
 from offramp.engine.learning.compilation import (
     Compilation,
+    IdleShare,
     compile_arguments,
     describe_end,
     missing_packages,
@@ -31,7 +32,6 @@ from offramp.engine.learning.input_recorder import InputRecorder, RecordedCounts
 from offramp.engine.learning.learning_engine import LearningEngine
 from offramp.engine.learning.learning_folder import LearnFolder
 from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, Progressed
-from offramp.engine.learning.processor import IdleShare
 from offramp.engine.learning.recording_file import RecordingError, RecordingHeader, sample_bytes
 from offramp.engine.learning.recording_log import LIVE_SHARE, RecordingLog
 from offramp.engine.learning.state import LearnState

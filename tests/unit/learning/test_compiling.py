@@ -13,13 +13,13 @@ from offramp.compiler.common.progress import SILENT, STAGES, FileProgress, stage
 from offramp.engine.common import environment
 from offramp.engine.learning import compilation
 from offramp.engine.learning.compilation import (
+    IdleShare,
     describe_end,
     missing_packages,
     priority_for,
     read_progress,
 )
 from offramp.engine.learning.compile_worker import IDLE, NICE
-from offramp.engine.learning.processor import IdleShare
 
 PRIORITY = """
 import os, sys
