@@ -197,11 +197,6 @@ class Variant:
         """Share of the certify split that the whole subnet answers like the unmodified model."""
         return self.exits[-1].agreement
 
-    @property
-    def work(self) -> float:
-        """The subnet's floating-point operations, as a share of the model's."""
-        return sum(segment.flops_share for segment in self.segments[:-1])
-
 
 def folder_of(variant: int) -> str:
     """Give the folder of a variant's files, with a slash at the end; of the full model, none."""

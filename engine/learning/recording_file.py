@@ -11,7 +11,6 @@ compiler reads such files too.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
@@ -170,13 +169,6 @@ class Recorded:
                 self.header.inputs, self._parts(row), strict=True
             )
         }
-
-    def sha256(self) -> str:
-        """Return a hash of all samples."""
-        digest = hashlib.sha256(self.header.encode())
-        for place in self.places:
-            digest.update(self.log[place.offset : place.offset + place.length])
-        return digest.hexdigest()
 
     def _parts(self, row: int) -> Iterator[tuple[tuple[int, ...], memoryview]]:
         place = self.places[row]

@@ -40,11 +40,6 @@ class WrappedFiles:
         await wrap(path, output, answer=answer, task=task)
         return output
 
-    def remove(self, bundle: Path) -> None:
-        """Remove a bundle that is not served any more; do nothing for any other path."""
-        if self.holds(bundle):
-            shutil.rmtree(bundle.parent, ignore_errors=True)
-
     def holds(self, bundle: Path) -> bool:
         """Return whether a bundle is one of these."""
         return self._folder is not None and bundle.parent.parent == self._folder

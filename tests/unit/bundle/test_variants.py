@@ -53,7 +53,6 @@ def test_variants_are_read_as_they_were_written(tmp_path: Path) -> None:
     bundle = Bundle.open(written.path)
     assert [v.name for v in bundle.manifest.variants] == ["depth 1 of 2", "depth 1 of 2, width 0.5"]
     assert [v.folder for v in bundle.manifest.variants] == ["variants/1/", "variants/2/"]
-    assert [v.work for v in bundle.manifest.variants] == [1.0, 1.0]
     assert [v.agreement for v in bundle.manifest.variants] == [0.99, 0.99]
     full, first, second = bundle.variants()
     assert full is bundle

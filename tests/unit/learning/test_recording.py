@@ -283,13 +283,3 @@ def test_a_shape_that_a_sample_does_not_have_is_refused(tmp_path: Path) -> None:
     log.close()
     with pytest.raises(RecordingError, match="sample 0 is shorter than its shape says"):
         read_recording(tmp_path).sample(0)
-
-
-def test_the_hash_is_of_the_samples(tmp_path: Path) -> None:
-    fill(tmp_path, range(3))
-    first = read_recording(tmp_path).sha256()
-    assert first == read_recording(tmp_path).sha256()
-    log = open_log(tmp_path)
-    log.append(1, 9, written(sample(9)))
-    log.close()
-    assert read_recording(tmp_path).sha256() != first
