@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,9 +35,9 @@ class ExitRecords:
     """[samples]."""
     labels: NDArray[np.int64] | None
     """[samples], where the data has labels."""
-    ranges: NDArray[np.float64] | None = None
+    ranges: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 2)))
     """[exits + 1, 2]: smallest and largest value of the answers of each exit, and of the model, as
-    far as they are finite; a bundle does not keep them."""
+    far as they are finite; [0, 2] where they are not known, as a bundle does not keep them."""
     copies: NDArray[np.int64] | None = None
     """[samples]: rows of the data that each sample stands for; ``None`` is one each."""
 
@@ -134,7 +134,6 @@ def record_answers(
 
 def _widen(records: ExitRecords, answers: Sequence[NDArray[Any]]) -> None:
     """Widen the ranges by the answers of a batch: those of each exit, and the model's."""
-    assert records.ranges is not None
     for place, values in enumerate(answers):
         finite = values[np.isfinite(values)]
         if finite.size:

@@ -71,9 +71,9 @@ def check_ranges(
         )
 
 
-def both_ranges(model: SourceModel, ranges: NDArray[np.float64] | None) -> tuple[float, ...]:
+def both_ranges(model: SourceModel, ranges: NDArray[np.float64]) -> tuple[float, ...]:
     """List the ends of the model's range, then those of its exits', where the model has a tail."""
-    if not model.answer.tail or ranges is None or len(ranges) < 2 or not np.isfinite(ranges).all():
+    if not model.answer.tail or len(ranges) < 2 or not np.isfinite(ranges).all():
         return ()
     exits, own = ranges[:-1], ranges[-1]
     return (*own.tolist(), float(exits[:, 0].min()), float(exits[:, 1].max()))

@@ -9,11 +9,10 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from offramp.bundle import Bundle, ExitPolicy, InputRanges, Measured, Padding, write_bundle
+from offramp.bundle import Bundle, InputRanges, Manifest, Padding, write_bundle
 from offramp.bundle.files import check_space
 from offramp.bundle.writing import check_target
 from offramp.calibration.choose import limits
-from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.data_sources import data_name
 from offramp.calibration.data.dataset import DataError, Dataset, read_dataset, split
 from offramp.calibration.data.errors import UntrainableError
@@ -30,7 +29,7 @@ from offramp.certify import samples_needed
 from offramp.certify.learn_then_test import level_of_each
 from offramp.compiler.blueprints.blueprint import Blueprint, Certified, draw
 from offramp.compiler.blueprints.joint import JointFolder, choose_training
-from offramp.compiler.blueprints.packing import make_manifest, pack
+from offramp.compiler.blueprints.packing import BuiltVariant, make_manifest, pack
 from offramp.compiler.blueprints.precision_choice import choose_precision
 from offramp.compiler.blueprints.variants import (
     DrawnVariant,
@@ -110,8 +109,11 @@ def compile_model(
         found = _train(timed, folder)
         chosen = _choose(timed, found, folder)
         drawn = () if finder is None else finder.find(chosen, timed.run)
-        certified = _measure(_certify(chosen), found)
-        bundle = _describe_and_write(certified, drawn)
+        certified = _forecast(_measure(_certify(chosen)))
+        certified = _find_limit(certified, found)
+        variants = [build_variant(n, v, timed.run, len(drawn)) for n, v in enumerate(drawn, 1)]
+        manifest, ranges = _describe(certified, drawn, variants)
+        bundle = _write(certified, manifest, ranges, variants)
     if folder is not None:
         folder.remove()
     return bundle
@@ -206,11 +208,11 @@ def _time(sliced: Sliced, run: CompileRun) -> TimedModel:
 
 def _train(timed: TimedModel, folder: JointFolder | None) -> FoundExits:
     """Train exits, or take those of an earlier run that was interrupted in joint training."""
-    found = None if folder is None else folder.exits(timed.sliced)
-    if found is not None:
-        return found
-    found = _find_exits(timed)
-    if folder is not None:
+    if folder is None:
+        return _find_exits(timed)
+    found = folder.exits(timed.sliced)
+    if found is None:
+        found = _find_exits(timed)
         folder.keep(found)
     return found
 
@@ -233,10 +235,7 @@ def _choose(timed: TimedModel, found: FoundExits, folder: JointFolder | None) ->
 
 
 def _certify(chosen: Blueprint) -> Certified:
-    """Certify what was chosen, or, where its copy of the model is not covered, what needs none.
-
-    That is the frozen model without exits.
-    """
+    """Certify what was chosen, or the frozen model without exits if its copy is not covered."""
     certified = _certify_path(chosen)
     if chosen.frozen is None or certified.policy.active:
         return certified
@@ -249,78 +248,75 @@ def _certify(chosen: Blueprint) -> Certified:
 
 
 def _certify_path(chosen: Blueprint) -> Certified:
-    """Look at the certify split, which decides what is promised; of one path alone."""
+    """Record answers to the certify split, and find how far along one path the promise holds."""
     run, draft = chosen.timed.run, chosen.draft
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
-    title = "Certify the policy"
     certify = record_exits(
-        draft, draft.read, run.parts.certify, title, run.progress, batch_sizes=sizes
+        draft, draft.read, run.parts.certify, "Certify the policy", run.progress, batch_sizes=sizes
     )
     if run.options.is_dry_run:
         policy = dry_run_policy(chosen.tune, whole=draft.answer.criterion.depends_on_earlier)
     else:
         warn_of_answers(draft.answer, certify)
         policy = chosen.choice.certify(chosen.path, certify)
-    assert certify.ranges is not None
     slack = chosen.sliced.tolerance(run.options)
     check_ranges(chosen.sliced.model, certify.ranges, [e.exit for e in policy.active], slack=slack)
     return Certified(chosen=chosen, records=certify, policy=policy, limit=chosen.limit)
 
 
-def _measure(certified: Certified, found: FoundExits) -> Certified:
-    """Run the policy beside the unmodified model, and take no exit that loses time; say why none.
-
-    A rehearsed policy is forecast as it is shipped.
-    """
-    chosen, policy, certify = certified.chosen, certified.policy, certified.records
-    options, choice, path = chosen.timed.run.options, chosen.choice, chosen.path
-    limit, measured = certified.limit, None
-    if policy.active:
-        measured = _measured(chosen, policy, certify)
-        loss = limits.measured_loss(measured, options.choice.reference_batch_size)
-        if loss is not None and not options.is_dry_run:
-            limit, measured = loss, None
-            policy = replace(policy, active=(), promise=None)
-    rehearsed = None
-    if path.rehearsal is not None:
-        shipped = choice.forecast(policy, certify, path.rehearsal.settings)
-        sha256 = chosen.timed.run.parts.train.sha256
-        rehearsed = Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=sha256)
-    if not policy.active and limit is None:
-        limit = _limit(certified, found)
-    return replace(certified, policy=policy, limit=limit, measured=measured, rehearsed=rehearsed)
-
-
-def _measured(chosen: Blueprint, policy: ExitPolicy, certify: ExitRecords) -> Measured:
-    run = chosen.timed.run
+def _measure(certified: Certified) -> Certified:
+    """Time the policy next to the unmodified model, and use no exit if they lose time."""
+    chosen, policy = certified.chosen, certified.policy
+    if not policy.active:
+        return certified
+    run, options = chosen.timed.run, chosen.timed.run.options
     stages = plan_stages(chosen.draft, chosen.draft.read, policy.active)
     with run.progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
-        return measure_policy(
+        measured = measure_policy(
             chosen.timed.timer.source,
             Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE),
             run.parts.certify,
-            stages_of_samples(policy, certify),
+            stages_of_samples(policy, certified.records),
             answer=chosen.draft.answer,
-            threads=run.options.threads,
+            threads=options.threads,
             progress=advance,
         )
+    loss = limits.measured_loss(measured, options.choice.reference_batch_size)
+    if loss is None or options.is_dry_run:
+        return replace(certified, measured=measured)
+    return replace(certified, policy=replace(policy, active=(), promise=None), limit=loss)
 
 
-def _limit(certified: Certified, found: FoundExits) -> limits.BindingLimit:
-    """Find what keeps all exits out of use."""
+def _forecast(certified: Certified) -> Certified:
+    """Forecast the policy as it is shipped, if its exits were chosen by a rehearsal."""
+    chosen, rehearsal = certified.chosen, certified.chosen.path.rehearsal
+    if rehearsal is None:
+        return certified
+    shipped = chosen.choice.forecast(certified.policy, certified.records, rehearsal.settings)
+    sha256 = chosen.timed.run.parts.train.sha256
+    done = Rehearsed(rehearsal=rehearsal, shipped=shipped, data_sha256=sha256)
+    return replace(certified, rehearsed=done)
+
+
+def _find_limit(certified: Certified, found: FoundExits) -> Certified:
+    """Find what keeps all exits out of use, if anything does."""
+    if certified.policy.active or certified.limit is not None:
+        return certified
     chosen = certified.chosen
     choice, path, options = chosen.choice, chosen.path, chosen.timed.run.options
     if not chosen.draft.exits:
         profile, asked = choice.profile, choice.terms(options.choice.max_overhead)
         source_ms = profile.source_ms[profile.column(asked.batch_size)]
-        return limits.limit_of_heads(found.best, source_ms, asked)
-    if not path.active and options.choice.selection == "pame":
-        return limits.limit_of_rehearsal(options.choice.max_violations)
-    return choice.limit(path, chosen.tune, certified.records, options.choice.max_overhead)
+        limit = limits.limit_of_heads(found.best, source_ms, asked)
+    elif not path.active and options.choice.selection == "pame":
+        limit = limits.limit_of_rehearsal(options.choice.max_violations)
+    else:
+        limit = choice.limit(path, chosen.tune, certified.records, options.choice.max_overhead)
+    return replace(certified, limit=limit)
 
 
 def _warn(certified: Certified) -> None:
-    """Say what is worth knowing of a bundle before it is written."""
+    """Log what users should know of a bundle before it is written."""
     if not certified.policy.active and certified.limit is not None:
         nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
         _log.warning(nothing, certified.limit.message)
@@ -330,11 +326,11 @@ def _warn(certified: Certified) -> None:
         _log.warning("%s", late)
 
 
-def _describe_and_write(certified: Certified, drawn: Sequence[DrawnVariant]) -> Bundle:
-    """Describe the bundle and the data that it was made of, and write all files."""
-    chosen, options = certified.chosen, certified.chosen.timed.run.options
-    run = chosen.timed.run
-    variants = [build_variant(n, variant, run, len(drawn)) for n, variant in enumerate(drawn, 1)]
+def _describe(
+    certified: Certified, drawn: Sequence[DrawnVariant], variants: Sequence[BuiltVariant]
+) -> tuple[Manifest, InputRanges]:
+    """Describe the bundle, and the range of the data that it was made of."""
+    chosen, run = certified.chosen, certified.chosen.timed.run
     sharing = measure_sharing(chosen.sliced, drawn, run)
     _warn(certified)
     learned = (run.parts.train, run.parts.tune)
@@ -343,11 +339,7 @@ def _describe_and_write(certified: Certified, drawn: Sequence[DrawnVariant]) -> 
     paddings = _paddings(chosen, ranges)
     lengths = length_ranges(chosen.draft.inputs, paddings, learned)
     manifest = make_manifest(certified, paddings=paddings, variants=variants, sharing=sharing)
-    with run.progress.step("Write the bundle", 1):
-        content = pack(manifest, certified, replace(ranges, lengths=lengths), variants)
-        return write_bundle(
-            options.output, manifest, certified.policy, content, overwrite=options.overwrite
-        )
+    return manifest, replace(ranges, lengths=lengths)
 
 
 def _paddings(chosen: Blueprint, ranges: InputRanges) -> tuple[Padding, ...]:
@@ -365,6 +357,16 @@ def _paddings(chosen: Blueprint, ranges: InputRanges) -> tuple[Padding, ...]:
             mask=run.options.building.mask,
             threads=run.options.threads,
         )
+
+
+def _write(
+    certified: Certified, manifest: Manifest, ranges: InputRanges, variants: Sequence[BuiltVariant]
+) -> Bundle:
+    """Write all files of the bundle."""
+    run, policy = certified.chosen.timed.run, certified.policy
+    with run.progress.step("Write the bundle", 1):
+        content, to = pack(manifest, certified, ranges, variants), run.options.output
+        return write_bundle(to, manifest, policy, content, overwrite=run.options.overwrite)
 
 
 @contextmanager
