@@ -64,10 +64,10 @@ def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[st
 
 
 HeadKind: TypeAlias = Literal[
-    "grid", "first", "last", "mean", "mean_max", "attention", "vector", "joined", "own", "bridge"
+    "grid", "first", "last", "mean", "attention", "vector", "joined", "own", "bridge"
 ]
-"""How a head pools: average a map to a grid; first token; last one that counts; masked mean; first,
-mean and max joined; learned attention queries; not at all; each tensor of a cut set, joined.
+"""How a head pools: average a map to a grid; first token; last one that counts; masked mean;
+learned attention queries; not at all; each tensor of a cut set, joined.
 :mod:`offramp.calibration.heads.families` has a class for each. ``own`` is no head: the answer of a
 cascade's copy itself, after its last segment. ``bridge`` pools nothing: some blocks of the model,
 then its own head."""
@@ -103,7 +103,6 @@ class Head:
             "grid": f"{grid} grid" if self.axes > 1 else f"grid of {grid}",
             "first": "first token",
             "last": "last token",
-            "mean_max": "first+mean+max",
             "attention": f"attention, {self.queries} {'query' if self.queries == 1 else 'queries'}",
         }.get(self.kind, self.kind)
         return f"{pooling}, {f'hidden {self.hidden}' if self.hidden else 'linear'}"

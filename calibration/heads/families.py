@@ -29,7 +29,7 @@ MAX_FEATURES = 2048
 """Grids with more pooled values than this are not tried: a hidden layer behind them has a megabyte
 of weights, and a batch of one waits for all of them to be read."""
 FAR_BELOW = -1e9
-"""Added to the scores of padding, so that a softmax or a maximum passes over it."""
+"""Added to the scores of padding, so that a softmax passes over it."""
 
 
 class GraphPart(Protocol):
@@ -61,9 +61,6 @@ class Pooling(ABC):
     """What cut tensors have to be to be read."""
     reads_mask: ClassVar[bool] = False
     """Whether the head reads the mask too, where the model has one."""
-    averages: ClassVar[bool] = True
-    """Whether features are averages of what is recorded. Only then may tokens be recorded as
-    principal components: an average of coordinates is the coordinate of the average."""
     recorded: ClassVar[bool] = False
     """Whether its features are recorded by themselves, beside the tokens."""
     learned: ClassVar[bool] = False
@@ -169,28 +166,6 @@ class _MeanPooling(Pooling):
         return _masked_mean(part, tensor, _token_mask(part, served.cut))
 
 
-class _MeanMaxPooling(Pooling):
-    """First token, mean and maximum of the tokens, joined.
-
-    It is served, but not tried: it was no better than the mean, and the maximum of projected tokens
-    is not that of the tokens.
-    """
-
-    kind, form, reads_mask, averages = "mean_max", "tokens", True, False
-
-    def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
-        mean = POOLINGS["mean"].features(tokens, keep)
-        largest = (tokens + (1 - keep) * np.float32(FAR_BELOW)).max(axis=1)
-        return np.concatenate([tokens[:, 0], mean, largest], axis=1)
-
-    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
-        (tensor,) = tensors
-        keep = _token_mask(part, served.cut)
-        mean, first = _masked_mean(part, tensor, keep), _first_token(part, tensor)
-        masked = tensor if keep is None else part.add("Add", [tensor, _padding_bias(part, keep)])
-        return part.add("Concat", [first, mean, part.reduce("ReduceMax", masked, 1)], axis=-1)
-
-
 class _AttentionPooling(Pooling):
     """Averages of the tokens, weighted by learned attention queries."""
 
@@ -223,7 +198,7 @@ class _JoinedPooling(Pooling):
 
 
 _KINDS = (_GridPooling, _VectorPooling, _FirstTokenPooling, _LastTokenPooling, _MeanPooling,
-          _MeanMaxPooling, _AttentionPooling, _JoinedPooling)  # fmt: skip
+          _AttentionPooling, _JoinedPooling)  # fmt: skip
 POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _KINDS}
 """Every kind of head by its name in the manifest, but ``own``; tried in this order."""
 

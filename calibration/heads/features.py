@@ -26,7 +26,6 @@ from offramp.calibration.data.augmentation import MadeSamples
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import BATCH_SIZE, Graphs, check_answers, run_over
 from offramp.calibration.heads.cut_tensors import CutTensor
-from offramp.calibration.heads.families import POOLINGS, family_of
 from offramp.calibration.heads.preconditioning import LARGEST, SAMPLES, Preconditioner
 from offramp.engine.answers.agreement import agreement_of
 
@@ -303,11 +302,7 @@ def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTenso
     return [
         candidate
         for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
-        if cut.form == "tokens"
-        and names
-        and TOKEN_COMPONENTS < (cut.width or 0) <= LARGEST
-        # of features that are no averages, such as a maximum, coordinates say nothing
-        and all(POOLINGS[head.kind].averages for head in family_of(cut))
+        if cut.form == "tokens" and names and TOKEN_COMPONENTS < (cut.width or 0) <= LARGEST
     ]
 
 

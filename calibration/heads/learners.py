@@ -160,7 +160,6 @@ class _FixedLearner(Learner):
     def __init__(self, group: Group, known: Preconditioners) -> None:
         self._group = group
         self._pooling = POOLINGS[group.view.kind]
-        assert self._pooling.averages or not group.projection
         self._projection = () if self._pooling.recorded else group.projection
         if group.view not in known:
             known[group.view] = Preconditioner.fit(self._seen(group.train))

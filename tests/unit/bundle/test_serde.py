@@ -32,7 +32,7 @@ texts = st.text(st.characters(exclude_categories=("Cc", "Cs")))
 
 heads = st.builds(
     Head,
-    kind=st.sampled_from(["grid", "first", "mean", "mean_max", "attention", "vector"]),
+    kind=st.sampled_from(["grid", "first", "mean", "attention", "vector"]),
     grid=counts,
     queries=counts,
     hidden=counts,

@@ -37,13 +37,11 @@ TOKEN_HEADS = (
     Head(kind="first"),
     Head(kind="last"),
     Head(kind="mean"),
-    Head(kind="mean_max"),
     Head(kind="attention", queries=1),
     Head(kind="attention", queries=4),
     Head(kind="first", hidden=5),
     Head(kind="last", hidden=16),
     Head(kind="mean", hidden=5),
-    Head(kind="mean_max", hidden=5),
     Head(kind="attention", queries=1, hidden=5),
     Head(kind="attention", queries=4, hidden=5),
 )
@@ -121,7 +119,6 @@ def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int 
         made = Preconditioner.fit(values.reshape(-1, WIDTH), components=COMPONENTS)
         coordinates = made.apply(values.reshape(-1, WIDTH)).reshape(samples, TOKENS, -1)
         features, projections = {WHOLE: coordinates.astype(np.float16)}, {0: made}
-        heads = tuple(head for head in heads if head.kind != "mean_max")
     if "tokens" in kind:
         mask = inputs.get("mask", np.ones((samples, TOKENS), np.int64))
         last = [np.flatnonzero(row)[-1] for row in mask]
