@@ -7,7 +7,6 @@ initialisers. The operators are in :mod:`.calibration.torch_operators`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +25,8 @@ from offramp.calibration.torch_operators.node import (
 )
 from offramp.calibration.torch_operators.table import OPERATORS
 
-_LEAST_OPSET = 7
-"""Broadcasting came with it."""
+_LEAST_OPSET = 13
+"""Older models are converted to it before they are cut."""
 REMEDY = "leave out --heads bridges and --train joint, or export it without them"
 
 
@@ -59,7 +58,6 @@ class TorchGraph(nn.Module):
         model: onnx.ModelProto,
         *,
         outputs: Sequence[str] | None = None,
-        remedy: str = REMEDY,
     ) -> None:
         """Take a model whose weights are in memory, external ones too.
 
@@ -67,19 +65,16 @@ class TorchGraph(nn.Module):
             model: The model; it is not changed.
             outputs: Tensors to compute, of the graph's outputs and of those inside; all outputs
                 of the graph by default.
-            remedy: What can be done where operators are lacking, for messages.
 
         Raises:
             UntrainableError: The graph has operators that are lacking here.
-            ValueError: The graph has no tensor of a name in ``outputs``.
         """
         super().__init__()
         graph = _inlined(model)
         self.outputs = tuple(o.name for o in graph.output) if outputs is None else tuple(outputs)
-        nodes = _trainable_nodes(graph, _opset(model), self.outputs, remedy)
+        nodes = _trainable_nodes(graph, _opset(model), self.outputs, REMEDY)
         initialisers = {tensor.name: tensor for tensor in graph.initializer}
         given = [i.name for i in graph.input if i.name not in initialisers]
-        self._remedy = remedy
         constants = {n.outputs[0]: n for n in nodes if n.kind == "Constant"}
         nodes = [node for node in nodes if node.kind != "Constant"]
         read = {name for node in nodes for name in node.inputs} | set(self.outputs)
@@ -112,14 +107,11 @@ class TorchGraph(nn.Module):
         """Compute the outputs, by name.
 
         Args:
-            feeds: The graph inputs by name, on the device of the parameters; others are ignored.
-
-        Raises:
-            ValueError: An input is not fed.
+            feeds: The graph inputs by name; others are ignored.
         """
         values = self._given(feeds)
         for step in self._steps:
-            inputs = _together(step, [values[name] if name else None for name in step.node.inputs])
+            inputs = [values[name] if name else None for name in step.node.inputs]
             try:
                 found = step.operator.run(step.node, *inputs)
             except Exception as error:
@@ -136,28 +128,19 @@ class TorchGraph(nn.Module):
         """Give a copy of a model that has these weights in the places of its initialisers.
 
         The types of the initialisers stay what they are.
-
-        Raises:
-            ValueError: The model has no initialiser of a weight's name and shape.
         """
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
         places = {tensor.name: tensor for tensor in copy.graph.initializer}
         for name, weight in self.weights.items():
-            place = places.get(name)
-            if place is None or tuple(place.dims) != tuple(weight.shape):
-                has = "none of that name" if place is None else f"one of shape {list(place.dims)}"
-                raise ValueError(
-                    f"the weight {name!r} of shape {list(weight.shape)} cannot be written back: the"
-                    f" model has {has}; expected the model that was read"
-                )
+            place = places[name]
             place.CopyFrom(to_onnx(weight.to(DTYPES[place.data_type]), name))
         return copy
 
     def _add_initialiser(
         self, name: str, tensor: onnx.TensorProto | None, uses: frozenset[str]
     ) -> None:
-        value = to_torch(_dense(name, tensor, self._remedy))
+        value = to_torch(_dense(name, tensor, REMEDY))
         if not value.is_floating_point() or uses == {"setting"}:
             self._host[name] = value
             return
@@ -176,12 +159,6 @@ class TorchGraph(nn.Module):
         return self._keys[name]
 
     def _given(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        missing = [name for name in self.inputs if name not in feeds]
-        if missing:
-            raise ValueError(
-                f"the graph's input {missing[0]!r} is not fed; expected {', '.join(self.inputs)}, "
-                f"found {', '.join(feeds) or 'nothing'}"
-            )
         values = {name: feeds[name] for name in self.inputs} | self._host
         for name, key in self._keys.items():
             values[name] = getattr(self, key)
@@ -214,10 +191,7 @@ def _trainable_nodes(
     graph: onnx.GraphProto, opset: int, outputs: Sequence[str], remedy: str
 ) -> list[GraphNode]:
     """Give the nodes that outputs need; UntrainableError if any is lacking here."""
-    nodes = [_read(node, opset) for node in graph.node]
-    there = [i.name for i in graph.input] + [tensor.name for tensor in graph.initializer]
-    _check_names(outputs, [*dict.fromkeys(there), *(y for n in nodes for y in n.outputs)])
-    nodes = _needed(nodes, outputs)
+    nodes = _needed([_read(node) for node in graph.node], outputs)
     _check_operators(nodes, opset, remedy)
     return nodes
 
@@ -232,7 +206,7 @@ def _dense(name: str, tensor: onnx.TensorProto | None, remedy: str) -> onnx.Tens
     return tensor
 
 
-def _read(node: onnx.NodeProto, opset: int) -> GraphNode:
+def _read(node: onnx.NodeProto) -> GraphNode:
     standard = node.domain in {"", "ai.onnx"}
     return GraphNode(
         kind=node.op_type if standard else f"{node.domain}.{node.op_type}",
@@ -240,7 +214,6 @@ def _read(node: onnx.NodeProto, opset: int) -> GraphNode:
         inputs=tuple(node.input),
         outputs=tuple(node.output),
         attributes=attributes_of(node),
-        opset=opset,
     )
 
 
@@ -249,47 +222,14 @@ def _described(node: GraphNode) -> str:
     return f"{node.kind} {named!r}"
 
 
-def _check_names(asked: Iterable[str], there: Sequence[str]) -> None:
-    for name in asked:
-        if name not in there:
-            nearest = difflib.get_close_matches(name, there, n=3, cutoff=0)
-            raise ValueError(
-                f"the graph has no tensor {name!r}; the nearest names are {', '.join(nearest)}"
-            )
-
-
 def _needed(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> list[GraphNode]:
-    """Give the nodes that outputs need, in the file's order.
-
-    Where a file is not sorted, as converters leave some, a node comes behind those it reads from.
-    """
-    producers = {name: i for i, node in enumerate(nodes) for name in node.outputs if name}
-    before = [[producers[x] for x in node.inputs if x in producers] for node in nodes]
-    pending = [producers[name] for name in outputs if name in producers]
-    needed: set[int] = set()
-    while pending:
-        index = pending.pop()
-        if index not in needed:
-            needed.add(index)
-            pending.extend(before[index])
-    placed: dict[int, GraphNode] = {}
-    opened: set[int] = set()
-    for first in sorted(needed):
-        pending = [first]
-        while pending:
-            index = pending[-1]
-            missing = [i for i in before[index] if i not in placed]
-            if not missing:
-                placed[index] = nodes[pending.pop()]
-            elif index in opened:
-                raise UntrainableError(
-                    f"the model cannot be trained: {_described(nodes[index])} needs its own output;"
-                    f" expected a graph without circles"
-                )
-            else:
-                opened.add(index)
-                pending.extend(missing)
-    return list(placed.values())
+    """Give the nodes that outputs need, of a graph in topological order."""
+    wanted, needed = set(outputs), []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.outputs):
+            needed.append(node)
+            wanted.update(filter(None, node.inputs))
+    return needed[::-1]
 
 
 def _check_operators(nodes: Iterable[GraphNode], opset: int, remedy: str) -> None:
@@ -344,22 +284,3 @@ def _steps(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> tuple[_Step, .
         _Step(node=node, operator=OPERATORS[node.kind], releases=tuple(released))
         for node, released in zip(nodes, releases, strict=True)
     )
-
-
-def _together(step: _Step, inputs: list[Tensor | None]) -> list[Tensor | None]:
-    """Bring inputs to one device, where sizes computed on the host meet tensors of another one.
-
-    What an operator reads as numbers stays where it is.
-    """
-    joined = {
-        index: tensor
-        for index, tensor in enumerate(inputs)
-        if tensor is not None and index not in step.operator.settings
-    }
-    elsewhere = [t.device for t in joined.values() if t.device.type != "cpu"]
-    if not elsewhere:
-        return inputs
-    return [
-        tensor.to(elsewhere[0]) if tensor is not None and index in joined else tensor
-        for index, tensor in enumerate(inputs)
-    ]

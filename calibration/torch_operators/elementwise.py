@@ -14,7 +14,6 @@ from offramp.calibration.torch_operators.node import (
     DTYPES,
     GraphNode,
     TorchOperator,
-    axes_of,
     numbers,
     operator,
     plain,
@@ -33,11 +32,6 @@ def _power(x: Tensor, exponent: Tensor) -> Tensor:
     return torch.pow(x, exponent).to(x.dtype)
 
 
-def _shift(node: GraphNode, x: Tensor, by: Tensor) -> Tensor:
-    left = node.get("direction", "") == "LEFT"
-    return torch.bitwise_left_shift(x, by) if left else torch.bitwise_right_shift(x, by)
-
-
 def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> TorchOperator:
     """List a function of two tensors for an operator that takes any number of them."""
     return operator(lambda _node, *inputs: reduce(function, inputs))
@@ -47,15 +41,8 @@ def _mean(_node: GraphNode, *inputs: Tensor) -> Tensor:
     return reduce(torch.add, inputs) / len(inputs)
 
 
-def _clip(
-    node: GraphNode, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
-) -> Tensor:
-    """Bound from below, then from above; the bounds are attributes before opset 11."""
-    least = node.get("min", None) if low is None else low
-    most = node.get("max", None) if high is None else high
-    if least is not None:
-        x = torch.clamp(x, min=least)
-    return x if most is None else torch.clamp(x, max=most)
+def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+    return x if low is None and high is None else torch.clamp(x, low, high)
 
 
 def _is_infinite(node: GraphNode, x: Tensor) -> Tensor:
@@ -100,18 +87,8 @@ def _leaky_relu(node: GraphNode, x: Tensor) -> Tensor:
     return functional.leaky_relu(x, node.get("alpha", 0.01))
 
 
-def _shrink(node: GraphNode, x: Tensor) -> Tensor:
-    lambd, bias = node.get("lambd", 0.5), node.get("bias", 0.0)
-    low, high = x < -lambd, x > lambd
-    return torch.where(low, x + bias, torch.where(high, x - bias, torch.zeros_like(x))).to(x.dtype)
-
-
 def _swish(node: GraphNode, x: Tensor) -> Tensor:
     return x * torch.sigmoid(node.get("alpha", 1.0) * x)
-
-
-def _thresholded_relu(node: GraphNode, x: Tensor) -> Tensor:
-    return torch.where(x > node.get("alpha", 1.0), x, torch.zeros_like(x))
 
 
 def _cast(node: GraphNode, x: Tensor) -> Tensor:
@@ -141,7 +118,6 @@ ELEMENTWISE: Mapping[str, TorchOperator] = {
     "Asinh": plain(torch.asinh),
     "Atan": plain(torch.atan),
     "Atanh": plain(torch.atanh),
-    "BitShift": operator(_shift),
     "BitwiseAnd": plain(torch.bitwise_and),
     "BitwiseNot": plain(torch.bitwise_not),
     "BitwiseOr": plain(torch.bitwise_or),
@@ -150,7 +126,7 @@ ELEMENTWISE: Mapping[str, TorchOperator] = {
     "CastLike": operator(_cast_like),
     "Ceil": plain(torch.ceil),
     "Celu": operator(_celu),
-    "Clip": operator(_clip, untrained=(1, 2)),
+    "Clip": plain(_clip, untrained=(1, 2)),
     "Cos": plain(torch.cos),
     "Cosh": plain(torch.cosh),
     "Div": plain(_divide),
@@ -187,7 +163,6 @@ ELEMENTWISE: Mapping[str, TorchOperator] = {
     "Relu": plain(torch.relu),
     "Round": plain(torch.round),
     "Selu": operator(_selu),
-    "Shrink": operator(_shrink),
     "Sigmoid": plain(torch.sigmoid),
     "Sign": plain(torch.sign),
     "Sin": plain(torch.sin),
@@ -200,7 +175,6 @@ ELEMENTWISE: Mapping[str, TorchOperator] = {
     "Swish": operator(_swish),
     "Tan": plain(torch.tan),
     "Tanh": plain(torch.tanh),
-    "ThresholdedRelu": operator(_thresholded_relu),
     "Where": plain(torch.where),
     "Xor": plain(torch.logical_xor),
 }
@@ -214,7 +188,7 @@ def _reduced(function: _Reduction) -> TorchOperator:
     """List a reduction of all axes, or of those that an attribute or, later, an input names."""
 
     def run(node: GraphNode, x: Tensor, axes: Tensor | None = None) -> Tensor:
-        found = axes_of(node, axes) or ()
+        found = node.get("axes", ()) if axes is None else numbers(axes)
         along = tuple(sorted(axis % x.ndim for axis in found))
         if not along and not node.get("noop_with_empty_axes", 0):
             along = tuple(range(x.ndim))
@@ -274,40 +248,25 @@ def _square_root(x: Tensor) -> Tensor:
     return torch.sqrt(x) if x.is_floating_point() else torch.sqrt(x.double()).to(x.dtype)
 
 
-def _cumulated(node: GraphNode, x: Tensor, axis: Tensor, *, product: bool) -> Tensor:
+def _cumulated(node: GraphNode, x: Tensor, axis: Tensor) -> Tensor:
     (along,) = numbers(axis)
     along %= x.ndim
     if node.get("reverse", 0):
         x = x.flip(along)
     if node.get("exclusive", 0) and x.shape[along]:
-        first = torch.full_like(x.narrow(along, 0, 1), int(product))
+        first = torch.zeros_like(x.narrow(along, 0, 1))
         x = torch.cat([first, x.narrow(along, 0, x.shape[along] - 1)], along)
-    x = (torch.cumprod if product else torch.cumsum)(x, along, dtype=x.dtype)
+    x = torch.cumsum(x, along, dtype=x.dtype)
     return x.flip(along) if node.get("reverse", 0) else x
 
 
 def _softened(function: Callable[[Tensor, int], Tensor]) -> TorchOperator:
-    """List a function along an axis: the last one, or before opset 13 all from the axis on."""
-
-    def run(node: GraphNode, x: Tensor) -> Tensor:
-        if node.opset >= 13:
-            return function(x, node.get("axis", -1))
-        axis = node.get("axis", 1)
-        axis += x.ndim if axis < 0 else 0
-        flat = x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
-        return function(flat, 1).reshape(x.shape)
-
-    return operator(run)
-
-
-def _hardmax(x: Tensor, axis: int) -> Tensor:
-    return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1)
+    """List a function along an axis."""
+    return operator(lambda node, x: function(x, node.get("axis", -1)))
 
 
 REDUCTIONS: Mapping[str, TorchOperator] = {
-    "CumProd": operator(lambda n, x, a: _cumulated(n, x, a, product=True), settings=(1,)),
-    "CumSum": operator(lambda n, x, a: _cumulated(n, x, a, product=False), settings=(1,)),
-    "Hardmax": _softened(_hardmax),
+    "CumSum": operator(_cumulated, settings=(1,)),
     "LogSoftmax": _softened(torch.log_softmax),
     "ReduceL1": _reduced(lambda x, axes: _sum(x.abs(), axes)),
     "ReduceL2": _reduced(lambda x, axes: _square_root(_sum(x * x, axes))),

@@ -30,8 +30,6 @@ class GraphNode:
     """Tensors that it writes; empty names for those that nobody wants."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """Numbers, texts, tuples of them, and constants as tensors."""
-    opset: int = 1
-    """Version of the standard operator set, which says where axes and bounds are found."""
 
     def get(self, name: str, default: _T) -> _T:
         """Give an attribute, or what holds where the node has none of that name."""
@@ -80,22 +78,18 @@ def operator(
     )
 
 
-def plain(function: Callable[..., Tensor], *, untrained: Sequence[int] = ()) -> TorchOperator:
+def plain(
+    function: Callable[..., Tensor], *, settings: Sequence[int] = (), untrained: Sequence[int] = ()
+) -> TorchOperator:
     """List a function that takes the inputs alone: the operator has no attributes."""
-    return operator(lambda _node, *inputs: function(*inputs), untrained=untrained)
+    return operator(
+        lambda _node, *inputs: function(*inputs), settings=settings, untrained=untrained
+    )
 
 
 def numbers(tensor: Tensor) -> list[int]:
     """Read integers of a tensor of any shape."""
     return [int(value) for value in tensor.flatten().tolist()]
-
-
-def axes_of(node: GraphNode, given: Tensor | None) -> list[int] | None:
-    """Give the axes that are an input of newer opsets and an attribute of older ones."""
-    if given is not None:
-        return numbers(given)
-    axes = node.get("axes", None)
-    return None if axes is None else list(axes)
 
 
 def padded(inputs: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:

@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from offramp.calibration.torch_operators.node import (
-    DTYPES,
     GraphNode,
     TorchOperator,
-    axes_of,
     numbers,
     operator,
-    padded,
+    plain,
 )
 
 
@@ -45,13 +43,12 @@ def _flatten(node: GraphNode, x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
-def _squeeze(node: GraphNode, x: Tensor, axes: Tensor | None = None) -> Tensor:
-    found = axes_of(node, axes)
-    return x.squeeze() if found is None else x.squeeze(tuple(found))
+def _squeeze(x: Tensor, axes: Tensor | None = None) -> Tensor:
+    return x.squeeze() if axes is None else x.squeeze(tuple(numbers(axes)))
 
 
-def _unsqueeze(node: GraphNode, x: Tensor, axes: Tensor | None = None) -> Tensor:
-    found = axes_of(node, axes) or []
+def _unsqueeze(x: Tensor, axes: Tensor) -> Tensor:
+    found = numbers(axes)
     rank = x.ndim + len(found)
     for axis in sorted(axis % rank for axis in found):
         x = x.unsqueeze(axis)
@@ -78,9 +75,8 @@ def _concat(node: GraphNode, *inputs: Tensor) -> Tensor:
 def _split(node: GraphNode, x: Tensor, split: Tensor | None = None) -> Sequence[Tensor]:
     """Split by sizes, or into equal parts, the last of which may be smaller (opset 18)."""
     axis = node.get("axis", 0)
-    sizes = list(node.get("split", ())) if split is None else numbers(split)
-    if sizes:
-        return x.split_with_sizes(sizes, axis)
+    if split is not None:
+        return x.split_with_sizes(numbers(split), axis)
     whole, parts = x.shape[axis], node.get("num_outputs", len(node.outputs))
     part = -(-whole // parts)
     starts = [min(part * i, whole) for i in range(parts + 1)]
@@ -88,17 +84,10 @@ def _split(node: GraphNode, x: Tensor, split: Tensor | None = None) -> Sequence[
 
 
 def _slice(
-    node: GraphNode,
-    x: Tensor,
-    starts: Tensor | None = None,
-    ends: Tensor | None = None,
-    *rest: Tensor | None,
+    x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None, steps: Tensor | None = None
 ) -> Tensor:
-    """Take slices; their bounds are attributes before opset 10."""
-    axes, steps = padded(rest, 2)
-    first = list(node.get("starts", ())) if starts is None else numbers(starts)
-    last = list(node.get("ends", ())) if ends is None else numbers(ends)
-    along = axes_of(node, axes) or list(range(len(first)))
+    first, last = numbers(starts), numbers(ends)
+    along = list(range(len(first))) if axes is None else numbers(axes)
     by = [1] * len(first) if steps is None else numbers(steps)
     for start, end, axis, step in zip(first, last, along, by, strict=True):
         taken = range(*slice(start, end, step).indices(x.shape[axis]))
@@ -114,12 +103,12 @@ def _slice(
 def _pad(
     node: GraphNode,
     x: Tensor,
-    pads: Tensor | None = None,
+    pads: Tensor,
     value: Tensor | None = None,
     axes: Tensor | None = None,
 ) -> Tensor:
-    """Pad or crop each axis at both ends; what is attributes before opset 11 is inputs since."""
-    amounts = list(node.get("pads", ())) if pads is None else numbers(pads)
+    """Pad or crop each axis at both ends."""
+    amounts = numbers(pads)
     along = list(range(x.ndim)) if axes is None else numbers(axes)
     half = len(amounts) // 2
     by_axis = {
@@ -128,7 +117,7 @@ def _pad(
     }
     mode = node.get("mode", "constant")
     if mode == "constant":
-        fill = node.get("value", 0.0) if value is None else value.item()
+        fill = 0.0 if value is None else value.item()
         ordered = [by_axis.get(axis, (0, 0)) for axis in reversed(range(x.ndim))]
         return functional.pad(x, [amount for ends in ordered for amount in ends], value=fill)
     for axis, (begin, end) in by_axis.items():
@@ -216,13 +205,13 @@ SHAPES: Mapping[str, TorchOperator] = {
     "Reshape": operator(_reshape, settings=(1,)),
     "Shape": operator(_shape),
     "Size": operator(_size),
-    "Slice": operator(_slice, settings=(1, 2, 3, 4)),
+    "Slice": plain(_slice, settings=(1, 2, 3, 4)),
     "SpaceToDepth": operator(_space_to_depth),
     "Split": operator(_split, settings=(1,)),
-    "Squeeze": operator(_squeeze, settings=(1,)),
+    "Squeeze": plain(_squeeze, settings=(1,)),
     "Tile": operator(_tile, settings=(1,)),
     "Transpose": operator(_transpose),
-    "Unsqueeze": operator(_unsqueeze, settings=(1,)),
+    "Unsqueeze": plain(_unsqueeze, settings=(1,)),
 }
 
 
@@ -294,13 +283,6 @@ def _non_zero(_node: GraphNode, x: Tensor) -> Tensor:
     return torch.nonzero(x if x.ndim else x.reshape(1)).T
 
 
-def _compress(node: GraphNode, x: Tensor, condition: Tensor) -> Tensor:
-    axis = node.get("axis", None)
-    if axis is None:
-        x, axis = x.flatten(), 0
-    return x.index_select(axis, torch.nonzero(condition).flatten())
-
-
 def _arg_most(node: GraphNode, x: Tensor, *, largest: bool) -> Tensor:
     axis = node.get("axis", 0) % x.ndim
     last = node.get("select_last_index", 0)
@@ -310,10 +292,10 @@ def _arg_most(node: GraphNode, x: Tensor, *, largest: bool) -> Tensor:
     return found if node.get("keepdims", 1) else found.squeeze(axis)
 
 
-def _top_k(node: GraphNode, x: Tensor, k: Tensor | None = None) -> list[Tensor]:
+def _top_k(node: GraphNode, x: Tensor, k: Tensor) -> list[Tensor]:
     """Sort, and keep the first: of equal elements those with the lower index, as ONNX wants."""
     axis = node.get("axis", -1)
-    (count,) = [node.get("k", 1)] if k is None else numbers(k)
+    (count,) = numbers(k)
     descending = bool(node.get("largest", 1))
     values, places = torch.sort(x, dim=axis, descending=descending, stable=True)
     return [values.narrow(axis, 0, count), places.narrow(axis, 0, count)]
@@ -324,24 +306,14 @@ def _trilu(node: GraphNode, x: Tensor, k: Tensor | None = None) -> Tensor:
     return torch.triu(x, diagonal) if node.get("upper", 1) else torch.tril(x, diagonal)
 
 
-def _eye_like(node: GraphNode, x: Tensor) -> Tensor:
-    dtype = DTYPES[node.get("dtype", 1)] if "dtype" in node.attributes else x.dtype
-    rows = torch.arange(x.shape[0], device=x.device)[:, None]
-    columns = torch.arange(x.shape[1], device=x.device)[None]
-    return (columns - rows == node.get("k", 0)).to(dtype)
-
-
 INDEXING: Mapping[str, TorchOperator] = {
     "ArgMax": operator(lambda node, x: _arg_most(node, x, largest=True)),
     "ArgMin": operator(lambda node, x: _arg_most(node, x, largest=False)),
-    "Compress": operator(_compress),
-    "EyeLike": operator(_eye_like),
     "Gather": operator(_gather),
     "GatherElements": operator(_gather_elements),
     "GatherND": operator(_gather_nd),
     "NonZero": operator(_non_zero),
     "OneHot": operator(_one_hot, settings=(1,), untrained=(2,)),
-    "Scatter": operator(_scatter_elements),
     "ScatterElements": operator(_scatter_elements),
     "ScatterND": operator(_scatter_nd),
     "TopK": operator(_top_k, settings=(1,)),

@@ -197,21 +197,8 @@ def _summed(windows: Windows, x: Tensor) -> Tensor:
     return _AVERAGE_POOL[x.ndim - 3](x, windows.kernel, windows.strides) * math.prod(windows.kernel)
 
 
-def _lp_pool(node: GraphNode, x: Tensor) -> Tensor:
-    windows = Windows.of(node, x.shape[2:], node.get("kernel_shape", ()))
-    extra = windows.overhang(x.shape[2:]) if node.get("ceil_mode", 0) else None
-    p = node.get("p", 2)
-    return _summed(windows, windows.pad(x.abs() ** p, 0.0, extra)) ** (1 / p)
-
-
 def _spatial(x: Tensor) -> tuple[int, ...]:
     return tuple(range(2, x.ndim))
-
-
-def _global_lp_pool(node: GraphNode, x: Tensor) -> Tensor:
-    p = node.get("p", 2)
-    summed = (x.abs() ** p).sum(_spatial(x), keepdim=True)
-    return summed ** (1 / p)
 
 
 CONVOLUTIONS: Mapping[str, TorchOperator] = {
@@ -219,9 +206,7 @@ CONVOLUTIONS: Mapping[str, TorchOperator] = {
     "Conv": operator(_conv),
     "ConvTranspose": operator(_conv_transpose),
     "GlobalAveragePool": operator(lambda _, x: x.mean(_spatial(x), keepdim=True)),
-    "GlobalLpPool": operator(_global_lp_pool),
     "GlobalMaxPool": operator(lambda _, x: x.amax(_spatial(x), keepdim=True)),
-    "LpPool": operator(_lp_pool),
     "MaxPool": operator(_max_pool, lacks=_max_pool_lacks),
 }
 
@@ -237,44 +222,14 @@ class _Axis(NamedTuple):
     scale: float
 
 
-def _upsample(node: GraphNode, x: Tensor, scales: Tensor | None = None) -> Tensor:
-    factors = node.get("scales", ()) if scales is None else scales.tolist()
-    axes = [
-        _Axis(size, int(size * factor), factor)
-        for size, factor in zip(x.shape, factors, strict=True)
-    ]
-    old = GraphNode(
-        kind=node.kind,
-        name=node.name,
-        inputs=node.inputs,
-        outputs=node.outputs,
-        attributes={
-            "mode": node.get("mode", "nearest"),
-            "coordinate_transformation_mode": "asymmetric",
-            "nearest_mode": "simple",
-        },
-    )
-    return _resized(old, x, dict(enumerate(axes)))
-
-
 def _resize(node: GraphNode, x: Tensor, *rest: Tensor | None) -> Tensor:
-    """Resize by scales, or to sizes; opset 10 has no region as its second input."""
-    if node.opset < 11:
-        return _upsample(node, x, *rest)
+    """Resize by scales, or to sizes."""
     _, scales, sizes = padded(rest, 3)
     along = [axis % x.ndim for axis in node.get("axes", tuple(range(x.ndim)))]
     axes = {}
     if sizes is not None and sizes.numel():
-        wanted = dict(zip(along, numbers(sizes), strict=True))
-        policy = node.get("keep_aspect_ratio_policy", "stretch")
-        if policy != "stretch":
-            ratios = [size / x.shape[axis] for axis, size in wanted.items()]
-            ratio = min(ratios) if policy == "not_larger" else max(ratios)
-            for axis in along:
-                axes[axis] = _Axis(x.shape[axis], int(x.shape[axis] * ratio + 0.5), ratio)
-        else:
-            for axis, size in wanted.items():
-                axes[axis] = _Axis(x.shape[axis], size, size / x.shape[axis])
+        for axis, size in zip(along, numbers(sizes), strict=True):
+            axes[axis] = _Axis(x.shape[axis], size, size / x.shape[axis])
     elif scales is not None:
         for axis, scale in zip(along, scales.tolist(), strict=True):
             axes[axis] = _Axis(x.shape[axis], int(x.shape[axis] * scale), scale)
@@ -284,6 +239,8 @@ def _resize(node: GraphNode, x: Tensor, *rest: Tensor | None) -> Tensor:
 def _resize_lacks(node: GraphNode) -> str | None:
     if node.get("coordinate_transformation_mode", "") == "tf_crop_and_resize":
         return "with the coordinates tf_crop_and_resize"
+    if node.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return "with keep_aspect_ratio_policy"
     return "with antialias" if node.get("antialias", 0) else None
 
 
@@ -311,8 +268,6 @@ def _taps(node: GraphNode, axis: _Axis) -> tuple[list[NDArray[np.int64]], list[_
     mode = node.get("mode", "nearest")
     if mode == "nearest":
         rounding = node.get("nearest_mode", "round_prefer_floor")
-        if rounding == "simple":  # ONNX Runtime's before opset 11, which ONNX leaves open
-            rounding = "ceil" if axis.scale < 1 else "floor"
         nearest = _NEAREST[rounding](original)
         return [np.clip(nearest.astype(np.int64), 0, most)], [None]
     if mode == "linear":
@@ -392,5 +347,4 @@ def _grid_sample(node: GraphNode, x: Tensor, grid: Tensor) -> Tensor:
 RESIZING: Mapping[str, TorchOperator] = {
     "GridSample": operator(_grid_sample),
     "Resize": operator(_resize, settings=(1, 2, 3), lacks=_resize_lacks),
-    "Upsample": operator(_upsample, settings=(1,)),
 }

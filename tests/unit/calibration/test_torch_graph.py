@@ -70,8 +70,8 @@ def slow() -> Iterator[Variant]:
             open_length = exporter == "torchscript" or name not in FIXED_LENGTH
             length = bool(family.dynamic) and open_length
             yield Variant(name, exporter, "dynamic", length=length)
-    for name, opset in itertools.product(("ResNet", "BERT", "LSTM"), (11, 26)):
-        exporter = "torchscript" if opset == 11 else "dynamo"
+    for name, opset in itertools.product(("ResNet", "BERT", "LSTM"), (13, 26)):
+        exporter = "torchscript" if opset == 13 else "dynamo"
         yield Variant(name, exporter, "dynamic", changed=f"opset {opset}")
     yield Variant("Keras CNN, channels last", "file", "dynamic")
     yield Variant("Keras CNN, transposed at each layer", "file", "dynamic")
@@ -338,16 +338,6 @@ def test_statistics_are_not_trained_unless_asked_for(*, behind_identity: bool) -
     assert torch.allclose(graph({"x": x})["y"], plain_answer, rtol=1e-6)
 
 
-def test_sizes_are_computed_in_host_memory() -> None:
-    """Tensors of ``meta`` have no values: whatever reads one to know a size fails."""
-    graph = TorchGraph(bert_like()).to("meta")
-    feeds = {name: tensor.to("meta") for name, tensor in tensors(ids(3)).items()}
-
-    answer = graph(feeds)["logits"]
-
-    assert (answer.device.type, tuple(answer.shape)) == ("meta", (3, 3))
-
-
 def test_functions_of_a_model_are_looked_into() -> None:
     body = [
         helper.make_node("Mul", ["a", "b"], ["c"]),
@@ -364,29 +354,9 @@ def test_functions_of_a_model_are_looked_into() -> None:
     assert graph.write_back(model).functions == model.functions
 
 
-def test_a_file_that_is_not_sorted_is_computed_in_order() -> None:
-    model = chain("Relu", "Neg", "Abs", "Neg")
-    nodes = list(model.graph.node)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes[i] for i in (3, 0, 2, 1))
-
-    (answer,) = TorchGraph(model)({"x": torch.tensor([[-1.0, 2.0]])}).values()
-
-    assert answer.tolist() == [[-0.0, -2.0]]
-
-
 Reads = Callable[[onnx.ModelProto], object]
 READS = pytest.mark.parametrize("read", [TorchGraph, check_trainable])
 """What is refused is refused the same where only operators are looked at."""
-
-
-@READS
-def test_a_circle_is_refused(read: Reads) -> None:
-    model = chain("Relu", "Neg")
-    model.graph.node[0].input[0] = model.graph.node[1].output[0]
-
-    with pytest.raises(UntrainableError, match="needs its own output; expected a graph without"):
-        read(model)
 
 
 @READS
@@ -419,8 +389,8 @@ def test_operators_of_other_domains_are_named_with_them(read: Reads) -> None:
 
 @READS
 def test_an_old_opset_is_refused(read: Reads) -> None:
-    with pytest.raises(UntrainableError, match="has opset 6, and operators of opset 7 or newer"):
-        read(one_node("Relu", ["x"], opset=6))
+    with pytest.raises(UntrainableError, match="has opset 12, and operators of opset 13 or newer"):
+        read(one_node("Relu", ["x"], opset=12))
 
 
 @READS
@@ -448,21 +418,6 @@ def test_what_can_be_trained_is_told_without_reading_weights() -> None:
     check_trainable(model)
 
 
-def test_a_tensor_that_is_not_there_is_refused_with_those_of_like_names() -> None:
-    with pytest.raises(
-        ValueError, match=r"no tensor 'block'; the nearest names are block\d, block"
-    ):
-        TorchGraph(residual_cnn(), outputs=["block"])
-
-
-def test_an_input_that_is_not_fed_is_named() -> None:
-    graph = TorchGraph(bert_like())
-    feeds = {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
-
-    with pytest.raises(ValueError, match="input 'attention_mask' is not fed; expected input_ids, "):
-        graph(feeds)
-
-
 def test_an_operator_that_fails_says_which_it_was() -> None:
     graph = TorchGraph(one_node("Add", ["x", "w"], weight("w", 1, 2, 3)))
 
@@ -470,24 +425,6 @@ def test_an_operator_that_fails_says_which_it_was() -> None:
         graph({"x": torch.zeros(1, 4)})
 
     assert caught.value.__notes__ == ["computing Add 'it' of inputs [1, 4], [3]"]
-
-
-@pytest.mark.parametrize(
-    ("other", "found"),
-    [
-        (weight("v", 1, 2, 3, 4), "none of that name"),
-        (weight("w", 1, 2, 3), r"one of shape \[3\]"),
-    ],
-)
-def test_weights_go_back_into_the_model_that_was_read_only(
-    other: onnx.TensorProto, found: str
-) -> None:
-    graph = TorchGraph(one_node("Add", ["x", "w"], weight("w", 1, 2, 3, 4)))
-
-    with pytest.raises(
-        ValueError, match=rf"'w' of shape \[4\] cannot be .*: the model has {found}"
-    ):
-        graph.write_back(one_node("Add", ["x", other.name], other))
 
 
 def test_onnx_runtime_loads_what_is_written_back(tmp_path: Path) -> None:
