@@ -27,7 +27,7 @@ from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, GraphAnalysis, find_cuts
 from offramp.compiler.cuts.slicing import CopyInFront, SegmentModel, Sliced, cut_tensors, split
 from offramp.compiler.frontend.preparation import MIN_OPSET, name_operators, remove_unused
-from offramp.compiler.graphs.graph import Dataflow, default_opset, refill, rename_graph
+from offramp.compiler.graphs.graph import default_opset, refill, rename_graph, written_names
 from offramp.compiler.graphs.shapes import annotate, declared_types
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.tail import giving
@@ -173,7 +173,7 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
     tail = model.tail
     if tail is not None:
         scores = PREFIX + tail.taught.output
-        if scores not in Dataflow(proto.graph).producers:
+        if scores not in written_names(proto.graph):
             raise ModelError(
                 f"the copy has no tensor {tail.taught.output!r}, which holds the scores that the "
                 "model makes its answer of; compile without the copy (--precision fp32, --train "
@@ -192,7 +192,7 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
 
 def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
     """State what inference may not find behind operators of others: as in the source model."""
-    made = Dataflow(proto.graph).producers
+    made = written_names(proto.graph)
     infos = [info for info in model.proto.graph.value_info if info.name in made]
     refill(proto.graph.value_info, infos)
     refill(proto.graph.output, model.proto.graph.output)

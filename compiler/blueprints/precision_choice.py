@@ -28,7 +28,7 @@ from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.exits import BuiltExit, build_on, reads_of
 from offramp.compiler.exits.timed_model import CompileRun
-from offramp.compiler.graphs.graph import serialised
+from offramp.compiler.graphs.graph import serialised, written_names
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.common.environment import cpu_features
 
@@ -218,5 +218,5 @@ def _mixed(
 
 def _outputs_outside(sliced: Sliced, mix: Mix) -> set[str]:
     """Name what operators give in the segments that stay float32."""
-    outside = (s for s in sliced.segments if s.index not in mix)
-    return {name for s in outside for node in s.proto.graph.node for name in node.output if name}
+    outside = (s.proto.graph for s in sliced.segments if s.index not in mix)
+    return set().union(*map(written_names, outside))

@@ -46,7 +46,7 @@ def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutA
     the work has none, sets of up to ``max_tensors`` are cut points too. There may be none:
     :func:`~offramp.compiler.cuts.exit_placement.choose_candidates` is what raises then.
     """
-    analysis = GraphAnalysis.of(model.proto, max_tensors=max_tensors)
+    analysis = GraphAnalysis.of(model.proto, model.flow, max_tensors=max_tensors)
     flow, kept, rejected = analysis.best()
     rejected = [*rejected, *analysis.shape_rejections(flow)]
     step_of = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
@@ -73,6 +73,7 @@ class GraphAnalysis:
     def of(
         cls,
         proto: onnx.ModelProto,
+        graph: Dataflow | None = None,
         *,
         turns: bool = False,
         max_tensors: int = MAX_CUT_TENSORS,
@@ -81,7 +82,8 @@ class GraphAnalysis:
 
         With ``turns``, tensors are judged as they are with the batch in front, wherever it is.
         """
-        return cls(fitness=GateFitness.of(proto, turns=turns), max_tensors=max_tensors)
+        graph = graph or Dataflow(proto.graph)
+        return cls(fitness=GateFitness.of(proto, graph, turns=turns), max_tensors=max_tensors)
 
     @property
     def graph(self) -> Dataflow:

@@ -45,18 +45,16 @@ class GateFitness:
     """Whether tensors are judged as they are with the batch in front, wherever it is."""
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto, *, turns: bool) -> GateFitness:
+    def of(cls, proto: onnx.ModelProto, graph: Dataflow, *, turns: bool) -> GateFitness:
         """Look at an annotated model with a single output."""
-        graph = Dataflow(proto.graph)
         work = work_of(proto, graph)
-        needed = graph.behind(graph.outputs, stop=frozenset())
         types = declared_types(proto)
         return cls(
             graph=graph,
             types=types,
             layouts=ChannelFinder.of(proto, graph, types),
             work=work,
-            total=sum(work.costs[op.index] for op in needed),
+            total=sum(work.costs[op.index] for op in graph.needed),
             turns=turns,
         )
 

@@ -127,8 +127,8 @@ def before_scores(analysis: CutAnalysis, model: SourceModel) -> CutAnalysis:
     """Drop the cut points that are in the model's tail, where exits would save nothing."""
     if model.tail is None:
         return analysis
-    flow, scores = Dataflow(model.proto.graph), model.taught.output
-    before = flow.behind([scores], stop=frozenset())
+    scores = model.taught.output
+    before = model.flow.behind([scores], stop=frozenset())
     known = {name for op in before for name in op.writes} - {scores}
     cuts = tuple(cut for cut in analysis.cuts if known.issuperset(cut.tensors))
     end = analysis.end if analysis.end and known.issuperset(analysis.end.tensors) else None
@@ -253,7 +253,7 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
     ends = [*(cut.tensors for cut in cuts), (model.answer.output,)]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
     shared = {name for cut in cuts for name in cut.side_inputs}
-    source = _Source.of(model.proto)
+    source = _Source.of(model)
     segments: list[SegmentModel] = []
     starts: tuple[str, ...] = ()
     for index, (end, share) in enumerate(zip(ends, shares.tolist(), strict=True)):
@@ -296,10 +296,10 @@ class _Source(NamedTuple):
     tensors: Mapping[str, gs.Tensor]
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto) -> _Source:
-        surgeon = gs.import_onnx(proto)
+    def of(cls, model: SourceModel) -> _Source:
+        surgeon = gs.import_onnx(model.proto)
         nodes = {node.name: node for node in surgeon.nodes}
-        return cls(surgeon, Dataflow(proto.graph), nodes, surgeon.tensors())
+        return cls(surgeon, model.flow, nodes, surgeon.tensors())
 
     def extract(
         self,

@@ -66,8 +66,8 @@ def work_of(proto: onnx.ModelProto, graph: Dataflow) -> OperatorWork:
 
 def _unknown(graph: Dataflow, counted: Sequence[float]) -> tuple[str, ...]:
     """Types of the operators that do work which was not counted, in order."""
-    found = (op for op in graph.operators if _is_unknown(op, counted[op.index]))
-    return tuple(dict.fromkeys(op.kind for op in found if not graph.is_constant(op)))
+    found = (op for op in graph.changing if _is_unknown(op, counted[op.index]))
+    return tuple(dict.fromkeys(op.kind for op in found))
 
 
 def _is_unknown(op: Operator, counted: float) -> bool:

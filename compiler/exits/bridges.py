@@ -26,7 +26,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from offramp.bundle import Answer, Head, TensorSpec
+from offramp.bundle import Answer, Head
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.errors import UntrainableError
 from offramp.calibration.torch.bridge_training import TrainedBridge, count_samples, train_bridges
@@ -46,7 +46,7 @@ from offramp.compiler.exits.endings import (
 from offramp.compiler.exits.exits import BuiltExit, FoundExits, judge
 from offramp.compiler.exits.feature_recording import augmentation
 from offramp.compiler.exits.timed_model import TimedModel
-from offramp.compiler.graphs.graph import Dataflow, rename_graph
+from offramp.compiler.graphs.graph import rename_graph
 from offramp.compiler.graphs.shapes import TensorType, declared_types
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.tail import giving
@@ -228,12 +228,7 @@ def _bridges(sliced: Sliced, model: SourceModel) -> list[Bridge]:
         behind = analysis.cuts[places[tuple(tensor.name for tensor in cut.tensors)] :]
         ways = [behind] if analysis.end is None else [behind, (*behind, analysis.end)]
         prefix = exit_prefix(candidate)
-        built = [
-            build_bridge(
-                model.proto, model.taught, model.inputs, way, candidate=candidate, prefix=prefix
-            )
-            for way in ways
-        ]
+        built = [build_bridge(model, way, candidate=candidate, prefix=prefix) for way in ways]
         operators = [len(bridge.proto.graph.node) for bridge in built]
         bridges += built if operators[-1] < operators[0] else built[:1]
     return bridges
@@ -294,25 +289,19 @@ class Bridge:
 
 
 def build_bridge(
-    proto: onnx.ModelProto,
-    taught: Answer,
-    inputs: Sequence[TensorSpec],
-    points: Sequence[CutPoint],
-    *,
-    candidate: int,
-    prefix: str,
+    source: SourceModel, points: Sequence[CutPoint], *, candidate: int, prefix: str
 ) -> Bridge:
     """Build the bridge from the first of some cut points, the last of which is its head's begin.
 
-    ``proto`` has its weights; all names inside begin with ``prefix``, and graph inputs keep theirs.
-    It ends with the scores ``taught``, which are named ``{prefix}{taught.output}``.
+    ``source`` has its weights; all names inside begin with ``prefix``, graph inputs keep theirs.
+    It ends with the scores ``source.taught``, which are named ``{prefix}{taught.output}``.
     """
-    flow, types = Dataflow(proto.graph), declared_types(proto)
+    proto, taught, types = source.proto, source.taught, declared_types(source.proto)
     aliases, kept, dropped = _regions(points)
     starts = points[0].tensors
-    operators = flow.behind([taught.output], stop=frozenset(starts), instead_of=aliases)
+    operators = source.flow.behind([taught.output], stop=frozenset(starts), instead_of=aliases)
     read = {aliases.get(tensor, tensor) for op in operators for tensor in op.reads}
-    ordered = [*starts, *(spec.name for spec in inputs)]
+    ordered = [*starts, *(spec.name for spec in source.inputs)]
     model = onnx.ModelProto(ir_version=proto.ir_version, producer_name="offramp")
     model.opset_import.extend(proto.opset_import)
     model.functions.extend(proto.functions)

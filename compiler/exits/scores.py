@@ -83,7 +83,7 @@ def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceM
     """
     if model.answer.task.kind not in ("classification", "multi-label"):
         return model
-    flow, types = Dataflow(model.proto.graph), declared_types(model.proto)
+    flow, types = model.flow, declared_types(model.proto)
     if _ends_with_activation(model, flow):
         return model
     chain = [name for name in dominators(flow, model.answer.output) if _is_matrix(types.get(name))]

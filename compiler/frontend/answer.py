@@ -136,28 +136,28 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
     [batch, classes] of two or more, of which one is right.
     """
     name = proto.graph.output[0].name
-    types = declared_types(proto)
-    tensor, last = types.get(name), _last(Dataflow(proto.graph), name)
+    flow, types = Dataflow(proto.graph), declared_types(proto)
+    tensor, last = types.get(name), _last(flow, name)
     shape = tensor.shape if tensor else None
     if last is not None and last.kind in _TREES:
         raise ModelError(_of_trees(name, last))
-    labels = _labels_of(proto, name, shape or ())
+    labels = _labels_of(proto, flow, name, shape or ())
     kind = find_kind(asked, shape or (), labels or last, are_labels=labels is not None)
     task = asked.settle(kind)
     if kind != "classification" and tensor is not None:
         picks = last is not None and last.kind == "ArgMax" and kind in DENSE
         picked = types.get(last.proto.input[0]) if picks and last is not None else None
-        form = _form_of(proto, name, kind, picks=picks)
+        form = _form_of(proto, flow, name, kind, picks=picks)
         if kind == "token-classification" and asked.kind == "auto":
             _check_tags(name, shape)
         if kind == "segmentation" and asked.kind == "auto" and not (picks or asked.class_map):
-            warn_of_heat_maps(name, shape or (), _ends(Dataflow(proto.graph), name))
+            warn_of_heat_maps(name, shape or (), _ends(flow, name))
         return describe_answer(name, tensor, task, form=form, picked=picked)
     in_order = last is not None and last.kind == "TopK"  # columns are places, and no classes
     match shape:
         case (str(batch), int(classes)) if batch == BATCH and classes >= 2 and not in_order:
             if tensor is not None and tensor.is_floating:
-                return Answer(output=name, classes=classes, form=_form(proto, name, classes))
+                return Answer(output=name, classes=classes, form=_form(proto, flow, name, classes))
     found = "unknown" if shape is None else f"[{', '.join(map(str, shape))}]"
     of = f" of {tensor.dtype}" if tensor else ""
     raise ModelError(
@@ -208,10 +208,9 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
 
 
 def _labels_of(
-    proto: onnx.ModelProto, output: str, shape: tuple[int | str, ...]
+    proto: onnx.ModelProto, flow: Dataflow, output: str, shape: tuple[int | str, ...]
 ) -> Operator | None:
     """Find the activation whose probabilities are a yes or no in each column of the output."""
-    flow = Dataflow(proto.graph)
     soft = find_activation(proto, flow, output) if len(shape) == 2 else None
     if soft is None or shape[1] == 1:
         return soft
@@ -221,17 +220,16 @@ def _labels_of(
     return soft if soft.kind in SIGMOIDS and as_wide and by_column else None
 
 
-def _form(proto: onnx.ModelProto, output: str, classes: int) -> AnswerForm:
+def _form(proto: onnx.ModelProto, flow: Dataflow, output: str, classes: int) -> AnswerForm:
     """Read the form of scores of classes off the graph; ModelError if they are labels."""
-    if (labels := _labels_of(proto, output, (BATCH, classes))) is not None:
+    if (labels := _labels_of(proto, flow, output, (BATCH, classes))) is not None:
         raise ModelError(
             f"output {output!r} ends with {_named(labels)}: each of its {classes} columns is a yes "
             "or no of its own (multi-label), expected one class of several. Leave --task out, or "
             "name it multi-label; if exactly one class is right for each sample, end the model "
             "before the Sigmoid, at its logits"
         )
-    graph = Dataflow(proto.graph)
-    last, soft = _last(graph, output), find_activation(proto, graph, output)
+    last, soft = _last(flow, output), find_activation(proto, flow, output)
     if soft is None:
         return "logits"
     form = _FORMS.get(soft.kind, "probabilities")
@@ -239,20 +237,21 @@ def _form(proto: onnx.ModelProto, output: str, classes: int) -> AnswerForm:
     return "log-probabilities" if logarithm else form
 
 
-def _form_of(proto: onnx.ModelProto, output: str, kind: TaskKind, *, picks: bool) -> AnswerForm:
+def _form_of(
+    proto: onnx.ModelProto, flow: Dataflow, output: str, kind: TaskKind, *, picks: bool
+) -> AnswerForm:
     """Tell what the numbers of an answer of another task than classification are."""
     if kind in ("pose", "regression"):
         return "values"
     if picks:
         return "classes"
-    graph = Dataflow(proto.graph)
-    last = _last(graph, output)
+    last = _last(flow, output)
     if kind == "multi-label":
-        return "logits" if find_activation(proto, graph, output) is None else "probabilities"
+        return "logits" if find_activation(proto, flow, output) is None else "probabilities"
     if last is None:
         return "logits"
     logarithm = last.kind == "Log"
-    soft = _last(graph, last.proto.input[0]) if logarithm else last
+    soft = _last(flow, last.proto.input[0]) if logarithm else last
     form = _FORMS.get(soft.kind) if soft is not None else None
     if soft is None or form is None or not _along(proto, soft, 2 if "token" in kind else 1):
         return "logits"

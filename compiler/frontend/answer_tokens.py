@@ -41,7 +41,7 @@ from offramp.compiler.graphs.graph import (
     rename_tensor,
     sort_operators,
 )
-from offramp.compiler.graphs.index_flow import required_ranges
+from offramp.compiler.graphs.index_flow import IndexRange, required_ranges
 from offramp.compiler.graphs.row_wise import ELEMENTWISE, RowWise, Size
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.shapes import annotate, declared_types, dtype_name, forget_shapes
@@ -414,11 +414,12 @@ def make_prompts(proto: onnx.ModelProto, inputs: PromptInputs) -> list[PromptBat
     """
     rng = np.random.default_rng(0)
     infos = {info.name: info.type.tensor_type.shape.dim for info in proto.graph.input}
+    ranges = required_ranges(proto, Dataflow(proto.graph))
     batch, tokens, *_ = infos[inputs.tokens]
     count = batch.dim_value if batch.HasField("dim_value") else _PROMPTS
     widths = (tokens.dim_value,) if tokens.HasField("dim_value") else _WIDTHS
     return [
-        _padded(proto, inputs, mask, rng)
+        _padded(proto, inputs, ranges, mask, rng)
         for width in widths
         for mask in _masks(rng, count, width, several=inputs.mask is not None)
     ]
@@ -441,11 +442,11 @@ def _masks(
 def _padded(
     proto: onnx.ModelProto,
     inputs: PromptInputs,
+    ranges: Mapping[str, IndexRange],
     mask: NDArray[np.int64],
     rng: np.random.Generator,
 ) -> PromptBatch:
     count, width = mask.shape
-    graph = Dataflow(proto.graph)
     feeds: dict[str, NDArray[Any]] = {}
     for info in proto.graph.input:
         name, dims = info.name, info.type.tensor_type.shape.dim
@@ -459,7 +460,7 @@ def _padded(
         elif name == inputs.mask:
             value = mask
         elif name == inputs.tokens and not np.issubdtype(dtype, np.floating):
-            legal = required_ranges(proto, graph).get(name)
+            legal = ranges.get(name)
             value = legal.draw(rng, sizes) if legal else rng.integers(0, 2, sizes)
         elif np.issubdtype(dtype, np.floating):
             value = rng.standard_normal(sizes)

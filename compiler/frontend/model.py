@@ -75,7 +75,7 @@ def read_model(
         raise ModelError(
             f"{path}: contradicts itself ({reason}); export the model again"
         ) from error
-    return SourceModel(
+    model = SourceModel(
         proto=proto,
         name=path.stem,
         inputs=inputs,
@@ -84,5 +84,5 @@ def read_model(
         opset=default_opset(proto),
         answer=found,
         unread=draft.unread,
-        tail=find_dense_tail(proto, found),
     )
+    return replace(model, tail=find_dense_tail(proto, model.flow, found))

@@ -30,7 +30,7 @@ from offramp.compiler.frontend.model_checks import (
     check_some_input,
 )
 from offramp.compiler.frontend.preparation import MIN_IR_VERSION, MIN_OPSET, specs
-from offramp.compiler.graphs.graph import Dataflow, default_opset
+from offramp.compiler.graphs.graph import Dataflow, default_opset, read_names, written_names
 from offramp.compiler.graphs.runtime import check_operators
 from offramp.compiler.graphs.shapes import BATCH, annotate
 from offramp.compiler.graphs.source_model import DeclaredInputs, drop_unread
@@ -93,12 +93,11 @@ def _one_answer(proto: onnx.ModelProto) -> bool:
 
 def _pruned(proto: onnx.ModelProto) -> bool:
     flow = Dataflow(proto.graph)
-    return len(flow.behind(flow.outputs, stop=frozenset())) == len(flow.operators)
+    return len(flow.needed) == len(flow.operators)
 
 
 def _inputs_read(proto: onnx.ModelProto) -> bool:
-    flow = Dataflow(proto.graph)
-    return {info.name for info in proto.graph.input} <= {*flow.consumers, *flow.outputs}
+    return {info.name for info in proto.graph.input} <= read_names(proto.graph)
 
 
 def _batch_free(proto: onnx.ModelProto) -> bool:
@@ -112,8 +111,7 @@ def _named(proto: onnx.ModelProto) -> bool:
 
 
 def _annotated(proto: onnx.ModelProto) -> bool:
-    written = {tensor for node in proto.graph.node for tensor in node.output}
-    return all(info.name in written for info in proto.graph.value_info)
+    return {info.name for info in proto.graph.value_info} <= written_names(proto.graph)
 
 
 class Property(Enum):

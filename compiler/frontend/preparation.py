@@ -17,7 +17,7 @@ from offramp.calibration.data.scratch import ScratchError, ScratchSpace
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.frontend.simplifier import LIMIT_S, SimplifierError, slim
-from offramp.compiler.graphs.graph import Dataflow, default_opset, refill, rename_tensor
+from offramp.compiler.graphs.graph import Dataflow, default_opset, read_names, refill, rename_tensor
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs, runs_opset
 from offramp.compiler.graphs.shapes import FLOATING, declared_types, dtype_name
 from offramp.compiler.graphs.weights import weight_file_if_large
@@ -106,10 +106,8 @@ def give_column(proto: onnx.ModelProto) -> bool:
 def remove_unused(proto: onnx.ModelProto) -> None:
     """Remove operators and initializers that no output depends on; sort the rest."""
     graph = proto.graph
-    flow = Dataflow(graph)
-    kept = flow.behind(flow.outputs, stop=frozenset())
-    read = {t for op in kept for t in op.reads} | set(flow.outputs)
-    refill(graph.node, [op.proto for op in kept])
+    refill(graph.node, [op.proto for op in Dataflow(graph).needed])
+    read = read_names(graph)
     # Messages that are removed keep their memory for as long as the model lives.
     if any(tensor.name not in read for tensor in graph.initializer):
         refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])

@@ -68,6 +68,16 @@ class Dataflow:
                 variable.update(op.writes)
         return frozenset(variable)
 
+    @property
+    def changing(self) -> tuple[Operator, ...]:
+        """Operators whose value depends on a graph input, in order."""
+        return tuple(op for op in self.operators if not self.is_constant(op))
+
+    @property
+    def needed(self) -> tuple[Operator, ...]:
+        """Operators that an output depends on, in order."""
+        return self.behind(self.outputs, stop=frozenset())
+
     def is_constant(self, op: Operator) -> bool:
         """Whether the operator computes the same value whatever the graph inputs are."""
         return self.variable.isdisjoint(op.writes)
@@ -213,6 +223,16 @@ def captured_by(body: onnx.GraphProto) -> Iterator[str]:
         yield from (t for t in (*inner.input, *captured_names(inner)) if t not in local)
         local.update(inner.output)
     yield from (o.name for o in body.output if o.name not in local)
+
+
+def read_names(graph: onnx.GraphProto) -> set[str]:
+    """Return the tensors that operators read, or their bodies, and the outputs of the graph."""
+    return {o.name for o in graph.output}.union(*map(_reads, graph.node))
+
+
+def written_names(graph: onnx.GraphProto) -> set[str]:
+    """Return the tensors that operators write."""
+    return {name for node in graph.node for name in node.output if name}
 
 
 def _initializer_names(graph: onnx.GraphProto) -> Iterator[str]:

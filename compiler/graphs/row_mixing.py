@@ -56,10 +56,7 @@ def scaled_by_batch(proto: onnx.ModelProto) -> tuple[Operator, ...]:
 
     Dynamically quantised models have them: they answer some samples otherwise in other company.
     """
-    flow = Dataflow(proto.graph)
-    return tuple(
-        op for op in flow.operators if op.kind in _SCALED_BY_BATCH and not flow.is_constant(op)
-    )
+    return tuple(op for op in Dataflow(proto.graph).changing if op.kind in _SCALED_BY_BATCH)
 
 
 def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
@@ -185,9 +182,8 @@ class _Rows:
 
     def mixing(self) -> Iterator[Operator]:
         """Yield operators of which a row, on the same input, is another alone than together."""
-        for op in self._flow.operators:
-            moving = op.kind in _MOVING or self._flow.is_constant(op)
-            if not moving and self._mixes(op):
+        for op in self._flow.changing:
+            if op.kind not in _MOVING and self._mixes(op):
                 yield op
 
     def _mixes(self, op: Operator) -> bool:

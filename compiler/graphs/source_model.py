@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import onnx
@@ -16,12 +17,12 @@ from onnx import helper
 from offramp.bundle.schema.answers import Answer
 from offramp.bundle.schema.inputs import NUMBER_DTYPES, TensorSpec, UnreadInput, declared_inputs
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.graphs.graph import Dataflow, copied, refill
+from offramp.compiler.graphs.graph import Dataflow, copied, read_names, refill
 from offramp.compiler.graphs.shapes import BATCH, dtype_name
 from offramp.compiler.graphs.tail import Tail
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for what is cached
 class SourceModel:
     """A model in the form that slicing needs.
 
@@ -43,6 +44,11 @@ class SourceModel:
     """Inputs that the file declares and nothing reads, which ``proto`` does not have."""
     tail: Tail | None = None
     """What follows the scores that heads imitate, where they do not imitate the answer itself."""
+
+    @cached_property
+    def flow(self) -> Dataflow:
+        """The operators of ``proto``."""
+        return Dataflow(self.proto.graph)
 
     @property
     def declared(self) -> tuple[TensorSpec, ...]:
@@ -76,8 +82,8 @@ class DeclaredInputs:
     @classmethod
     def of(cls, graph: onnx.GraphProto) -> DeclaredInputs:
         """Copy them, before the batch of the graph is renamed."""
-        read = frozenset(info.name for info in graph.input if info.name in _read(graph))
-        return cls(tuple(map(copied, graph.input)), read)
+        read = read_names(graph).intersection(info.name for info in graph.input)
+        return cls(tuple(map(copied, graph.input)), frozenset(read))
 
     def unread(self, graph: onnx.GraphProto) -> tuple[UnreadInput, ...]:
         """Describe those that are no inputs of ``graph``, which is the same model, prepared.
@@ -99,7 +105,7 @@ class DeclaredInputs:
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove the inputs that no operator reads, in place."""
-    read = _read(graph)
+    read = read_names(graph)
     refill(graph.input, [info for info in graph.input if info.name in read])
 
 
@@ -113,11 +119,6 @@ def with_unread(proto: onnx.ModelProto, unread: Sequence[UnreadInput]) -> onnx.M
         info = helper.make_tensor_value_info(each.spec.name, kind, each.spec.shape)
         declared.graph.input.insert(each.place, info)
     return declared
-
-
-def _read(graph: onnx.GraphProto) -> set[str]:
-    flow = Dataflow(graph)
-    return {*flow.consumers, *flow.outputs}
 
 
 def _spec(info: onnx.ValueInfoProto, fixed: int | None) -> TensorSpec:

@@ -212,21 +212,19 @@ def cut_tail(
     for place, name in ((graph.input, start), (graph.output, output)):
         sizes = list(types[name].shape or ())
         place.append(helper.make_tensor_value_info(name, types[name].elem_type, sizes))
-    graph_bytes, kinds = (
-        model.SerializeToString(),
-        tuple(op.kind for op in between if op.kind not in _MOVES),
-    )
+    graph_bytes = model.SerializeToString()
+    kinds = tuple(op.kind for op in between if op.kind not in _MOVES)
     return Tail(taught=taught, dtype=dtype, shape=shape, graph=graph_bytes, kinds=kinds, **facts)
 
 
-def find_dense_tail(proto: onnx.ModelProto, answer: Answer) -> Tail | None:
+def find_dense_tail(proto: onnx.ModelProto, flow: Dataflow, answer: Answer) -> Tail | None:
     """Find the tail of a model that answers for tokens or pixels, by its graph alone.
 
     It begins before an ArgMax, or after a Softmax over the classes that other operators follow.
     """
     if answer.task.kind not in _AXES:
         return None
-    flow, types, axis = Dataflow(proto.graph), declared_types(proto), _AXES[answer.task.kind]
+    types, axis = declared_types(proto), _AXES[answer.task.kind]
     if answer.form == "classes":
         op = flow.producers[answer.output]
         while op.kind != "ArgMax":

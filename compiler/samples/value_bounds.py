@@ -30,9 +30,8 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 def find_value_bounds(model: SourceModel, sample: Arrays) -> tuple[ValueBound, ...]:
     """Find the legal values of a model's inputs; ``sample`` is one of the data, [1, …] by input."""
-    graph = Dataflow(model.proto.graph)
     required: dict[str, list[Requirement]] = {}
-    for requirement in index_requirements(model.proto, graph):
+    for requirement in index_requirements(model.proto, model.flow):
         required.setdefault(requirement.input, []).append(requirement)
     drafts = {spec.name: list(_drafts(spec, required.get(spec.name, ()))) for spec in model.inputs}
     legal = _clipped(sample, [draft for of_input in drafts.values() for draft in of_input])
@@ -40,7 +39,7 @@ def find_value_bounds(model: SourceModel, sample: Arrays) -> tuple[ValueBound, .
     for name, of_input in drafts.items():
         if of_input:
             operators = [requirement.operator for requirement in required[name]]
-            found += _tried(_part(model.proto, graph, operators), legal, of_input)
+            found += _tried(_part(model.proto, model.flow, operators), legal, of_input)
     return tuple(found)
 
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx
 from onnx import numpy_helper
 
 from offramp.compiler.frontend.preparation import remove_unused
-from offramp.compiler.graphs.graph import Dataflow, hoisted, refill
+from offramp.compiler.graphs.graph import hoisted, refill
 from offramp.compiler.graphs.runtime import GraphRunner
+from offramp.compiler.graphs.source_model import SourceModel
 
 
-def with_plain_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
+def with_plain_constants(model: SourceModel) -> SourceModel:
     """Give a model with initializers for all that does not depend on a graph input.
 
     Simplified models have nothing else, and are given as they are; of others, weights may be
     transposed as they run.
     """
-    flow = Dataflow(proto.graph)
-    if not any(flow.is_constant(op) for op in flow.operators):
-        return proto
-    copy = hoisted(proto)
-    flow = Dataflow(copy.graph)
+    if len(model.flow.changing) == len(model.flow.operators):
+        return model
+    model = replace(model, proto=hoisted(model.proto))
+    copy, flow = model.proto, model.flow
     computed = {op.name for op in flow.operators if flow.is_constant(op)}
     if not computed:
-        return copy
+        return model
     read = {t for op in flow.operators if op.name not in computed for t in op.reads}
     read.update(flow.outputs)
     wanted = [t for op in flow.operators if op.name in computed for t in op.writes if t in read]
@@ -41,4 +43,4 @@ def with_plain_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
     refill(graph.node, [node for node in graph.node if node.name not in computed])
     refill(graph.value_info, [info for info in graph.value_info if info.name not in found])
     remove_unused(copy)
-    return copy
+    return replace(model)  # its operators are others now

@@ -40,8 +40,8 @@ class Supernet:
             ElasticSpecError: A name means nothing, or a ratio is no whole number of channels.
             NotElasticError: The graph cannot do with less; the message names the operator.
         """
-        model = replace(model, proto=with_plain_constants(model.proto))
-        flow, types = Dataflow(model.proto.graph), declared_types(model.proto)
+        model = with_plain_constants(model)
+        flow, types = model.flow, declared_types(model.proto)
         blocks = tuple(
             tuple(find_block(skip, spec.source, flow, types) for skip in group.skip)
             for group in spec.depths

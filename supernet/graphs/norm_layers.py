@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offramp.compiler.graphs.graph import Dataflow, Operator
+from offramp.compiler.graphs.graph import Operator
 from offramp.supernet.graphs.depth import in_scope
 from offramp.supernet.graphs.elastic_model import Supernet
 from offramp.supernet.graphs.elastic_spec import AUTO, NONE
@@ -40,8 +40,7 @@ def find_layers(supernet: Supernet) -> tuple[NormLayer, ...]:
     asked = supernet.spec.norm_layers
     if asked == NONE:
         return ()
-    flow = Dataflow(supernet.model.proto.graph)
-    every = [op for op in flow.operators if not flow.is_constant(op)]
+    every = supernet.model.flow.changing
     if asked == AUTO:
         found = [op for op in every if _is_norm(op, supernet)]
     else:

@@ -11,7 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from offramp.compiler.graphs.graph import Dataflow, copied, refill
+from offramp.compiler.graphs.graph import bodies, captured_names, copied, read_names, refill
 from offramp.supernet.graphs.reshape import ElasticAxis
 
 Place = tuple[str, int]
@@ -65,9 +65,7 @@ def apply_plan(
                 origins[made[change]] = name
             node.input[position] = made[change]
     kept = [n for n in (*captured, *users) if n in weights and n not in origins]
-    read = {t for op in Dataflow(graph).operators for t in op.reads} | {
-        o.name for o in graph.output
-    }
+    read = read_names(graph)
     for name in dict.fromkeys(kept):
         if name in read:
             graph.initializer.append(weights[name])
@@ -109,7 +107,8 @@ def _changed(
 
 def _captured(graph: onnx.GraphProto) -> set[str]:
     """Constants that bodies of operators read: those stay as they are."""
-    return {name for op in Dataflow(graph).operators if op.has_body for name in op.reads}
+    having = (node for node in graph.node if bodies(node))
+    return {name for node in having for name in (*node.input, *captured_names(node)) if name}
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
