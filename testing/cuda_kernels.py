@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm
-from offramp.engine.answers.exit_check import (
-    confidence_of,
-    exits,
-    exits_by_count,
-    highest_at,
-    pixels_at,
-)
+from offramp.engine.answers.exit_check import confidence_of, exits
 from offramp.engine.kernels.kernel_arguments import (
     GATHER_ROWS,
     MOST_TENSORS,
@@ -69,10 +63,7 @@ def _ranges_of_stage_end(launch: Launch) -> Iterator[ByteRange]:
     end = launch.arguments
     rows = int(end["rows"])
     yield ByteRange(int(end["scores"]), _scores_bytes(launch), writes=False)
-    if end["runs_on"]:
-        yield ByteRange(int(end["runs_on"]), rows, writes=False)
-    if CheckKind(int(end["kind"])).is_classification:
-        yield ByteRange(int(end["confidence"]), 4 * rows, writes=True)
+    yield ByteRange(int(end["confidence"]), 4 * rows, writes=True)
     yield ByteRange(int(end["principal"]), 4 * rows, writes=True)
     yield ByteRange(int(end["exits"]), rows, writes=True)
     yield ByteRange(int(end["survivors"]), 4 * rows, writes=True)
@@ -94,45 +85,24 @@ def _stage_end(launch: Launch, use: Use) -> None:
     end = launch.arguments
     rows = int(end["rows"])
     scratch = use(ByteRange(int(end["scratch"]), Scratch.bytes_for(rows), writes=True))
-    per_row = scratch[_COUNTERS_BYTES:].view(ROW_SCRATCH)
-    if scratch[:_COUNTERS_BYTES].any() or per_row["principal"].any():
+    if scratch[:_COUNTERS_BYTES].any():
         raise MisuseError("a stage end's scratch was not cleared after it was allocated")
 
-    principal, confidence = _reduced(launch, use)
-    if confidence is not None:
-        passed = exits(confidence, float(end["threshold"]))
-        _put(end, "confidence", confidence, use)
-    else:
-        passed = exits_by_count(principal, int(end["count_threshold"]))
-    goes_on = ~passed
-    if end["runs_on"]:
-        goes_on |= use(ByteRange(int(end["runs_on"]), rows, writes=False)) != 0
-    survivors = np.flatnonzero(goes_on).astype(np.int32)
+    stored = use(ByteRange(int(end["scores"]), _scores_bytes(launch), writes=False))
+    scores = _widened(stored, _SCORE_TYPES[launch.entry_point]).reshape(rows, int(end["classes"]))
+    form: AnswerForm = "logits" if end["kind"] == CheckKind.LOGITS else "probabilities"
+    confidence = confidence_of(scores, form)
+    passed = exits(confidence, float(end["threshold"]))
+    survivors = np.flatnonzero(~passed).astype(np.int32)
 
-    _put(end, "principal", principal, use)
+    _put(end, "confidence", confidence, use)
+    _put(end, "principal", scores.argmax(axis=1).astype(np.int32), use)
     _put(end, "exits", passed.astype(np.uint8), use)
     _put(end, "survivors", survivors, use)
     _put(end, "survivor_count", np.array([len(survivors)], np.int32), use)
     for source, target, row_bytes in _tensors(end):
         content = use(ByteRange(source, rows * row_bytes, writes=False)).reshape(rows, row_bytes)
         _copy(content[survivors], target, use)
-
-
-def _reduced(launch: Launch, use: Use) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
-    """Prediction and confidence, or the count of principal values at the threshold."""
-    end = launch.arguments
-    kind, threshold = CheckKind(int(end["kind"])), float(end["threshold"])
-    shape = tuple(int(end[name]) for name in ("rows", "channels", "positions"))
-    stored = use(ByteRange(int(end["scores"]), _scores_bytes(launch), writes=False))
-    scores = _widened(stored, _SCORE_TYPES[launch.entry_point]).reshape(shape)
-    if kind.is_classification:
-        form: AnswerForm = "logits" if kind == CheckKind.LOGITS else "probabilities"
-        classes = scores[:, :, 0]
-        return classes.argmax(axis=1).astype(np.int32), confidence_of(classes, form)
-    if kind == CheckKind.HEAT_MAPS:
-        return highest_at(scores, threshold, highest=int(end["highest"])), None
-    form = "logits" if kind == CheckKind.PIXEL_LOGITS else "probabilities"
-    return pixels_at(scores, form, threshold), None
 
 
 def _gather_rows(gather: np.void, use: Use) -> None:
@@ -173,7 +143,7 @@ def _tensors(arguments: np.void) -> Iterator[tuple[int, int, int]]:
 def _scores_bytes(launch: Launch) -> int:
     end = launch.arguments
     size_bytes = 4 if _SCORE_TYPES[launch.entry_point] == "float32" else 2
-    return int(end["rows"]) * int(end["channels"]) * int(end["positions"]) * size_bytes
+    return int(end["rows"]) * int(end["classes"]) * size_bytes
 
 
 def _widened(stored: NDArray[np.uint8], score_type: str) -> NDArray[np.float32]:

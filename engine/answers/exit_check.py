@@ -1,15 +1,12 @@
 """The exit check (PAME 5.3, Apparate 3.1).
 
-Dimension reduction: the principal value of a classification is its largest probability; those of
-a pose are the highest values of each heat map, those of a segmentation the largest probability of
-each pixel. Threshold check: the sample exits when its principal value reaches the confidence
-threshold, or as many of them as the count threshold says. The backends' kernels are held against
-these functions.
+Dimension reduction: the principal value of a classification is its largest probability; other tasks
+have several (:mod:`.principal_values`). Threshold check: the sample exits when its confidence, made
+of them, reaches the threshold. The backends' kernels are compared with these functions.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -61,38 +58,3 @@ def confidence_of(
 def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
     """Which samples exit; compared in float32, as the kernels do."""
     return leaves(confidence, np.float32(threshold))
-
-
-def highest_at(maps: NDArray[Any], threshold: float, *, highest: int) -> NDArray[np.int32]:
-    """Count principal values of heat maps that reach the threshold (pose estimation, PAME 5.3).
-
-    Of ``maps`` [b, maps, ...], floating probabilities of pixels, NaN counting as 0 and above 1 as
-    1, each has its ``highest`` values (PAME: 5), a smaller map all. Gives [b], summed over the
-    maps.
-    """
-    confidence = confidence_of(maps.reshape(-1, 1), "probabilities").reshape(_flat(maps))
-    principal = np.sort(confidence, axis=2)[:, :, -highest:]
-    count: NDArray[np.int32] = exits(principal, threshold).sum(axis=(1, 2), dtype=np.int32)
-    return count
-
-
-def pixels_at(answer: NDArray[Any], form: AnswerForm, threshold: float) -> NDArray[np.int32]:
-    """Count pixels whose confidence reaches the threshold (segmentation, PAME 5.3).
-
-    ``answer`` is [b, classes, ...], floating logits or probabilities of pixels; gives [b].
-    """
-    pixels = np.moveaxis(answer.reshape(_flat(answer)), 1, 2)
-    confidence = confidence_of(pixels.reshape(-1, answer.shape[1]), form)
-    reached = exits(confidence, threshold).reshape(pixels.shape[:2])
-    count: NDArray[np.int32] = reached.sum(axis=1, dtype=np.int32)
-    return count
-
-
-def exits_by_count(count: NDArray[np.int32], count_threshold: int) -> NDArray[np.bool_]:
-    """Which samples exit: those with enough principal values at the confidence threshold."""
-    return count >= np.int32(count_threshold)
-
-
-def _flat(answer: NDArray[Any]) -> tuple[int, int, int]:
-    """The shape with all pixels in one axis; not by −1, which an empty batch leaves open."""
-    return answer.shape[0], answer.shape[1], math.prod(answer.shape[2:])

@@ -41,7 +41,7 @@ class StageCheck:
     """Name of the output that it reads."""
     score_type: ScoreType
     kind: CheckKind
-    channels: int
+    classes: int
 
 
 def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck | None:
@@ -55,13 +55,13 @@ def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck 
     if spec.answer is None or score_type is None:
         return None
     if spec.confidence is not None:
-        kind, channels, scores = CheckKind.PROBABILITIES, 1, spec.confidence
+        kind, classes, scores = CheckKind.PROBABILITIES, 1, spec.confidence
     elif spec.task.kind != "classification" or spec.form == "values":
         return None  # computed on the host
     else:
         kind = CheckKind.PROBABILITIES if spec.form == "probabilities" else CheckKind.LOGITS
-        channels, scores = classes, spec.answer
-    return StageCheck(scores=scores, score_type=score_type, kind=kind, channels=channels)
+        scores = spec.answer
+    return StageCheck(scores=scores, score_type=score_type, kind=kind, classes=classes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,7 +177,7 @@ class StageRuns:
         assert check is not None
         compacted = run.execution.carried if run.compacts else None
         return stage_end(
-            ExitCheck(kind=check.kind, channels=check.channels, threshold=threshold),
+            ExitCheck(kind=check.kind, classes=check.classes, threshold=threshold),
             rows=run.rows,
             scores=run.execution.addresses[check.scores],
             score_type=check.score_type,

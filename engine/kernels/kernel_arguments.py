@@ -40,7 +40,6 @@ ROW_SCRATCH: Final = np.dtype(
 STAGE_END_ARGUMENTS: Final = np.dtype(
     [
         ("scores", "u8"),
-        ("runs_on", "u8"),
         ("confidence", "u8"),
         ("principal", "u8"),
         ("exits", "u8"),
@@ -49,16 +48,10 @@ STAGE_END_ARGUMENTS: Final = np.dtype(
         ("scratch", "u8"),
         ("kind", "i4"),
         ("rows", "i4"),
-        ("channels", "i4"),
-        ("positions", "i4"),
-        ("units_a_row", "i4"),
-        ("positions_a_unit", "i4"),
-        ("highest", "i4"),
-        ("count_threshold", "i4"),
+        ("classes", "i4"),
         ("threshold", "f4"),
         ("check_blocks", "i4"),
         ("tensor_count", "i4"),
-        ("unused", "i4"),
         ("tensors", ROW_COPY, MOST_TENSORS),
     ],
     align=True,
@@ -83,30 +76,17 @@ _MANY_CLASSES = 4096
 """From here on a row is worth a block of the largest size."""
 _THREADS_A_MULTIPROCESSOR = 1024
 """As many as are resident with 64 registers a thread; see ``row_copy.cuh`` on why they do."""
-_POSITIONS_A_UNIT = 1024
-"""Four pixels a thread."""
 _WORDS_A_PIECE = 128
 """As in ``row_copy.cuh``: what a warp copies at once."""
 
 
 class CheckKind(IntEnum):
-    """Kinds of exit check: what the scores are and what of them is checked (PAME 5.3)."""
+    """Kinds of exit check: what the scores [rows, classes] are."""
 
     LOGITS = 0
-    """[rows, classes]: largest softmax probability at the threshold."""
+    """The confidence is the largest softmax probability."""
     PROBABILITIES = 1
-    """[rows, classes]: largest one at the threshold."""
-    HEAT_MAPS = 2
-    """[rows, maps, pixels], probabilities: count over the k highest of every map."""
-    PIXEL_LOGITS = 3
-    """[rows, classes, pixels]: count over every pixel's largest softmax probability."""
-    PIXEL_PROBABILITIES = 4
-    """[rows, classes, pixels]: count over every pixel's largest one."""
-
-    @property
-    def is_classification(self) -> bool:
-        """One principal value, hence a confidence and a prediction, and no count."""
-        return self <= CheckKind.PROBABILITIES
+    """The confidence is the largest of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,43 +94,18 @@ class ExitCheck:
     """The rule by which a row exits; its meaning is that of ``engine/answers/exit_check.py``."""
 
     kind: CheckKind
-    channels: int
-    """Classes, or heat maps."""
-    positions: int = 1
-    """Pixels of a map; 1 in classification."""
+    classes: int
     threshold: float
     """Confidence threshold, 0 to ``NEVER``."""
-    count_threshold: int = 1
-    """Principal values at the threshold that make a row exit; not in classification."""
-    highest: int = 1
-    """k, the principal values of a heat map (PAME: 5); for heat maps only."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= NEVER:
             raise ValueError(f"confidence threshold {self.threshold} is not in [0, {NEVER}]")
-        for name in ("channels", "positions", "count_threshold", "highest"):
-            if not 1 <= getattr(self, name) <= _MOST:
-                raise ValueError(f"{name} {getattr(self, name)} of an exit check: 1 or more")
-        if self.kind.is_classification and self.positions != 1:
-            raise ValueError(
-                f"{self.kind.name} has [rows, classes], not {self.positions} positions a class; "
-                f"for one answer a pixel take PIXEL_{self.kind.name}"
-            )
-
-    @property
-    def units_a_row(self) -> int:
-        """Parts of a row's check that different blocks can do."""
-        if self.kind.is_classification:
-            return 1
-        if self.kind == CheckKind.HEAT_MAPS:
-            return self.channels
-        return _parts(self.positions, _POSITIONS_A_UNIT)
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        many = self.kind.is_classification and self.channels >= _MANY_CLASSES
-        return _THREADS_MANY_CLASSES if many else _THREADS
+        return _THREADS_MANY_CLASSES if self.classes >= _MANY_CLASSES else _THREADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,15 +145,15 @@ class Results:
     """Addresses of what a stage end writes; the host reads them once the stream got there."""
 
     principal: int
-    """int32 [rows]: prediction, or principal values at the threshold."""
+    """int32 [rows]: prediction."""
     exits: int
     """uint8 [rows]: 1 where the check is passed."""
     survivors: int
     """int32 [rows]: row numbers that go on, rising; only the first so many are written."""
     survivor_count: int
     """int32 [1]."""
-    confidence: int = 0
-    """float32 [rows]; null where the check is a count."""
+    confidence: int
+    """float32 [rows]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,31 +201,25 @@ def stage_end(
     scratch: Scratch,
     multiprocessors: int,
     tensors: Sequence[RowCopy] = (),
-    runs_on: int = 0,
 ) -> Launch:
     """Make the launch after a stage: who exits, and compaction of those that go on.
 
-    The batch has ``rows`` rows, perhaps 0. ``scores`` is the address of [rows, channels,
-    positions], dense; ``runs_on`` that of uint8 [rows]: rows that go on although they exit (audit
-    and release modes), or null: none does. ``scratch`` is the stream's, used by one launch at a
-    time; ``tensors`` are what the next stage takes, none after the last. ValueError if the kernel
-    would misread it, or write where it must not.
+    The batch has ``rows`` rows, perhaps 0. ``scores`` is the address of [rows, classes], dense.
+    ``scratch`` is the stream's, used by one launch at a time; ``tensors`` are what the next stage
+    takes, none after the last. ValueError if the kernel would misread it, or write where it must
+    not.
     """
     _check_tensors(tensors, rows=rows, copied=rows)
-    _check_results(check, results, scratch, rows)
+    _check_results(results, scratch, rows)
     size_bytes = 4 if score_type == "float32" else 2
     if rows and (scores <= 0 or scores % size_bytes):
         raise ValueError(f"scores at {scores:#x} are no address of {score_type}")
-    units = rows * check.units_a_row
-    if units > _MOST // 2:
-        raise ValueError(f"{rows} rows of {check.units_a_row} parts: too many for one launch")
-    check_blocks = _blocks(units, multiprocessors, check.threads)
+    check_blocks = _blocks(rows, multiprocessors, check.threads)
     copy_blocks = _copy_blocks(tensors, rows, multiprocessors, check.threads)
     arguments = _struct(
         STAGE_END_ARGUMENTS,
         tensors,
         scores=scores,
-        runs_on=runs_on,
         confidence=results.confidence,
         principal=results.principal,
         exits=results.exits,
@@ -279,12 +228,7 @@ def stage_end(
         scratch=scratch.address,
         kind=check.kind,
         rows=rows,
-        channels=check.channels,
-        positions=check.positions,
-        units_a_row=check.units_a_row,
-        positions_a_unit=_POSITIONS_A_UNIT,
-        highest=check.highest,
-        count_threshold=check.count_threshold,
+        classes=check.classes,
         threshold=check.threshold,
         check_blocks=check_blocks,
     )
@@ -347,17 +291,14 @@ def _check_tensors(tensors: Sequence[RowCopy], *, rows: int, copied: int) -> Non
             )
 
 
-def _check_results(check: ExitCheck, results: Results, scratch: Scratch, rows: int) -> None:
+def _check_results(results: Results, scratch: Scratch, rows: int) -> None:
     if rows > scratch.rows:
         raise ValueError(f"{rows} rows, but the scratch block is for {scratch.rows}")
     if scratch.address <= 0 or scratch.address % SCRATCH_ALIGNMENT:
         raise ValueError(
             f"scratch at {scratch.address:#x}: must be aligned to {SCRATCH_ALIGNMENT} bytes"
         )
-    needed = ["principal", "survivors", "survivor_count"]
-    if check.kind.is_classification:
-        needed.append("confidence")
-    for name in needed:
+    for name in ("confidence", "principal", "survivors", "survivor_count"):
         address = getattr(results, name)
         if address <= 0 or address % 4:
             raise ValueError(f"{name} at {address:#x} is no address of 32-bit values")

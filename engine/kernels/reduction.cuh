@@ -1,4 +1,4 @@
-// Sums and softmax summaries over the threads of a block. Blocks are whole warps, at most 32.
+// Softmax summaries over the threads of a block. Blocks are whole warps, at most 32.
 #pragma once
 
 #include "scores.cuh"
@@ -39,20 +39,13 @@ __device__ __forceinline__ Summary merged(const Summary left, const Summary righ
     return {largest, in_order ? left.first : right.first, sum};
 }
 
-__device__ __forceinline__ int merged(int left, int right) { return left + right; }
-
-__device__ __forceinline__ int of_lane(int value, int distance) {
-    return __shfl_xor_sync(ALL_LANES, value, distance);
-}
-
 __device__ __forceinline__ Summary of_lane(const Summary& value, int distance) {
     return {__shfl_xor_sync(ALL_LANES, value.largest, distance),
             __shfl_xor_sync(ALL_LANES, value.first, distance),
             __shfl_xor_sync(ALL_LANES, value.sum, distance)};
 }
 
-template <class Value>
-__device__ __forceinline__ Value over_warp(Value value) {
+__device__ __forceinline__ Summary over_warp(Summary value) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
         value = merged(value, of_lane(value, distance));
@@ -61,12 +54,11 @@ __device__ __forceinline__ Value over_warp(Value value) {
 }
 
 // Merges the values of all threads; every thread gets the result. `of_warps` is shared, for 32.
-template <class Value>
-__device__ __forceinline__ Value over_block(Value value, Value none, Value* of_warps) {
+__device__ __forceinline__ Summary over_block(Summary value, Summary* of_warps) {
     value = over_warp(value);
     if (lane_number() == 0) of_warps[warp_number()] = value;
     __syncthreads();
-    value = over_warp(lane_number() < warp_count() ? of_warps[lane_number()] : none);
+    value = over_warp(lane_number() < warp_count() ? of_warps[lane_number()] : nothing_seen());
     __syncthreads();  // before the next call writes of_warps
     return value;
 }

@@ -3,17 +3,13 @@
 
 #include "exit_check.cuh"
 
-__device__ __forceinline__ bool goes_on(const StageEnd& stage, int row) {
-    return !passes(stage, row) || (stage.runs_on != nullptr && stage.runs_on[row] != 0);
-}
-
 // Writes the rows that go on, in their order, into the scratch, and gives their number. Blockwise
 // scan, as many rows at a time as there are threads.
 __device__ int find_survivors(const StageEnd& stage, Workspace& shared) {
     int found = 0;
     for (int first = 0; first < stage.rows; first += blockDim.x) {
         const int row = first + threadIdx.x;
-        const bool stays = row < stage.rows && goes_on(stage, row);
+        const bool stays = row < stage.rows && !passes(stage, row);
         const unsigned of_warp = __ballot_sync(ALL_LANES, stays);
         if (lane_number() == 0) shared.counts[warp_number()] = __popc(of_warp);
         __syncthreads();
@@ -38,17 +34,16 @@ __device__ void publish(Scratch& scratch, int survivor_count) {
     }
 }
 
-// Writes what the host reads, and leaves the rows' scratch as it was found. Here, by one block, and
-// after the survivors are published: neighbouring threads write neighbouring words, which is few
-// transactions if they go over the bus to pinned memory, and no fence has to wait for them.
+// Writes what the host reads. Here, by one block, and after the survivors are published:
+// neighbouring threads write neighbouring words, which is few transactions if they go over the bus
+// to pinned memory, and no fence has to wait for them.
 __device__ void report(const StageEnd& stage, int survivor_count) {
     for (int row = threadIdx.x; row < stage.rows; row += blockDim.x) {
-        RowScratch& result = stage.scratch->rows[row];
+        const RowScratch& result = stage.scratch->rows[row];
         stage.exits[row] = passes(stage, row);
         stage.principal[row] = fresh(result.principal);
-        if (is_classification(stage)) stage.confidence[row] = fresh(result.confidence);
+        stage.confidence[row] = fresh(result.confidence);
         if (row < survivor_count) stage.survivors[row] = fresh(result.survivor);
-        result.principal = 0;
     }
     if (threadIdx.x == 0) *stage.survivor_count = survivor_count;
 }

@@ -149,7 +149,7 @@ def _end_stage(
     copies = _copies(bench, tensors, rows)
     bench.launch(
         stage_end(
-            ExitCheck(kind=scores.kind, channels=classes, threshold=threshold),
+            ExitCheck(kind=scores.kind, classes=classes, threshold=threshold),
             rows=rows,
             scores=bench.place(scores.stored),
             score_type=scores.score_type,

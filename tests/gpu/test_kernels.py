@@ -41,24 +41,15 @@ def stage_end_case(
     multiprocessors: int = 132,
     scratch: Guarded | None = None,
 ) -> StageEndCase:
-    """One whose rows partly exit, some of which run on."""
+    """One whose rows partly exit."""
     rng = np.random.default_rng(seed)
-    channels, positions = (1000, 1) if kind.is_classification else (19, 1100)
-    values = stored(random_scores(rng, (rows, channels, positions), kind), score_type)
+    values = stored(random_scores(rng, (rows, 1000), kind), score_type)
     return StageEndCase(
-        check=ExitCheck(
-            kind=kind,
-            channels=channels,
-            positions=positions,
-            threshold=0.5,
-            count_threshold=1 if kind.is_classification else 40,
-            highest=5,
-        ),
+        check=ExitCheck(kind=kind, classes=1000, threshold=0.5),
         values=values,
         score_type=score_type,
         rng=rng,
         row_bytes=CARRIED,
-        runs_on=(rng.random(rows) < 0.2).astype(np.uint8),
         multiprocessors=multiprocessors,
         scratch=scratch,
     )
@@ -92,9 +83,9 @@ def test_batches_of_all_sizes(gpu: Gpu, rows: int, kind: CheckKind, score_type: 
 def test_a_batch_of_65535(gpu: Gpu) -> None:
     """More blocks are wanted than fit on the device at once: copiers wait for checkers."""
     rng = np.random.default_rng(1)
-    values = random_scores(rng, (65535, 10, 1), CheckKind.LOGITS)
+    values = random_scores(rng, (65535, 10), CheckKind.LOGITS)
     StageEndCase(
-        check=ExitCheck(kind=CheckKind.LOGITS, channels=10, threshold=0.5),
+        check=ExitCheck(kind=CheckKind.LOGITS, classes=10, threshold=0.5),
         values=values,
         score_type="float32",
         rng=rng,

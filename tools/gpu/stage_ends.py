@@ -158,7 +158,7 @@ class _Buffers:
         results = {name: int(memory) for name, memory in self._results.items()}
         launches = [
             stage_end(
-                ExitCheck(kind=CheckKind.LOGITS, channels=end.classes, threshold=0.9),
+                ExitCheck(kind=CheckKind.LOGITS, classes=end.classes, threshold=0.9),
                 rows=end.rows,
                 scores=scores,
                 score_type="float32",

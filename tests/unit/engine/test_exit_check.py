@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from offramp.bundle import NEVER
-from offramp.engine.answers.exit_check import (
-    confidence_of,
-    exits,
-    exits_by_count,
-    highest_at,
-    pixels_at,
-)
+from offramp.engine.answers.exit_check import confidence_of, exits
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, max_side=12)
 
@@ -125,64 +119,3 @@ def test_float32_thresholds_decide_as_in_any_precision(confidence: float, thresh
 def test_never_is_never_reached() -> None:
     assert exits(np.array([0, 0.5, 1], np.float32), NEVER).tolist() == [False] * 3
     assert exits(np.ones(1, np.float32), 1.0).tolist() == [True]
-
-
-def test_heat_maps_count_their_highest_values_only() -> None:
-    maps = np.zeros((2, 3, 4, 4))
-    maps[0, 0] = 0.9  # sixteen, of which two are principal
-    maps[0, 1, 3, 3] = 0.5  # reaches it
-    maps[0, 2, 0] = 0.4
-    assert highest_at(maps, 0.5, highest=2).tolist() == [3, 0]
-    assert highest_at(maps, 0.4, highest=2).tolist() == [5, 0]
-    assert highest_at(maps, 0.4, highest=100).tolist() == [16 + 1 + 4, 0]
-
-
-@given(
-    hnp.arrays(np.float32, hnp.array_shapes(min_dims=3, max_dims=4, max_side=5)),
-    st.floats(0, NEVER, width=32),
-    st.integers(1, 30),
-)
-def test_heat_maps_by_counting_one_after_another(maps, threshold: float, highest: int) -> None:
-    expected = []
-    for sample in maps:
-        count = 0
-        for values in sample:
-            clipped = [0 if np.isnan(v) else min(max(v, 0), 1) for v in values.ravel()]
-            count += sum(v >= threshold for v in sorted(clipped, reverse=True)[:highest])
-        expected.append(count)
-    assert highest_at(maps, threshold, highest=highest).tolist() == expected
-
-
-def test_pixels_count_by_their_surest_class() -> None:
-    answer = np.zeros((2, 2, 1, 3))
-    answer[0, :, 0] = [[0.9, 0.5, 0.2], [0.1, 0.5, 0.8]]
-    answer[1, :, 0] = [[np.nan, 0.3, 0.3], [1.0, 0.3, 2.0]]
-    assert pixels_at(answer, "probabilities", 0.6).tolist() == [2, 1]
-    assert pixels_at(answer, "probabilities", 0.5).tolist() == [3, 1]
-    assert pixels_at(answer, "probabilities", NEVER).tolist() == [0, 0]
-
-
-@given(
-    hnp.arrays(
-        np.float32,
-        hnp.array_shapes(min_dims=3, max_dims=4, max_side=5),
-        elements=st.floats(-5, 5, width=32),
-    ),
-    st.floats(0, 1, width=32),
-)
-def test_pixels_are_each_a_classification(logits: np.ndarray, threshold: float) -> None:
-    count = pixels_at(logits, "logits", threshold)
-    for sample, found in zip(logits, count, strict=True):
-        pixels = sample.reshape(len(sample), -1).T
-        assert exits(confidence_of(pixels, "logits"), threshold).sum() == found
-
-
-def test_counts_of_an_empty_batch() -> None:
-    empty = np.empty((0, 3, 2, 2), np.float32)
-    assert highest_at(empty, 0.5, highest=5).shape == (0,)
-    assert pixels_at(empty, "logits", 0.5).shape == (0,)
-
-
-def test_enough_principal_values_exit() -> None:
-    counts = np.array([0, 4, 5, 6], np.int32)
-    assert exits_by_count(counts, 5).tolist() == [False, False, True, True]

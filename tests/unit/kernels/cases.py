@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from tests.unit.kernels.shim import Device, Guarded
 
 from offramp.bundle import NEVER
-from offramp.engine.answers.exit_check import (
-    confidence_of,
-    exits,
-    exits_by_count,
-    highest_at,
-    pixels_at,
-)
+from offramp.engine.answers.exit_check import confidence_of, exits
 from offramp.engine.kernels.kernel_arguments import (
-    ROW_SCRATCH,
     CheckKind,
     ExitCheck,
     Launch,
@@ -57,7 +50,7 @@ def widened(values: np.ndarray) -> np.ndarray:
 
 def random_scores(rng: np.random.Generator, shape: tuple[int, ...], kind: CheckKind) -> np.ndarray:
     """Usual rows, and among them every sort of unusual one; float32."""
-    if kind in (CheckKind.LOGITS, CheckKind.PIXEL_LOGITS):
+    if kind is CheckKind.LOGITS:
         values = rng.normal(0, rng.choice([0.1, 3, 30]), shape)
     else:
         values = rng.random(shape) ** rng.choice([1, 4])
@@ -94,13 +87,12 @@ class StageEndCase:
 
     check: ExitCheck
     values: np.ndarray
-    """[rows, channels, positions], stored scores."""
+    """[rows, classes], stored scores."""
     score_type: ScoreType
     rng: np.random.Generator
     row_bytes: Sequence[int] = ()
     misaligned: Sequence[int] = ()
     """Bytes by which sources and targets miss an alignment of 256, in turn."""
-    runs_on: np.ndarray | None = None
     scratch: Guarded | None = None
     multiprocessors: int = 1
 
@@ -121,16 +113,13 @@ class StageEndCase:
             Guarded(rows * row_bytes, rng, misaligned=miss)
             for row_bytes, miss in zip(self.row_bytes, misses[1::2], strict=False)
         ]
-        self.runs_on_memory = None if self.runs_on is None else filled(self.runs_on, rng)
         self.before = {name: each.bytes.copy() for name, each in self.outputs.items()}
         self.targets_before = [target.bytes.copy() for target in self.targets]
 
     def memories(self) -> list[Guarded]:
         """All that the launch may touch."""
         assert self.scratch is not None
-        more = [] if self.runs_on_memory is None else [self.runs_on_memory]
-        own = [self.scores, self.scratch, *more]
-        return [*own, *self.outputs.values(), *self.sources, *self.targets]
+        return [self.scores, self.scratch, *self.outputs.values(), *self.sources, *self.targets]
 
     def launch(self, device: Device) -> Launch:
         """Place everything, and say what to launch."""
@@ -151,7 +140,6 @@ class StageEndCase:
                     self.sources, self.targets, self.row_bytes, strict=True
                 )
             ],
-            runs_on=0 if self.runs_on_memory is None else at[id(self.runs_on_memory)],
         )
 
     def run(
@@ -179,34 +167,18 @@ class StageEndCase:
         assert is_ready(self.scratch)
 
     def _check_reduction(self) -> np.ndarray:
-        """Confidences, predictions and counts; gives who passed by the kernel's own figures."""
+        """Confidences and predictions; return who passed by the kernel's own figures."""
         values = widened(self.values)
         principal = self.outputs["principal"].view(np.int32)
-        check = self.check
-        if check.kind.is_classification:
-            form = "logits" if check.kind == CheckKind.LOGITS else "probabilities"
-            confidence = self.outputs["confidence"].view(np.float32)
-            expected = confidence_of(values[:, :, 0], form)
-            np.testing.assert_allclose(confidence, expected, rtol=RTOL)
-            np.testing.assert_array_equal(principal, values[:, :, 0].argmax(axis=1))
-            return exits(confidence, check.threshold)
-        unwritten = self.outputs["confidence"].bytes
-        np.testing.assert_array_equal(unwritten, self.before["confidence"])
-        if check.kind == CheckKind.HEAT_MAPS:
-            expected = highest_at(values, check.threshold, highest=check.highest)
-            np.testing.assert_array_equal(principal, expected)
-        elif check.kind == CheckKind.PIXEL_PROBABILITIES:
-            expected = pixels_at(values, "probabilities", check.threshold)
-            np.testing.assert_array_equal(principal, expected)
-        else:  # pixels at the very threshold are anybody's
-            assert (principal >= pixels_at(values, "logits", check.threshold * (1 + RTOL))).all()
-            assert (principal <= pixels_at(values, "logits", check.threshold * (1 - RTOL))).all()
-        return exits_by_count(principal, check.count_threshold)
+        form = "logits" if self.check.kind is CheckKind.LOGITS else "probabilities"
+        confidence = self.outputs["confidence"].view(np.float32)
+        np.testing.assert_allclose(confidence, confidence_of(values, form), rtol=RTOL)
+        np.testing.assert_array_equal(principal, values.argmax(axis=1))
+        return exits(confidence, self.check.threshold)
 
     def _check_compaction(self, passed: np.ndarray) -> None:
         np.testing.assert_array_equal(self.outputs["exits"].bytes, passed)
-        stays = ~passed if self.runs_on is None else ~passed | (self.runs_on != 0)
-        expected = np.flatnonzero(stays)
+        expected = np.flatnonzero(~passed)
         count = self.outputs["survivor_count"].view(np.int32)
         assert count.tolist() == [len(expected)]
         survivors = self.outputs["survivors"].view(np.int32)
@@ -216,7 +188,7 @@ class StageEndCase:
         for source, target, row_bytes, untouched in zip(
             self.sources, self.targets, self.row_bytes, self.targets_before, strict=True
         ):
-            rows = source.bytes.reshape(len(stays), row_bytes)
+            rows = source.bytes.reshape(len(passed), row_bytes)
             copied = len(expected) * row_bytes
             np.testing.assert_array_equal(target.bytes[:copied], rows[expected].reshape(-1))
             np.testing.assert_array_equal(target.bytes[copied:], untouched[copied:])
@@ -284,9 +256,8 @@ def new_scratch(rows: int, rng: np.random.Generator) -> Guarded:
 
 
 def is_ready(scratch: Guarded) -> bool:
-    """Whether counters and principal values are zero, as the next launch needs them."""
-    counters, rows = scratch.bytes[:512], scratch.bytes[512:].view(ROW_SCRATCH)
-    return not counters.any() and not rows["principal"].any()
+    """Whether all counters are zero, as the next launch needs them."""
+    return not scratch.bytes[:512].any()
 
 
 @st.composite
@@ -295,21 +266,13 @@ def stage_ends(draw: st.DrawFn) -> StageEndCase:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     kind = draw(st.sampled_from(CheckKind))
     rows = draw(st.integers(1, 40) | st.integers(1, 257))
-    if kind.is_classification:
-        channels, positions = draw(st.integers(1, 40) | st.integers(1, 3000)), 1
-    else:
-        channels = draw(st.integers(1, 19))
-        rows, positions = min(rows, 33), draw(st.integers(1, 300) | st.integers(1000, 1100))
+    classes = draw(st.integers(1, 40) | st.integers(1, 3000))
     score_type = draw(st.sampled_from(SCORE_TYPES))
-    values = stored(random_scores(rng, (rows, channels, positions), kind), score_type)
-    principal = (positions if kind != CheckKind.HEAT_MAPS else channels * 5) // 3 + 1
+    values = stored(random_scores(rng, (rows, classes), kind), score_type)
     check = ExitCheck(
         kind=kind,
-        channels=channels,
-        positions=positions,
+        classes=classes,
         threshold=draw(st.sampled_from([0, 0.3, 0.5, 0.9, 1, NEVER]) | st.floats(0, 1, width=32)),
-        count_threshold=1 if kind.is_classification else draw(st.integers(1, principal)),
-        highest=draw(st.integers(1, 7)),
     )
     tensors = draw(st.integers(0, 3) | st.just(16))
     return StageEndCase(
@@ -319,9 +282,6 @@ def stage_ends(draw: st.DrawFn) -> StageEndCase:
         rng=rng,
         row_bytes=draw(st.lists(st.sampled_from(ROW_BYTES), min_size=tensors, max_size=tensors)),
         misaligned=draw(st.lists(st.sampled_from([0, 1, 2, 4, 8, 16]), max_size=2 * tensors)),
-        runs_on=(rng.random(rows) < 0.4) * np.uint8(draw(st.sampled_from([1, 255])))
-        if draw(st.booleans())
-        else None,
         multiprocessors=draw(st.integers(1, 3)),
     )
 

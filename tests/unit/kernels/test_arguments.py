@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def make(check: ExitCheck | None = None, **changes: Any) -> Launch:
         "scratch": SCRATCH,
         "multiprocessors": 132,
     } | changes
-    check = check or ExitCheck(kind=CheckKind.LOGITS, channels=1000, threshold=0.5)
+    check = check or ExitCheck(kind=CheckKind.LOGITS, classes=1000, threshold=0.5)
     return stage_end(check, **given)
 
 
@@ -97,22 +98,13 @@ def test_nothing_to_copy_takes_no_copy_block() -> None:
 
 
 def test_no_more_blocks_check_than_are_resident() -> None:
-    check = ExitCheck(kind=CheckKind.PIXEL_LOGITS, channels=19, positions=2048 * 1024, threshold=0)
-    launch = make(check, rows=8)
-    assert launch.arguments["units_a_row"] == 2048
+    launch = make(rows=2000, scratch=replace(SCRATCH, rows=2000))
     assert launch.grid == launch.arguments["check_blocks"] == 4 * 132
 
 
 def test_many_classes_take_larger_blocks() -> None:
-    check = ExitCheck(kind=CheckKind.PROBABILITIES, channels=21843, threshold=0.5)
+    check = ExitCheck(kind=CheckKind.PROBABILITIES, classes=21843, threshold=0.5)
     assert make(check).block == 1024
-
-
-def test_heat_maps_are_checked_a_map_at_a_time() -> None:
-    check = ExitCheck(
-        kind=CheckKind.HEAT_MAPS, channels=16, positions=96 * 96, threshold=0.5, highest=5
-    )
-    assert make(check, rows=2).grid == 32
 
 
 def test_structs_can_be_kept_and_changed() -> None:
@@ -130,21 +122,10 @@ def test_words_are_as_wide_as_all_rows_allow(source, target, row_bytes, word_byt
     assert copy.word_bytes == word_bytes
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"threshold": 2.5}, "confidence threshold 2.5 is not in"),
-        ({"threshold": float("nan")}, "confidence threshold nan is not in"),
-        ({"channels": 0}, "channels 0"),
-        ({"count_threshold": 0}, "count_threshold 0"),
-        ({"highest": 0}, "highest 0"),
-        ({"positions": 9}, "take PIXEL_LOGITS"),
-    ],
-)
-def test_checks_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"kind": CheckKind.LOGITS, "channels": 10, "threshold": 0.5}
-    with pytest.raises(ValueError, match=message):
-        ExitCheck(**given | changes)
+@pytest.mark.parametrize("threshold", [2.5, float("nan")])
+def test_thresholds_that_make_no_sense_are_refused(threshold: float) -> None:
+    with pytest.raises(ValueError, match=f"confidence threshold {threshold} is not in"):
+        ExitCheck(kind=CheckKind.LOGITS, classes=10, threshold=threshold)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +136,9 @@ def test_checks_that_make_no_sense_are_refused(changes: dict[str, Any], message:
         ({"scratch": Scratch(address=0x1040, rows=64)}, "aligned to 128"),
         ({"scores": 0}, "scores at 0x0"),
         ({"scores": 0x202}, "scores at 0x202 are no address of float32"),
-        ({"results": Results(principal=4, exits=1, survivors=4, survivor_count=4)}, "confidence"),
-        (
-            {"results": Results(confidence=4, principal=2, exits=1, survivors=4, survivor_count=4)},
-            "principal at 0x2",
-        ),
-        (
-            {"results": Results(confidence=4, principal=4, exits=0, survivors=4, survivor_count=4)},
-            "exits at 0x0",
-        ),
+        ({"results": replace(RESULTS, confidence=0)}, "confidence at 0x0"),
+        ({"results": replace(RESULTS, principal=2)}, "principal at 0x2"),
+        ({"results": replace(RESULTS, exits=0)}, "exits at 0x0"),
         ({"tensors": [COPY] * 17}, "17 tensors to copy: at most 16"),
         (
             {"tensors": [RowCopy(source=0x1000, target=0x1000 + 31 * 16, row_bytes=16)]},
@@ -180,12 +155,6 @@ def test_stage_ends_that_would_do_harm_are_refused(changes: dict[str, Any], mess
         changes = changes | {"rows": 64}
     with pytest.raises(ValueError, match=message):
         make(**changes)
-
-
-def test_counts_need_no_confidence() -> None:
-    check = ExitCheck(kind=CheckKind.HEAT_MAPS, channels=1, positions=4, threshold=0.5)
-    results = Results(principal=4, exits=1, survivors=4, survivor_count=4)
-    assert make(check, results=results).arguments["confidence"] == 0
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ FAULTS = {
         "of_warp & ((1u << lane_number()) - 1)",
         "of_warp & ~((2u << lane_number()) - 1)",
     ),
-    "principal values left over": ("survivors.cuh", "result.principal = 0;", ""),
     "a word too many": (
         "row_copy.cuh",
         "if (32 * step < left) target",

@@ -32,9 +32,9 @@ def classification(
     score_type: ScoreType = "float32",
     **more: Any,
 ) -> StageEndCase:
-    values = np.asarray(answer, np.float32)[:, :, None]
+    values = np.asarray(answer, np.float32)
     return StageEndCase(
-        check=ExitCheck(kind=kind, channels=values.shape[1], threshold=threshold),
+        check=ExitCheck(kind=kind, classes=values.shape[1], threshold=threshold),
         values=stored(values, score_type),
         score_type=score_type,
         rng=np.random.default_rng(1),
@@ -60,16 +60,8 @@ def test_everything_is_as_numpy_has_it(
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 257])
 def test_batches_of_all_sizes(cpu: Cpu, rows: int, kind: CheckKind, score_type: ScoreType) -> None:
     rng = np.random.default_rng(rows)
-    channels, positions = (100, 1) if kind.is_classification else (7, 60)
-    check = ExitCheck(
-        kind=kind,
-        channels=channels,
-        positions=positions,
-        threshold=0.6,
-        count_threshold=1 if kind.is_classification else 9,
-        highest=5,
-    )
-    values = stored(random_scores(rng, (rows, channels, positions), kind), score_type)
+    check = ExitCheck(kind=kind, classes=100, threshold=0.6)
+    values = stored(random_scores(rng, (rows, 100), kind), score_type)
     case = StageEndCase(
         check=check, values=values, score_type=score_type, rng=rng, row_bytes=(48, 5)
     )
@@ -98,15 +90,15 @@ def test_all_exit_or_none_however_few_blocks_fit(cpu: Cpu, threshold: float, res
 
 def test_a_batch_of_65535(cpu: Cpu) -> None:
     rng = np.random.default_rng(4)
-    check = ExitCheck(kind=CheckKind.HEAT_MAPS, channels=1, threshold=0.5)
-    values = rng.random((65535, 1, 1)).astype(np.float32)
+    check = ExitCheck(kind=CheckKind.PROBABILITIES, classes=1, threshold=0.5)
+    values = rng.random((65535, 1)).astype(np.float32)
     case = StageEndCase(
         check=check, values=values, score_type="float32", rng=rng, row_bytes=(2, 16)
     )
     case.run(cpu, block=32, resident=2)
 
 
-@pytest.mark.parametrize("kind", [CheckKind.LOGITS, CheckKind.PROBABILITIES])
+@pytest.mark.parametrize("kind", CheckKind)
 def test_many_classes(cpu: Cpu, kind: CheckKind) -> None:
     rng = np.random.default_rng(5)
     logits = random_scores(rng, (6, 21843), kind)
@@ -165,64 +157,19 @@ def test_every_half_and_bfloat16_is_widened_exactly(cpu: Cpu) -> None:
     np.testing.assert_array_equal(cpu.widen(bits, brain=True), widened(bits))
 
 
-def test_heat_maps_count_no_more_than_the_highest_of_each(cpu: Cpu) -> None:
-    maps = np.zeros((2, 3, 50), np.float32)
-    maps[0, 0, :20] = 0.9  # five of twenty
-    maps[0, 1, 7] = 0.5  # one that just reaches
-    maps[0, 2, :] = np.nan
-    maps[1] = 0.49
-    check = ExitCheck(
-        kind=CheckKind.HEAT_MAPS,
-        channels=3,
-        positions=50,
-        threshold=0.5,
-        highest=5,
-        count_threshold=6,
-    )
-    rng = np.random.default_rng(0)
-    case = StageEndCase(check=check, values=maps, score_type="float32", rng=rng, row_bytes=(4,))
-    case.run(cpu)
-    assert case.outputs["principal"].view(np.int32).tolist() == [6, 0]
-    assert case.outputs["exits"].bytes.tolist() == [1, 0]
-
-
-def test_large_pixel_rows_are_spread_over_blocks(cpu: Cpu) -> None:
-    rng = np.random.default_rng(6)
-    values = random_scores(rng, (2, 5, 9000), CheckKind.PIXEL_PROBABILITIES)
-    check = ExitCheck(
-        kind=CheckKind.PIXEL_PROBABILITIES,
-        channels=5,
-        positions=9000,
-        threshold=0.5,
-        count_threshold=4000,
-    )
-    case = StageEndCase(check=check, values=values, score_type="float32", rng=rng)
-    assert case.launch(cpu).grid == 4  # all that one multiprocessor holds, for 18 parts
-    case.run(cpu, resident=8)
-
-
 def test_one_scratch_serves_launches_of_all_sizes_and_kinds(cpu: Cpu) -> None:
     rng = np.random.default_rng(7)
     scratch = new_scratch(257, rng)
     for seed, (rows, kind) in enumerate(
         [
             (9, CheckKind.LOGITS),
-            (257, CheckKind.HEAT_MAPS),
             (0, CheckKind.LOGITS),
             (257, CheckKind.PROBABILITIES),
-            (40, CheckKind.PIXEL_LOGITS),
-            (257, CheckKind.PIXEL_PROBABILITIES),
             (1, CheckKind.LOGITS),
         ]
     ):
-        check = ExitCheck(
-            kind=kind,
-            channels=6,
-            positions=1 if kind.is_classification else 30,
-            threshold=0.6,
-            count_threshold=1 if kind.is_classification else 8,
-        )
-        values = random_scores(rng, (rows, 6, check.positions), kind)
+        check = ExitCheck(kind=kind, classes=6, threshold=0.6)
+        values = random_scores(rng, (rows, 6), kind)
         case = StageEndCase(
             check=check,
             values=values,

@@ -28,18 +28,10 @@ def try_out(cpu: Cpu) -> None:
     scratch = new_scratch(100, rng)
     for seed in range(10):
         for kind in CheckKind:
-            channels, positions = (70, 1) if kind.is_classification else (3, 40)
-            check = ExitCheck(
-                kind=kind,
-                channels=channels,
-                positions=positions,
-                threshold=0.5,
-                count_threshold=1 if kind.is_classification else 10,
-                highest=5,
-            )
+            check = ExitCheck(kind=kind, classes=70, threshold=0.5)
             case = StageEndCase(
                 check=check,
-                values=random_scores(rng, (100, channels, positions), kind),
+                values=random_scores(rng, (100, 70), kind),
                 score_type="float32",
                 rng=rng,
                 row_bytes=(16, 2100, 3),

@@ -221,7 +221,7 @@ def end(bench: Bench, scratch: int, *, scores: int, results: int) -> Launch:
     names = ("principal", "exits", "survivors", "survivor_count")
     places = {name: results + 16 * index for index, name in enumerate(names)}
     return stage_end(
-        ExitCheck(kind=CheckKind.PROBABILITIES, channels=2, threshold=0.9),
+        ExitCheck(kind=CheckKind.PROBABILITIES, classes=2, threshold=0.9),
         rows=2,
         scores=scores,
         score_type="float32",

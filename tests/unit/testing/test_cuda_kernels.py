@@ -23,7 +23,6 @@ from tests.unit.kernels.cases import (
 from tests.unit.kernels.shim import Cpu, Guarded, build, find_compiler
 
 from offramp.engine.kernels.kernel_arguments import (
-    ROW_SCRATCH,
     CheckKind,
     ExitCheck,
     Launch,
@@ -85,8 +84,8 @@ def test_gathers(case: GatherCase) -> None:
 
 
 def test_no_rows() -> None:
-    check = ExitCheck(kind=CheckKind.LOGITS, channels=3, threshold=0.5)
-    values = np.empty((0, 3, 1), np.float32)
+    check = ExitCheck(kind=CheckKind.LOGITS, classes=3, threshold=0.5)
+    values = np.empty((0, 3), np.float32)
     rng = np.random.default_rng(0)
     StageEndCase(check=check, values=values, score_type="float32", rng=rng, row_bytes=[8]).run(
         Numpy()
@@ -109,17 +108,12 @@ def test_rows_below_zero() -> None:
         cuda_kernels.run(launch, lambda used: rows.view(np.uint8))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [lambda s: s.bytes.__setitem__(0, 1), lambda s: s.bytes[512:].view(ROW_SCRATCH).fill(1)],
-    ids=["a counter", "a principal value"],
-)
-def test_scratch_that_is_not_clear(spoil: object) -> None:
+def test_scratch_that_is_not_clear() -> None:
     rng = np.random.default_rng(0)
     scratch = new_scratch(4, rng)
-    spoil(scratch)  # type: ignore[operator]
-    check = ExitCheck(kind=CheckKind.LOGITS, channels=3, threshold=0.5)
-    values = rng.random((4, 3, 1), np.float32)
+    scratch.bytes[0] = 1
+    check = ExitCheck(kind=CheckKind.LOGITS, classes=3, threshold=0.5)
+    values = rng.random((4, 3), np.float32)
     case = StageEndCase(check=check, values=values, score_type="float32", rng=rng, scratch=scratch)
     with pytest.raises(MisuseError, match="was not cleared"):
         case.run(Numpy())
@@ -179,16 +173,8 @@ def check_on(driver: FakeDriver) -> None:
     rng = np.random.default_rng(5)
     with driver.current():
         for kind in CheckKind:
-            channels, positions = (70, 1) if kind.is_classification else (3, 40)
-            check = ExitCheck(
-                kind=kind,
-                channels=channels,
-                positions=positions,
-                threshold=0.5,
-                count_threshold=1 if kind.is_classification else 10,
-                highest=5,
-            )
-            values = stored(random_scores(rng, (30, channels, positions), kind), "float16")
+            check = ExitCheck(kind=kind, classes=70, threshold=0.5)
+            values = stored(random_scores(rng, (30, 70), kind), "float16")
             device = OnDriver(driver)
             StageEndCase(
                 check=check,
@@ -196,7 +182,6 @@ def check_on(driver: FakeDriver) -> None:
                 score_type="float16",
                 rng=rng,
                 row_bytes=(16, 210, 3),
-                runs_on=(rng.random(30) < 0.3).astype(np.uint8),
             ).run(device)
             device.close()
         device = OnDriver(driver)
@@ -217,19 +202,19 @@ def test_the_kernels_own_sources_on_the_driver(cpu: Cpu) -> None:
         cpu.launch(launch)
 
     check_on(FakeDriver(run_kernel=run))
-    assert launched == ["stage_end_float16"] * 5 + ["gather_rows"]
+    assert launched == ["stage_end_float16"] * 2 + ["gather_rows"]
 
 
 def test_a_stage_end_declares_what_it_uses() -> None:
     rng = np.random.default_rng(0)
-    check = ExitCheck(kind=CheckKind.PIXEL_LOGITS, channels=3, positions=7, threshold=0.5)
-    values = rng.random((4, 3, 7), np.float32)
+    check = ExitCheck(kind=CheckKind.LOGITS, classes=3, threshold=0.5)
+    values = rng.random((4, 3), np.float32)
     case = StageEndCase(check=check, values=values, score_type="float32", rng=rng, row_bytes=[6])
     launch = case.launch(Numpy())
     sizes = [(used.size_bytes, used.writes) for used in cuda_kernels.ranges_of(launch)]
     assert sizes == [
-        (4 * 3 * 7 * 4, False), (16, True), (4, True), (16, True), (4, True),
+        (4 * 3 * 4, False), (16, True), (16, True), (4, True), (16, True), (4, True),
         (Scratch.bytes_for(4), True), (24, False), (24, True),
     ]  # fmt: skip
     half = dataclasses.replace(launch, entry_point="stage_end_bfloat16")
-    assert cuda_kernels.ranges_of(half)[0].size_bytes == 4 * 3 * 7 * 2
+    assert cuda_kernels.ranges_of(half)[0].size_bytes == 4 * 3 * 2
