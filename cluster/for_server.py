@@ -17,8 +17,7 @@ from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.cluster.serving.cluster_options import NAME, ClusterOptions
 from offramp.cluster.serving.cluster_statistics import plan_of, profile_of
 from offramp.cluster.serving.cluster_workers import RAY, ray_workers, read_cluster_workers
-from offramp.cluster.serving.plan_view import view_plan
-from offramp.cluster.serving.profile_view import view_profile
+from offramp.cluster.serving.plan_view import view_plan, view_profile
 from offramp.cluster.serving.worker_devices import LocalWorkers, WorkerDevices
 from offramp.commands.combinations import Illegal
 from offramp.commands.pages import page_template

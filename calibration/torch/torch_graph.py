@@ -15,6 +15,8 @@ from onnx import inliner
 from torch import Tensor, nn
 
 from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.torch_operators.elementwise import ELEMENTWISE, REDUCTIONS
+from offramp.calibration.torch_operators.layers import NORMALISATION, PRODUCTS, RECURRENT
 from offramp.calibration.torch_operators.node import (
     DTYPES,
     GraphNode,
@@ -23,8 +25,21 @@ from offramp.calibration.torch_operators.node import (
     to_onnx,
     to_torch,
 )
-from offramp.calibration.torch_operators.table import OPERATORS
+from offramp.calibration.torch_operators.shape_operators import INDEXING, SHAPES
+from offramp.calibration.torch_operators.spatial import CONVOLUTIONS, RESIZING
 
+OPERATORS: Mapping[str, TorchOperator] = {
+    **ELEMENTWISE,
+    **SHAPES,
+    **INDEXING,
+    **REDUCTIONS,
+    **CONVOLUTIONS,
+    **NORMALISATION,
+    **PRODUCTS,
+    **RESIZING,
+    **RECURRENT,
+}
+"""The ONNX operators that can be trained through, by kind."""
 _LEAST_OPSET = 13
 """Older models are converted to it before they are cut."""
 REMEDY = "leave out --heads bridges and --train joint, or export it without them"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -32,7 +33,34 @@ from offramp.cluster.planning.goal import Limits, PlanningGoal, PlanningResult
 from offramp.cluster.planning.prediction import describe_split, plan_of, replicas_of
 from offramp.cluster.planning.recursion import ROUNDING, DeviceGrid, SplitSearch
 from offramp.cluster.planning.stage_times import SplitTimes, check_times, split_times
-from offramp.cluster.planning.whole_model import WholeModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeModel:
+    """The whole model on any counts of devices, at one batch size."""
+
+    times: SplitTimes
+    exits: bool
+    """With the exits that pay, or none."""
+    rate_rps: NDArray[np.float64]
+    """[grid]."""
+    slowest_s: NDArray[np.float64]
+    """[grid]: of a batch of which no row leaves; infinite where a device cannot hold the model."""
+
+    @staticmethod
+    def of(times: SplitTimes, counts: NDArray[np.int64], *, exits: bool) -> WholeModel:
+        """Return it on all ``counts`` [grid, types] of devices, which share rows by their speed."""
+        stage_s = times.seconds[:, 0, -1] if exits else times.whole_s
+        longest_s = times.longest_s[:, 0, -1] if exits else times.whole_s
+        fits = np.isfinite(stage_s)
+        rates = np.where(fits, times.batch_size / np.where(fits, stage_s, 1.0), 0.0)
+        return WholeModel(
+            times=times,
+            exits=exits,
+            rate_rps=(counts * rates).sum(axis=1),
+            slowest_s=np.where(counts > 0, longest_s, 0.0).max(axis=1),
+        )
+
 
 NEAR: Final = 0.01
 """Of the best period: so much longer is as good, if it takes fewer splits or less cost."""

@@ -1,18 +1,28 @@
-"""Kinds of data: which one a text of the command line, or an object of a program, is."""
+"""Kinds of data: which one a text of the command line, or an object of a program, is.
+
+Of a source that is read as a whole, :class:`FirstSamples` are the first samples.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from offramp.calibration.data.data_sources import DataSource, NpyFolderSource, NpzSource
+from offramp.bundle import TensorSpec
+from offramp.calibration.data.data_sources import (
+    ArraysAndHash,
+    DataSource,
+    NpyFolderSource,
+    NpzSource,
+)
 from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.batches import FunctionSource, names_function, source_of_value
-from offramp.compiler.data.first import first_of
 from offramp.compiler.data.images import SUFFIXES as IMAGE_SUFFIXES
 from offramp.compiler.data.images import ImageFolderSource
 from offramp.compiler.data.made import RANDOM, SAMPLES, RandomSource
@@ -197,3 +207,31 @@ def _is_zip(data: NamedData) -> bool:
             return file.read(4) == b"PK\x03\x04"
     except OSError:
         return False
+
+
+def first_of(source: DataSource, samples: int | None) -> DataSource:
+    """Return a source of the first samples of another one; of all where ``samples`` is ``None``."""
+    return source if samples is None else FirstSamples(source, samples)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSamples:
+    """As many of the first samples of a source, or all that it has."""
+
+    source: DataSource
+    samples: int
+
+    @property
+    def name(self) -> str:
+        """Name of the source."""
+        return self.source.name
+
+    def load(
+        self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
+    ) -> ArraysAndHash:
+        """Return the beginning of each array, and a hash of the source's and the number."""
+        arrays, digest = self.source.load(specs, scratch, keys=keys)
+        if all(not array.ndim or len(array) <= self.samples for array in arrays.values()):
+            return arrays, digest
+        first = {n: array[: self.samples] if array.ndim else array for n, array in arrays.items()}
+        return first, hashlib.sha256(f"{digest} first {self.samples}".encode()).hexdigest()

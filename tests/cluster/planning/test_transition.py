@@ -13,7 +13,6 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from offramp.cluster.planning.assignment import assign
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
 from offramp.cluster.planning.transition import (
     Action,
@@ -21,6 +20,7 @@ from offramp.cluster.planning.transition import (
     Segments,
     TransitionError,
     WorkerState,
+    assign,
     plan_transition,
     splits_of,
 )

@@ -29,9 +29,8 @@ from tests.zoo.variants import Exported, Variant, export
 from torch import Tensor
 
 from offramp.calibration.data.errors import UntrainableError
-from offramp.calibration.torch.torch_graph import TorchGraph, check_trainable
+from offramp.calibration.torch.torch_graph import OPERATORS, TorchGraph, check_trainable
 from offramp.calibration.torch_operators.node import plain
-from offramp.calibration.torch_operators.table import OPERATORS
 from offramp.compiler.graphs.runtime import random_inputs
 
 ROOT = Path(__file__).parents[3]

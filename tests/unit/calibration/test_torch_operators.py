@@ -20,8 +20,7 @@ from tests.torch_graphs import difference, in_runtime, in_torch
 from torch import Tensor
 
 from offramp.calibration.data.errors import UntrainableError
-from offramp.calibration.torch.torch_graph import TorchGraph
-from offramp.calibration.torch_operators.table import OPERATORS
+from offramp.calibration.torch.torch_graph import OPERATORS, TorchGraph
 
 TOLERANCES = {"float16": 1e-3, "bfloat16": 2e-2}
 """A few steps of half precision, in which ONNX computes otherwise than torch."""
