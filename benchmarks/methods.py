@@ -48,9 +48,10 @@ from offramp.engine.control.costs import CostModel
 from offramp.engine.models.controllers import MAX_DISAGREEMENT
 from offramp.engine.stages.answering_graphs import answering_graphs
 from offramp.engine.stages.plan import Plan, StageSpec, make_plan
+from offramp.tools.bench import compare_command
 from offramp.tools.bench.cli import add_own_code, run_command
 from offramp.tools.bench.common.bench_flags import look_up
-from offramp.tools.bench.compare_command import FurtherPlans, add_arguments, measure
+from offramp.tools.bench.compare_command import FurtherPlans, add_arguments
 
 TUNING_SHARE: Final = 0.25
 """Of the data, that tunes where records do not do."""
@@ -365,7 +366,7 @@ def run(options: argparse.Namespace) -> int:
             notes=[*(method.describe() for method in methods), promise],
         )
 
-    return measure(options, tuned)
+    return compare_command.run(options, tuned)
 
 
 def _described(method: TunedMethod) -> dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -237,27 +237,25 @@ def _box(packages: Mapping[str, Package], name: str, width: float) -> tuple[list
     columns = int((width - 2 * _PAD) / 6.1)
     lines: list[_Line] = [(_HEAD, f"{name}/", "name")]
     y = float(_HEAD)
-    for text in _wrapped(packages[name].purpose, columns):
+    for text in textwrap.wrap(packages[name].purpose, columns):
         y += _LINE
         lines.append((y, text, "text"))
     for package in inside:
         y += _LINE * 1.2
-        first, *rest = _wrapped(f"{package.name.partition('.')[2]}: {package.purpose}", columns)
+        first, *rest = textwrap.wrap(
+            f"{package.name.partition('.')[2]}: {package.purpose}", columns
+        )
         lines.append((y, first, "inside"))
         for text in rest:
             y += _LINE
             lines.append((y, f"   {text}", "inside"))
     imported = sorted(_between_tops(packages)[name])
-    for text in _wrapped(
+    for text in textwrap.wrap(
         "imports " + (", ".join(imported) if imported else "no other package"), columns
     ):
         y += _LINE * 1.1
         lines.append((y, text, "imports"))
     return lines, y + _PAD
-
-
-def _wrapped(text: str, columns: int) -> Sequence[str]:
-    return textwrap.wrap(text, columns)
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

@@ -1,6 +1,6 @@
 """ARIMA, as the paper forecasts (E3 3.1), by statsmodels: of the extra ``forecast``.
 
-For comparison: it is no default, see :func:`.forecasting.default_forecaster`.
+For comparison: it is no default, see :func:`.forecasting.forecast_next`.
 """
 
 from __future__ import annotations

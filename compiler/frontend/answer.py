@@ -179,7 +179,7 @@ def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
 
 def _of_trees(output: str, last: Operator) -> str:
     return (
-        f"output {output!r} is what {_named(last)} gives: all trees are one operator, so there is "
+        f"output {output!r} is what {last.label} gives: all trees are one operator, so there is "
         "nothing to cut, and no exit could save anything; serve the model as it is. Pipelines that "
         "end with a neural network can be cut"
     )
@@ -187,7 +187,7 @@ def _of_trees(output: str, last: Operator) -> str:
 
 def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
     if last is not None and last.kind in _PICKING:
-        return f"it ends with {_named(last)}: end the model before that, at its scores of classes"
+        return f"it ends with {last.label}: end the model before that, at its scores of classes"
     if shape is not None and len(shape) == 2 and shape[1] == 1:
         return (
             "one column is no choice between classes; where it is the logit of yes or no, add "
@@ -224,7 +224,7 @@ def _form(proto: onnx.ModelProto, flow: Dataflow, output: str, classes: int) -> 
     """Read the form of scores of classes off the graph; ModelError if they are labels."""
     if (labels := _labels_of(proto, flow, output, (BATCH, classes))) is not None:
         raise ModelError(
-            f"output {output!r} ends with {_named(labels)}: each of its {classes} columns is a yes "
+            f"output {output!r} ends with {labels.label}: each of its {classes} columns is a yes "
             "or no of its own (multi-label), expected one class of several. Leave --task out, or "
             "name it multi-label; if exactly one class is right for each sample, end the model "
             "before the Sigmoid, at its logits"
@@ -282,10 +282,6 @@ def _ends(graph: Dataflow, tensor: str) -> Iterator[Operator]:
         if op.kind in _WEIGHTED:
             return
         op = _last(graph, op.proto.input[0]) if op.proto.input else None
-
-
-def _named(op: Operator) -> str:
-    return f"{op.name or op.writes[0]!r} ({op.kind})"
 
 
 _INTEGERS: Final = frozenset({"int64", "int32", "uint8", "int8", "uint16", "int16", "uint32"})

@@ -223,7 +223,7 @@ class _Reduction:
         return changed
 
     def _no_projection(self, op: Operator | None) -> str:
-        found = "nothing" if op is None else f"{op.name or op.writes[0]!r} ({op.kind})"
+        found = "nothing" if op is None else op.label
         return (
             f"output {self._output!r} has no projection to the vocabulary that can be cut: found "
             f"{found}, expected a MatMul or Gemm with constant weights, and only element by "

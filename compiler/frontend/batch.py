@@ -408,7 +408,7 @@ class _Followed:
             sizes = max(sizes, Level.COUNTED)
         if values is Level.ROWS and self._mixes(op, tensor):
             level = Level.COUNTED if self._counts(op) else Level.MIXED
-            return Dependence(values=level, sizes=sizes, mixed_by=_name(op))
+            return Dependence(values=level, sizes=sizes, mixed_by=op.label)
         return Dependence(values=values, sizes=sizes, mixed_by=read.mixed_by)
 
     def _counts(self, op: Operator) -> bool:
@@ -484,9 +484,9 @@ class _Followed:
     def _refusal(self, op: Operator, tensor: str, found: Dependence) -> ModelError:
         entered = f", which {found.mixed_by} makes of several samples" if found.mixed_by else ""
         user = self._user(op)
-        leads = f", and {_name(user)} goes by it" if user is not None else ""
+        leads = f", and {user.label} goes by it" if user is not None else ""
         return ModelError(
-            f"{_name(op)} chooses for a whole batch by the data of its samples, at "
+            f"{op.label} chooses for a whole batch by the data of its samples, at "
             f"{tensor!r}{entered}{leads}: a sample might be answered otherwise among others; "
             f"{_REMEDY}"
         )
@@ -541,7 +541,3 @@ def _batch_axes(shape: Sequence[int | str]) -> int:
 
 def _holds_batch(size: int | str) -> bool:
     return isinstance(size, str) and BATCH in size.split("*")
-
-
-def _name(op: Operator) -> str:
-    return f"{op.name or op.writes[0]!r} ({op.kind})"

@@ -40,6 +40,11 @@ class Operator:
     """Whether it runs a subgraph."""
     proto: onnx.NodeProto
 
+    @property
+    def label(self) -> str:
+        """Name, or the first output of a node without one, and kind: for messages."""
+        return f"{self.name or self.writes[0]!r} ({self.kind})"
+
 
 class Dataflow:
     """Who produces and who reads each tensor, in one topological order.

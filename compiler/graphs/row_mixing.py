@@ -143,7 +143,7 @@ def middle(size: int, largest: int) -> NDArray[np.intp]:
 
 def _describe(mixing: list[Operator], difference: Difference | None, rows: int) -> str:
     """Say which operators mix rows, and what to do about it."""
-    shown = [f"{op.name or op.writes[0]!r} ({op.kind})" for op in mixing[:_SHOWN]]
+    shown = [op.label for op in mixing[:_SHOWN]]
     rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
     kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
     apart = ", the number of answers too"

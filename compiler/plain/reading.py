@@ -228,8 +228,7 @@ def find_mixing(proto: onnx.ModelProto) -> str:
     if operators := scaled_by_batch(proto):
         first = operators[0]
         return (
-            f"{len(operators)} operators round by the range of the whole batch, first "
-            f"{first.name or first.writes[0]!r} ({first.kind})"
+            f"{len(operators)} operators round by the range of the whole batch, first {first.label}"
         )
     runner = GraphRunner(proto, available_cores())
     allowed = max(rounding_of(proto).batches, _ALLOWED)

@@ -82,7 +82,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options of a comparison that :func:`measure` runs."""
+    """Add the options of a comparison that :func:`run` runs."""
     command.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")
     add_measuring(command)
     command.add_argument_group("further systems, on the CPU").add_argument(
@@ -133,16 +133,11 @@ def add_measuring(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Compare, and print the report; return the exit status."""
-    return measure(options)
-
-
-def measure(
+def run(
     options: argparse.Namespace,
     further: Callable[[Bundle, Dataset], FurtherPlans] | None = None,
 ) -> int:
-    """Compare, with ``further`` plans of the bundle's exits; return the exit status."""
+    """Compare, with ``further`` plans of the bundle's exits, and print; return the exit status."""
     console = Console()
     check_outputs(options.json)
     also = parse_also(options.also)

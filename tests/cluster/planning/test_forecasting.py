@@ -16,7 +16,6 @@ from offramp.cluster.planning.forecasting import (
     Ewma,
     Forecaster,
     LastValue,
-    default_forecaster,
     forecast_going_on,
     forecast_share,
     log_odds,
@@ -94,10 +93,6 @@ def test_without_statsmodels_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "statsmodels.tsa.arima.model", None)
     with pytest.raises(PlanError, match=r"is not installed: pip install '\.\[forecast\]'"):
         Arima()
-
-
-def test_the_last_value_is_the_default_whatever_is_installed() -> None:
-    assert default_forecaster().name == "last value"
 
 
 def test_what_statsmodels_fits_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
