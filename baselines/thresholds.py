@@ -106,9 +106,9 @@ def tune_separate(records: Records, max_disagreement: float) -> Tuning:
     return tune(records.confidence, records.agrees, records.latency_ms, max_disagreement, "search")
 
 
-def always_active(thresholds: FloatArray, *, version: int = 1) -> ExitPolicy:
+def always_active(thresholds: FloatArray) -> ExitPolicy:
     """Put every exit to use, float64[K] thresholds; those at NEVER cost time and answer nothing."""
-    return policy_of(version, range(len(thresholds)), thresholds.tolist())
+    return policy_of(1, range(len(thresholds)), thresholds.tolist())
 
 
 FIRST_STEP = 0.1

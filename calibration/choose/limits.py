@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +24,7 @@ _BETTER_HEADS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BindingLimit:
-    """The limit that kept all exits out of use."""
-
-    kind: Literal["agreement", "costs", "overhead", "data"]
-    message: str
-    """A sentence with the value that was found, the one that was allowed, and the remedy."""
-
-
-def measured_loss(measured: Measured, batch_size: int) -> BindingLimit | None:
+def measured_loss(measured: Measured, batch_size: int) -> str | None:
     """Return the limit where exits surely took more time than they saved, as it was measured.
 
     That is decided at the batch size that is nearest to the one they were chosen for.
@@ -42,11 +32,10 @@ def measured_loss(measured: Measured, batch_size: int) -> BindingLimit | None:
     at = measured.nearest(batch_size)
     if at.busy.value - at.busy.half_width <= 1:
         return None
-    return BindingLimit(
-        "costs",
+    return (
         f"with exits the model took {at.busy.value:.2f} ± {at.busy.half_width:.2f} of its own time "
         f"at batch {at.batch_size}, measured here, though savings were predicted; compile again on "
-        "a quiet machine, or on the one that will serve",
+        "a quiet machine, or on the one that will serve"
     )
 
 
@@ -71,44 +60,40 @@ class PolicyTerms:
         return allowed_errors(samples, self.max_disagreement, self.confidence_level)
 
 
-def limit_of_heads(best: Sequence[HeadScore], source_ms: float, terms: PolicyTerms) -> BindingLimit:
+def limit_of_heads(best: Sequence[HeadScore], source_ms: float, terms: PolicyTerms) -> str:
     """Say why no exit was built: no head saves, alone, more than it costs.
 
     ``best`` is, of every candidate, the head that nets most; ``source_ms`` is the model's time at
     the batch size of the terms.
     """
     if not best:
-        return BindingLimit(
-            "agreement",
+        return (
             "no cut point's tensor has a shape that a head could read; eecompile inspect lists "
-            "them, --exits names others",
+            "them, --exits names others"
         )
     # the share of the model's time that each head would save if it took none
     if_free = [head.net_savings + head.cost_ms / source_ms for head in best]
     saved = max(if_free)
     if saved >= MIN_GAIN:
         cost_ms = best[if_free.index(saved)].cost_ms
-        return BindingLimit(
-            "costs",
+        return (
             f"heads cost more than they save: at batch {terms.batch_size} the best one would save "
             f"{saved:.1%} of the model's {source_ms:.3g} ms if it cost nothing, but takes "
-            f"{cost_ms:.3g} ms ({cost_ms / source_ms:.1%}); a larger model has more to save",
+            f"{cost_ms:.3g} ms ({cost_ms / source_ms:.1%}); a larger model has more to save"
         )
-    return BindingLimit(
-        "agreement",
+    return (
         f"none of the {len(best)} candidate exits saves time: the best one agrees with the model "
         f"on {max(head.agreement for head in best):.1%} of the tuning samples, and too few samples "
         f"can leave while at most {terms.max_disagreement:g} disagree (--max-disagreement); "
-        f"{_BETTER_HEADS}",
+        f"{_BETTER_HEADS}"
     )
 
 
-def limit_of_rehearsal(max_violations: float) -> BindingLimit:
+def limit_of_rehearsal(max_violations: float) -> str:
     """Say why a rehearsal kept no exit."""
-    return BindingLimit(
-        "overhead",
+    return (
         "every exit made too many of the rehearsed batches later than the unmodified model would "
-        f"(--max-violations {max_violations:g}); a larger one, or --selection savings, keeps exits",
+        f"(--max-violations {max_violations:g}); a larger one, or --selection savings, keeps exits"
     )
 
 
@@ -117,7 +102,7 @@ def limit_of_choice(
     costs: dict[int, CostModel],
     terms: PolicyTerms,
     strata: Sequence[Stratum] = (),
-) -> BindingLimit:
+) -> str:
     """Say why no set of exits was chosen on the tuning split.
 
     ``costs`` are those of all exits (at least one), by profiled batch size; ``strata`` are those of
@@ -140,36 +125,33 @@ def limit_of_choice(
     if could_save >= MIN_GAIN:
         return _costs(best, could_save, candidates, costs, terms)
     if cost.front_ms >= cost.source_ms:
-        return BindingLimit(
-            "costs",
+        return (
             f"the quantised model takes {cost.front_ms:.3g} ms at batch {terms.batch_size}, the "
             f"unmodified one {cost.source_ms:.3g} ms: nothing is saved by running it first; "
-            "compile with --precision fp32, or on a CPU that is faster in int8",
+            "compile with --precision fp32, or on a CPU that is faster in int8"
         )
-    return BindingLimit(
-        "agreement",
+    return (
         f"no head agrees enough: even if exits cost nothing, {max(could_save, 0):.1%} of the "
         f"model's time would be saved while at most {terms.max_disagreement:g} of the samples "
         f"disagree (--max-disagreement); the best head agrees on "
-        f"{tune.agrees.mean(axis=1).max():.1%} of all samples; {_BETTER_HEADS}",
+        f"{tune.agrees.mean(axis=1).max():.1%} of all samples; {_BETTER_HEADS}"
     )
 
 
 def _overhead(
     active: tuple[int, ...], candidates: Candidates, cost: CostModel, terms: PolicyTerms
-) -> BindingLimit:
+) -> str:
     assert terms.max_overhead is not None
     least = min(cost.sure_overhead((index,)) for index in range(cost.exits))
     names = ", ".join(map(str, active))
     sure = cost.sure_overhead(active)
     passing = np.ceil(round(sure * 1000, 6)) / 1000  # a thousandth up, so that it lets this pass
-    return BindingLimit(
-        "overhead",
+    return (
         f"--max-overhead {terms.max_overhead:g}: exits {names} would save "
         f"{candidates.savings(active, cost):.1%} of the model's time, but add "
         f"{cost.overhead(active):.1%} (surely {sure:.1%}) at batch {terms.batch_size} where none "
         f"is taken, and the cheapest exit alone surely adds {least:.1%}; without --max-overhead, "
-        f"or with --max-overhead {passing:g}, they would be used",
+        f"or with --max-overhead {passing:g}, they would be used"
     )
 
 
@@ -179,7 +161,7 @@ def _costs(
     candidates: Candidates,
     costs: dict[int, CostModel],
     terms: PolicyTerms,
-) -> BindingLimit:
+) -> str:
     cost = costs[terms.batch_size]
     paying = [size for size, elsewhere in costs.items() if candidates.choose(elsewhere)]
     remedy = "a larger model, or one on a slower machine, has more to save"
@@ -188,25 +170,23 @@ def _costs(
         size = paying[0]
         remedy = f"at batch {size} {saved:.1%} would be saved: --reference-batch-size {size}"
     head, border = cost.exits_ms[best], cost.stages_ms[best]
-    return BindingLimit(
-        "costs",
+    return (
         f"exits cost more than they save: at batch {terms.batch_size} exit {best} would save "
         f"{could_save:.1%} of the model's {cost.source_ms:.3g} ms if it cost nothing, but its head "
         f"takes {head:.3g} ms and its border {border:.3g} ms "
-        f"({(head + border) / cost.source_ms:.1%}); {remedy}",
+        f"({(head + border) / cost.source_ms:.1%}); {remedy}"
     )
 
 
-def limit_of_samples(samples: int, terms: PolicyTerms) -> BindingLimit | None:
+def limit_of_samples(samples: int, terms: PolicyTerms) -> str | None:
     """Say that certify samples are too few for any policy; ``None`` if they are enough."""
     if terms.allowed_errors(samples) >= 0:
         return None
     needed = samples_needed(terms.max_disagreement, terms.confidence_level)
-    return BindingLimit(
-        "data",
+    return (
         f"{samples} certify samples are too few to certify disagreement ≤ "
         f"{terms.max_disagreement:g} with confidence {terms.confidence_level:g}: {needed} are the "
-        "least, if all of them agree; more --data lifts it, so does a larger --max-disagreement",
+        "least, if all of them agree; more --data lifts it, so does a larger --max-disagreement"
     )
 
 
@@ -216,7 +196,7 @@ def limit_of_certificate(
     certify: ExitRecords,
     terms: PolicyTerms,
     strata: Sequence[Stratum] = (),
-) -> BindingLimit:
+) -> str:
     """Say why no policy on the path of the chosen exits was certified to save time.
 
     ``active`` is at least one exit; ``path`` float64[levels, active] has their thresholds from
@@ -255,11 +235,10 @@ def limit_of_certificate(
     needed = _samples_for(errors / samples, replace(tested, max_disagreement=bound))
     bounds = "--max-disagreement" if strictest < len(of_all) else "--max-class-disagreement"
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
-    return BindingLimit(
-        "data",
+    return (
         f"the data is too little to certify disagreement ≤ {bound:g} with "
         f"confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, so does a "
-        f"larger {bounds} or a smaller --confidence",
+        f"larger {bounds} or a smaller --confidence"
     )
 
 

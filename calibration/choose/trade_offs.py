@@ -112,7 +112,7 @@ class RecordedVariant:
         """Number of exits before its end."""
         return self.cost.exits - (1 if self.variant else 0)
 
-    def exit_sets(self, bounds: Sequence[float] = BOUNDS) -> tuple[tuple[int, ...], ...]:
+    def exit_sets(self) -> tuple[tuple[int, ...], ...]:
         """Give sets of exits worth trying: those in use, each alone, the best within each bound.
 
         By the tuning split, and compared with the variant's own end: an exit that errs where that
@@ -124,7 +124,7 @@ class RecordedVariant:
             agrees = tune.agrees
             if self.variant:
                 agrees = agrees | ~agrees[self.end]
-            for bound in bounds:
+            for bound in BOUNDS:
                 found = Candidates(
                     tune.confidence[:count],
                     agrees[:count],

@@ -213,26 +213,24 @@ _PRIOR = np.array([1.0, 0.0, 0.0, 0.0])
 """The largest probability as it is."""
 
 
-def fit_certainty(
-    statistics: NDArray[np.float32], agrees: NDArray[np.bool_], *, ridge: float = 1.0
-) -> tuple[float, ...]:
+def fit_certainty(statistics: NDArray[np.float32], agrees: NDArray[np.bool_]) -> tuple[float, ...]:
     """Fit the weights of an exit by Newton's method: of the statistics' log-odds, and a constant.
 
     Of ``statistics`` [samples, 3] (:func:`offramp.engine.answers.certainty.statistics_of`) and bool
-    ``agrees`` [samples], of samples that trained no head. The penalty ``ridge / 2 · |w − w0|²``
+    ``agrees`` [samples], of samples that trained no head. The penalty ``|w − w0|² / 2``
     draws towards the largest probability alone, and keeps the fit finite where all agree
     (:func:`offramp.certify.agreement.fit_agreement` has the same of one feature).
     """
     design = np.column_stack([log_odds(statistics), np.ones(len(statistics))]).astype(np.float64)
     weights = _PRIOR.copy()
-    loss = _loss(design, agrees, weights, ridge)
+    loss = _loss(design, agrees, weights)
     for _ in range(_STEPS):
         probability = np.exp(-np.logaddexp(0.0, -(design @ weights)))
-        gradient = design.T @ (probability - agrees) + ridge * (weights - _PRIOR)
+        gradient = design.T @ (probability - agrees) + (weights - _PRIOR)
         curvature = (design * (probability * (1 - probability))[:, None]).T @ design
-        step = np.linalg.solve(curvature + ridge * np.eye(len(weights)), gradient)
+        step = np.linalg.solve(curvature + np.eye(len(weights)), gradient)
         scale = 1.0
-        while (tried := _loss(design, agrees, weights - scale * step, ridge)) > loss:
+        while (tried := _loss(design, agrees, weights - scale * step)) > loss:
             scale /= 2
             if scale < 1e-6:
                 return tuple(weights.tolist())
@@ -246,8 +244,7 @@ def _loss(
     design: NDArray[np.float64],
     agrees: NDArray[np.bool_],
     weights: NDArray[np.float64],
-    ridge: float,
 ) -> float:
     logit = design @ weights
     data = (np.logaddexp(0.0, logit) - agrees * logit).sum()
-    return float(data + ridge / 2 * ((weights - _PRIOR) ** 2).sum())
+    return float(data + 0.5 * ((weights - _PRIOR) ** 2).sum())

@@ -80,14 +80,13 @@ def measure_policy(
     *,
     answer: Answer,
     threads: int,
-    batch_sizes: Sequence[int] = MEASURED_BATCH_SIZES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Measured:
     """Measure a policy on the CPU beside the unmodified model, in a plain session of ONNX Runtime.
 
     ``plan`` has the policy's stages, run as the engine runs them; ``dataset`` is the certify split,
     and ``stage`` [samples] says where each of it leaves (:func:`stages_of_samples`). ``progress``
-    is called with 1 after each of the ``batch_sizes``, which rise.
+    is called with 1 after each of :data:`MEASURED_BATCH_SIZES`.
     """
     backend = OnnxRuntimeBackend(threads=threads)
     slot = backend.open_slot()
@@ -102,7 +101,7 @@ def measure_policy(
             dataset,
             stage,
             agreement=agreement_of(answer),
-            batch_sizes=batch_sizes,
+            batch_sizes=MEASURED_BATCH_SIZES,
             threads=threads,
             progress=progress,
         )

@@ -93,8 +93,6 @@ class PrecisionChoice:
 
     kind: CpuPrecision | None
     """``None`` is float32."""
-    graph: bytes = field(repr=False)
-    """The model in that kind; the source model if in none."""
     reason: str
     """Why that kind, or why none; for reports."""
     measured: tuple[KindMeasured, ...]
@@ -190,10 +188,9 @@ def choose_kind(
             fine.append((result, made))
         progress(1)
     worth = _undominated(fine)
-    best, chosen = worth[0] if worth else (None, graph)
+    best = worth[0][0] if worth else None
     return PrecisionChoice(
         kind=best.kind if best else None,
-        graph=chosen,
         reason=best.describe() if best else _why_none(measured, inapplicable, least_agreement),
         measured=tuple(measured),
         not_applicable=inapplicable,

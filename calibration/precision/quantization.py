@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import onnx
@@ -40,14 +39,8 @@ _BINS = 2048
 _LEVELS = 127
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranges:
-    """The ranges of activations, for their int8 scales."""
-
-    limits: Mapping[str, float]
-    """By tensor: the magnitude that int8's 127 stands for; what is larger is clipped."""
-    samples: int
-    """Samples that they were measured on."""
+Ranges: TypeAlias = Mapping[str, float]
+"""By tensor, the magnitude that int8's 127 is for: larger activations are clipped."""
 
 
 class _Edge(NamedTuple):
@@ -83,8 +76,7 @@ def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
     counts = {name: np.zeros(_BINS, np.int64) for name in tensors}
     for name, values in _magnitudes(proto, tensors, dataset, threads):
         counts[name] += np.histogram(values, _BINS, (0, largest[name] or 1))[0]
-    limits = {name: _least_error(counts[name], largest[name]) for name in tensors}
-    return Ranges(limits=limits, samples=len(dataset))
+    return {name: _least_error(counts[name], largest[name]) for name in tensors}
 
 
 def quantize(graph: bytes, ranges: Ranges) -> bytes:
@@ -105,8 +97,8 @@ def quantize(graph: bytes, ranges: Ranges) -> bytes:
         node = proto.graph.node[edge.node]
         if edge.axis is not None:
             scale = _weight_scale(numpy_helper.to_array(weights[edge.tensor]), edge.axis)
-        elif edge.tensor in ranges.limits:
-            scale = np.asarray(ranges.limits[edge.tensor] / _LEVELS, np.float32)
+        elif edge.tensor in ranges:
+            scale = np.asarray(ranges[edge.tensor] / _LEVELS, np.float32)
         else:
             raise ValueError(
                 f"no range of {edge.tensor!r}; measure the ranges on this bundle's source model"

@@ -30,8 +30,6 @@ def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
 class TimeMatrix:
     """Two-stage times of some exits, for a batch of one size."""
 
-    exits: tuple[int, ...]
-    """Rows: indices of the bundle's exits."""
     columns: IntArray
     """int64[h + 1]: rows of the second stage, from 0 to the batch's size."""
     ms: FloatArray
@@ -107,9 +105,7 @@ class StageTimes:
             head, rest = self._spans_ms([after, exit_], [exit_, MODEL_END], rows)
             ms[place] = head[rows] + rest[columns]
         (without,) = self._spans_ms([after], [MODEL_END], rows)
-        return TimeMatrix(
-            exits=tuple(candidates), columns=columns, ms=ms, limit_ms=float(without[rows])
-        )
+        return TimeMatrix(columns=columns, ms=ms, limit_ms=float(without[rows]))
 
     def source_ms(self, rows: int) -> float:
         """The unmodified model."""

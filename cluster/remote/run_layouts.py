@@ -88,7 +88,7 @@ class TensorLayout:
         if order is None:
             placed = [PlacedArray(form, self.places[form.name]) for form in self.forms.forms]
             header = encode(RunStage(stage, rows, threshold, region, tuple(placed)))
-            order = Order(header=header, rows=rows, begins=region[0], ends=sum(region))
+            order = Order(header=header, begins=region[0], ends=sum(region))
             keep(self.orders, key, order)
         return order
 
@@ -98,7 +98,6 @@ class Order:
     """An order to run a stage, and the replies to it so far."""
 
     header: bytes
-    rows: int
     begins: int
     """Where results may be in shared memory."""
     ends: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ from offramp.cluster.serving.served_splits import ServedSplits
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.options import MOST_THREADS, ON_CPU, EngineOptions
 from offramp.engine.stages.backend_protocol import Backend
-
-_log = logging.getLogger(__name__)
 
 MOST_WORKERS: Final = MOST_THREADS
 """Of a router, as of threads of a process: more is a slip of the hand."""

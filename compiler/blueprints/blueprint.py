@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from offramp.bundle import ExitPolicy, Head, Measured, TensorSpec
 from offramp.bundle.schema.compilation import JointTraining
 from offramp.calibration.choose.exit_records import ExitRecords
-from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.choose.selection import Candidates
 from offramp.calibration.data.dataset import DataSplit
 from offramp.calibration.data.running import run_over
@@ -62,7 +61,7 @@ class Blueprint:
     """How its copy was trained together with the exits, if it was."""
     frozen: Blueprint | None = None
     """Then, what there is without it."""
-    limit: BindingLimit | None = None
+    limit: str | None = None
     """What keeps all exits out of use, where that is known already."""
 
     @property
@@ -79,7 +78,7 @@ class Certified:
     records: ExitRecords
     """What each exit answers on the certify split."""
     policy: ExitPolicy
-    limit: BindingLimit | None = None
+    limit: str | None = None
     """What keeps all exits out of use, if anything does."""
     measured: Measured | None = None
     rehearsed: Rehearsed | None = None

@@ -165,7 +165,7 @@ def make_manifest(
         value_bounds=run.value_bounds,
         variants=tuple(built.variant for built in variants),
         weight_sharing=sharing,
-        idle_reason="" if certified.limit is None else certified.limit.message,
+        idle_reason=certified.limit or "",
     )
 
 

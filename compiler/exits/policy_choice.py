@@ -230,7 +230,7 @@ class PolicyChoice:
         tune: ExitRecords,
         certify: ExitRecords,
         max_overhead: float | None = None,
-    ) -> limits.BindingLimit:
+    ) -> str:
         """Say why :meth:`certify` put no exit into use.
 
         There is at least one exit; where the path has none, it is one of :meth:`by_savings`.

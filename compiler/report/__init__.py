@@ -10,7 +10,6 @@ from jinja2 import Template
 
 from offramp.bundle import ExitPolicy, Manifest, Measured, Profile
 from offramp.calibration.choose.exit_records import ExitRecords
-from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.choose.trade_offs import Judged
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.commands.pages import page_template
@@ -44,7 +43,7 @@ def render_report(
     certify: ExitRecords,
     rehearsed: Rehearsed | None = None,
     *,
-    limit: BindingLimit | None = None,
+    limit: str | None = None,
     measured: Measured | None = None,
     maps: Sequence[EarlyMap] = (),
     weights: WeightSizes | None = None,

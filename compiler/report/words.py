@@ -10,7 +10,6 @@ from offramp.bundle import Answer, Manifest, Measured, MeasuredSize, Profile, Ra
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.records import ClassLoss, describe_harm, harmed, uncertified
 from offramp.bundle.schema.manifest import Calibration
-from offramp.calibration.choose.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.certify import samples_needed
 from offramp.certify.learn_then_test import level_of_each
@@ -127,7 +126,7 @@ def harms(found: PolicyFigures) -> list[str]:
 
 
 def warning(
-    found: PolicyFigures, limit: BindingLimit | None = None, judged: SavingsCheck | None = None
+    found: PolicyFigures, limit: str | None = None, judged: SavingsCheck | None = None
 ) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
     if found.manifest.calibration.random_inputs:
@@ -146,7 +145,7 @@ def warning(
         return None
     title = "No exit is active: this bundle serves the unmodified model."
     if limit is not None:
-        return title, f"{limit.message[0].upper()}{limit.message[1:]}."
+        return title, f"{limit[0].upper()}{limit[1:]}."
     built = len(found.manifest.exits)
     why = "No exit was worth building: none saved more time on the tuning split than it cost."
     if built:

@@ -243,8 +243,8 @@ def _certify(chosen: Blueprint) -> Certified:
         "the copy that was trained with its exits is not covered by the certificate, and is left "
         "out; compile with --train frozen"
     )
-    limit, path = limits.BindingLimit("agreement", reason), FixedPath.of(chosen.frozen.tune, ())
-    return _certify_path(replace(chosen.frozen, path=path, reason=reason, limit=limit))
+    path = FixedPath.of(chosen.frozen.tune, ())
+    return _certify_path(replace(chosen.frozen, path=path, reason=reason, limit=reason))
 
 
 def _certify_path(chosen: Blueprint) -> Certified:
@@ -319,7 +319,7 @@ def _warn(certified: Certified) -> None:
     """Log what users should know of a bundle before it is written."""
     if not certified.policy.active and certified.limit is not None:
         nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
-        _log.warning(nothing, certified.limit.message)
+        _log.warning(nothing, certified.limit)
     for note in certified.chosen.choice.profile.disturbed:
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     if certified.rehearsed is not None and (late := certified.rehearsed.too_late):

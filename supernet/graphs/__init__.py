@@ -13,7 +13,7 @@ and what is elastic of it, as :mod:`.spec_file` reads it.
 
 from offramp.supernet.graphs.elastic_model import Supernet
 from offramp.supernet.graphs.elastic_spec import ElasticSpec, SubnetChoice
-from offramp.supernet.graphs.extract import Subnet, extract, extract_subnet
+from offramp.supernet.graphs.extract import Subnet, extract_subnet
 from offramp.supernet.graphs.norm import SubnetNorm
 from offramp.supernet.graphs.search import RatedChoice, prune, search
 from offramp.supernet.graphs.spec_file import read_spec
@@ -26,7 +26,6 @@ __all__ = [
     "SubnetChoice",
     "SubnetNorm",
     "Supernet",
-    "extract",
     "extract_subnet",
     "laid_out",
     "prune",

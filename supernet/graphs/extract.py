@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, TypeAlias
 
 import onnx
 from onnx import numpy_helper
 
-from offramp.calibration.data.dataset import Dataset
-from offramp.compiler.cuts.work import count_flops
-from offramp.compiler.graphs.graph import Dataflow
 from offramp.compiler.graphs.shapes import annotate, forget_shapes
-from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.weight_parts import has_first_channels
 from offramp.supernet.graphs.elastic_model import Supernet
-from offramp.supernet.graphs.elastic_spec import ElasticSpec, SubnetChoice
+from offramp.supernet.graphs.elastic_spec import SubnetChoice
 from offramp.supernet.graphs.errors import NotElasticError
 from offramp.supernet.graphs.norm import SubnetNorm
 from offramp.supernet.graphs.slicing_plan import apply_plan
@@ -57,25 +52,6 @@ class Subnet:
     def own_bytes(self) -> int:
         """Bytes of weights that are the subnet's alone."""
         return sum(o.size_bytes for o in self.origins.values() if o.kind == "own")
-
-    @cached_property
-    def flops(self) -> float:
-        """Floating-point operations of a sample, a multiply-add counting as two."""
-        return float(sum(count_flops(self.proto, Dataflow(self.proto.graph))))
-
-
-def extract(
-    model: SourceModel,
-    spec: ElasticSpec,
-    choice: SubnetChoice,
-    samples: Dataset | None = None,
-    *,
-    threads: int = 1,
-) -> onnx.ModelProto:
-    """Make one subnet of a model, as :func:`extract_subnet` does of a supernet."""
-    supernet = Supernet.of(model, spec)
-    norm = SubnetNorm.of(supernet, samples, threads=threads) if samples is not None else None
-    return extract_subnet(supernet, choice, norm).proto
 
 
 def extract_subnet(

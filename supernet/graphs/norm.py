@@ -55,13 +55,9 @@ class SubnetNorm:
     """Of the full model, by layer; none of those that are batch norms still."""
     samples: Dataset
     threads: int = 1
-    passes: int = 0
-    """Over the samples, after the first: as many as there are layers make all statistics exact."""
 
     @classmethod
-    def of(
-        cls, supernet: Supernet, samples: Dataset, *, threads: int = 1, passes: int = 0
-    ) -> SubnetNorm:
+    def of(cls, supernet: Supernet, samples: Dataset, *, threads: int = 1) -> SubnetNorm:
         """Find the layers, and measure the full model once for all subnets.
 
         ElasticSpecError if ``norm.layers`` names none, DataError if the model fails on a sample.
@@ -70,7 +66,7 @@ class SubnetNorm:
         layers = find_layers(supernet)
         folded = [layer for layer in layers if layer.folded]
         full = measure(proto, folded, samples, threads=threads)
-        return cls(layers=layers, full=full, samples=samples, threads=threads, passes=passes)
+        return cls(layers=layers, full=full, samples=samples, threads=threads)
 
     def apply(self, proto: onnx.ModelProto, plan: SlicePlan, skipped: Sequence[DepthBlock]) -> None:
         """Give a subnet's layers its own statistics, in place.
@@ -87,10 +83,6 @@ class SubnetNorm:
         found = measure(
             by_batch, layers, self.samples, threads=self.threads, rows=rows, prepared=True
         )
-        single = rows >= len(self.samples)
-        for _ in range(0 if single else self.passes):
-            corrected = correct(proto, layers, targets, found)
-            found = measure(corrected, layers, self.samples, threads=self.threads, rows=rows)
         made = correct(proto, layers, targets, found)
         proto.CopyFrom(made)
 

@@ -103,12 +103,10 @@ class OperatorView:
         place = (self.op.name, position)
         self.plan.cuts.setdefault(place, {})[axis] = kept
 
-    def give(
-        self, axis: int, like: ElasticAxis, *, full: int | None = None, index: int = 0
-    ) -> None:
+    def give(self, axis: int, like: ElasticAxis, *, index: int = 0) -> None:
         """Say of an output that a dimension is elastic, as one of an input is."""
         name = self.op.proto.output[index]
-        self.plan.elastic[name] = ElasticAxis(axis=axis, full=full or like.full, kept=like.kept)
+        self.plan.elastic[name] = ElasticAxis(axis=axis, full=like.full, kept=like.kept)
 
     def give_all(self, axis: int, like: ElasticAxis) -> None:
         """Say so of all outputs that there are."""

@@ -50,5 +50,5 @@ def test_separate_thresholds_of_two_exits_are_those_of_the_grid_search() -> None
 
 
 def test_every_exit_is_in_use_whatever_its_threshold() -> None:
-    policy = always_active(np.array([0.5, NEVER, 0.25]), version=4)
-    assert policy == policy_of(4, {0: 0.5, 1: NEVER, 2: 0.25})
+    policy = always_active(np.array([0.5, NEVER, 0.25]))
+    assert policy == policy_of(1, {0: 0.5, 1: NEVER, 2: 0.25})

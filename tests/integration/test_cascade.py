@@ -57,7 +57,6 @@ MODELS = {
 ROWS = 90
 NO_KIND = PrecisionChoice(
     kind=None,
-    graph=b"",
     reason="float32 stays",
     measured=(),
     not_applicable={},

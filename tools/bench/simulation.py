@@ -50,13 +50,6 @@ class SimulatedOutcomes(Outcomes):
         known = self.right[self.answered & (self.right >= 0)]
         return float(known.mean()) if known.size else None
 
-    @property
-    def variant_shares(self) -> dict[int, float]:
-        """Share of the answered, by variant; of those that answered any."""
-        found, counts = np.unique(self.variant[self.answered], return_counts=True)
-        shares = (counts / max(counts.sum(), 1)).tolist()
-        return dict(zip(found.tolist(), shares, strict=True))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedLoad:

@@ -16,8 +16,7 @@ from tests.torch_graphs import difference, in_runtime
 from torch import nn
 
 from offramp.compiler.graphs.graph import weight_bytes
-from offramp.compiler.graphs.source_model import SourceModel
-from offramp.supernet.graphs import Supernet, extract, laid_out
+from offramp.supernet.graphs import Supernet, laid_out
 from offramp.supernet.graphs.elastic_spec import SubnetChoice
 from offramp.supernet.graphs.extract import Subnet, extract_subnet
 from offramp.supernet.graphs.spec_file import parse_spec
@@ -170,28 +169,3 @@ def test_constants_that_others_read_whole_stay_as_they_are(
     shapes = [values[n.input[1]] for n in splits if len(values[n.input[1]]) == 4]
     assert [shape[2] for shape in shapes] == [4, 4, 4, 2, 2, 2, 4, 4, 4]
     assert len({n.input[1] for n in splits if n.name.startswith("/layers.0")} - set(values)) == 0
-
-
-def test_flops_shrink_with_the_subnet(supernet: Callable[[str], Supernet]) -> None:
-    net = supernet("cnn")
-    found = [extract_subnet(net, choice).flops for choice in (net.spec.full, net.spec.smallest)]
-    pixels = 8 * 8
-    stem, head = 2 * pixels * 6 * 27, 2 * 6 * 5
-    block = 2 * pixels * (6 * 8 + 9 * 8 * 8 + 8 * 6), 2 * pixels * (6 * 2 + 9 * 2 * 2 + 2 * 6)
-    products = stem + 3 * block[0] + head, stem + block[1] + head
-    one_an_element = (  # Relu, Relu, Add and Relu of a block; the mean of the end
-        pixels * (6 + 3 * (8 + 8 + 6 + 6)) + 6,
-        pixels * (6 + 2 + 2 + 6 + 6) + 6,
-    )
-    assert found == [sum(both) for both in zip(products, one_an_element, strict=True)]
-
-
-def test_extract_is_the_whole_way(
-    full: Callable[[str], nn.Module], model: Callable[[str], SourceModel]
-) -> None:
-    spec = parse_spec(SPECS["cnn"], "s.toml")
-    choice = SubnetChoice(skipped=(1,), ratios=(0.75,))
-    proto = extract(model("cnn"), spec, choice)
-    inputs = inputs_for(full("cnn"), 3)
-    wanted = answers(by_hand("cnn", full("cnn"), choice), inputs)
-    assert difference(in_runtime(proto, inputs), {"scores": wanted}) < ROUNDING

@@ -19,7 +19,6 @@ from tests.supernet.elastic_torch import (
     answers,
     by_hand,
     inputs_for,
-    one_thread,
     read,
     shaken,
     sliced_from,
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.graphs.source_model import SourceModel
-from offramp.supernet.graphs import Supernet, extract, moments
+from offramp.supernet.graphs import Supernet, moments
 from offramp.supernet.graphs.elastic_spec import SubnetChoice
 from offramp.supernet.graphs.errors import ElasticSpecError
 from offramp.supernet.graphs.extract import Subnet, extract_subnet
@@ -111,7 +110,7 @@ def test_folded_batch_norms_get_the_statistics_of_the_subnet(
             assert difference(plain, {"scores": wanted}) > 0.1, "without it answers are others"
 
 
-def test_several_batches_are_nearly_exact_and_exact_with_as_many_passes_as_layers(
+def test_several_batches_are_nearly_exact(
     trained: Callable[[str], tuple[nn.Module, Supernet]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, net = trained("cnn")
@@ -119,12 +118,8 @@ def test_several_batches_are_nearly_exact_and_exact_with_as_many_passes_as_layer
     wanted = {"scores": wanted_of("cnn", module, choice)}
     monkeypatch.setattr(moments, "MOST_ROWS", 32)
 
-    def error(passes: int) -> float:
-        norm = SubnetNorm.of(net, DATA, passes=passes)
-        return difference(in_runtime(extract_subnet(net, choice, norm).proto, NEW), wanted)
-
-    assert EXACT < error(0) < 5e-3
-    assert error(10) < EXACT
+    proto = extract_subnet(net, choice, SubnetNorm.of(net, DATA)).proto
+    assert EXACT < difference(in_runtime(proto, NEW), wanted) < 5e-3
 
 
 def test_what_did_not_change_keeps_what_it_has(
@@ -296,12 +291,3 @@ def test_samples_that_the_model_fails_on_are_named(
     bad = Dataset(inputs={"image": np.zeros((2, 5, 8, 8), np.float32)}, labels=None, sha256="")
     with pytest.raises(DataError, match="the model fails on calibration sample 0"):
         SubnetNorm.of(net, bad)
-
-
-def test_extract_takes_samples(trained: Callable[[str], tuple[nn.Module, Supernet]]) -> None:
-    module, net = trained("cnn")
-    choice = net.spec.smallest
-    proto = extract(net.model, net.spec, choice, DATA)
-    with one_thread():
-        wanted = wanted_of("cnn", module, choice)
-    assert difference(in_runtime(proto, NEW), {"scores": wanted}) < EXACT

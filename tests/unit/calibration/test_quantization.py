@@ -72,7 +72,7 @@ def test_int8_comes_near_float32(name: str) -> None:
 
 def test_a_product_is_computed_as_int8_arithmetic_says() -> None:
     weight = np.array([[0.5, -2.0], [0.25, 1.0]], np.float32)
-    graph = quantize(linear(weight).SerializeToString(), Ranges(limits={"x": 12.7}, samples=1))
+    graph = quantize(linear(weight).SerializeToString(), {"x": 12.7})
     x = np.array([[1.04, -0.26], [100.0, -3.0]], np.float32)
     found = GraphRunner(onnx.ModelProto.FromString(graph)).run({"x": x})["y"]
     rounded = np.array([[10, -3], [127, -30]]) * 0.1  # 100 is clipped to the limit
@@ -123,7 +123,7 @@ def test_the_channels_of_gemm_follow_its_transposition() -> None:
     b.node("Gemm", x, b.constant(weight), out="wide", transB=1)
     b.node("Gemm", "wide", b.constant(weight), out="y")
     b.output("y", ["batch", 2])
-    ranges = Ranges(limits={"x": 1.0, "wide": 1.0}, samples=1)
+    ranges = {"x": 1.0, "wide": 1.0}
     quantized = onnx.ModelProto.FromString(quantize(b.build().SerializeToString(), ranges))
     found = constants(quantized)
     np.testing.assert_allclose(found[f"{PREFIX}wide/1/scale"] * 127, [2, 4, 60], rtol=1e-6)
@@ -148,7 +148,7 @@ def test_a_sum_whose_convolution_is_read_elsewhere_is_left_alone() -> None:
     convolved = b.conv(x, (2, 2))
     b.node("Add", b.node("Sigmoid", convolved), convolved, out="y")
     b.output("y", ["batch", 2, 4, 4])
-    ranges = Ranges(limits=dict.fromkeys(["x", "t0", "t1"], 1.0), samples=1)
+    ranges = dict.fromkeys(["x", "t0", "t1"], 1.0)
     quantized = onnx.ModelProto.FromString(quantize(b.build().SerializeToString(), ranges))
     assert set(pairs(quantized)) == {f"{convolved}/0", f"{convolved}/1"}
     (addition,) = (n for n in quantized.graph.node if n.op_type == "Add")
@@ -204,8 +204,7 @@ def test_a_limit_is_the_largest_magnitude_where_values_are_spread_evenly() -> No
     x = np.linspace(-3, 4, 4000, dtype=np.float32).reshape(-1, 2)
     ranges = measure_ranges(linear(np.eye(2, dtype=np.float32)).SerializeToString(), dataset(x),
                             threads=1)  # fmt: skip
-    assert ranges.samples == 2000
-    assert ranges.limits == {"x": pytest.approx(4, rel=1e-2)}
+    assert ranges == {"x": pytest.approx(4, rel=1e-2)}
 
 
 def test_an_outlier_is_clipped_where_that_helps_all_others() -> None:
@@ -213,7 +212,7 @@ def test_an_outlier_is_clipped_where_that_helps_all_others() -> None:
     x[7, 0] = 20
     ranges = measure_ranges(linear(np.eye(2, dtype=np.float32)).SerializeToString(), dataset(x),
                             threads=1)  # fmt: skip
-    limit = ranges.limits["x"]
+    limit = ranges["x"]
     assert 4 < limit < 10
     kept = np.clip(np.round(x / limit * 127), -127, 127) * limit / 127
     coarse = np.round(x / 20 * 127) * 20 / 127
@@ -234,9 +233,9 @@ def test_batches_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) 
     wanted = ranges_of(pieces, samples=11)
     monkeypatch.setattr(activations, "BATCH_BYTES", 1)  # one sample at a time
     single = ranges_of(pieces, samples=11)
-    assert single.limits.keys() == wanted.limits.keys()
-    for name, limit in wanted.limits.items():
-        assert single.limits[name] == pytest.approx(limit, rel=1e-3)
+    assert single.keys() == wanted.keys()
+    for name, limit in wanted.items():
+        assert single[name] == pytest.approx(limit, rel=1e-3)
 
 
 def test_ranges_of_another_model_are_refused() -> None:

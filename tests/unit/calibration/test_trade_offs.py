@@ -140,7 +140,7 @@ def test_sets_of_exits_are_each_alone_those_in_use_and_what_saves_most() -> None
     assert one.exit_sets() == ((), (0,), (1,)), "the second brings nothing behind the first"
     assert replace(one, in_use=(0, 1)).exit_sets() == ((0,), (0, 1), (1,))
     late = replace(subnet(), tune=replace(tune, prediction=np.stack([unlike, unlike])))
-    assert late.exit_sets([0.01]) == ((), (0,)), "its own answer is its end, no exit before it"
+    assert late.exit_sets() == ((), (0,)), "its own answer is its end, no exit before it"
 
 
 def test_each_way_has_the_full_model_and_what_it_is_named_after() -> None:

@@ -82,7 +82,6 @@ class Bench:
         measured: Any = [SimpleNamespace(kind=kind, describe=lambda: "why") for kind in self.graphs]
         return PrecisionChoice(
             kind=self.kind,
-            graph=b"whole",
             reason="why",
             measured=measured,
             not_applicable={},

@@ -192,29 +192,6 @@ def test_a_timeline_needs_a_window() -> None:
         timeline(outcomes(), slo_ms=None, windows=0)
 
 
-def test_parts_merge_in_order_of_intended_sending() -> None:
-    whole = outcomes()
-    names = [name for name in Outcomes.__annotations__ if name != "duration_s"]
-    odd = replace(whole, **{name: getattr(whole, name)[1::2] for name in names}, duration_s=1.9)
-    even = replace(whole, **{name: getattr(whole, name)[::2] for name in names})
-    merged = Outcomes.concatenate([odd, even])
-    assert merged.duration_s == 2.0
-    for name in names:
-        assert np.array_equal(getattr(merged, name), getattr(whole, name), equal_nan=True), name
-        assert getattr(merged, name).dtype == getattr(whole, name).dtype
-
-
-def test_parts_without_batch_sizes_merge_with_those_that_have_them() -> None:
-    merged = Outcomes.concatenate([outcomes(batch_size=None), outcomes()])
-    assert merged.batch_size is not None
-    assert merged.batch_size.tolist() == [0, 1, 0, 0, 0, 4, 0, 0, 0, 4]
-    assert summarise(merged, slo_ms=None).mean_batch_size == 3.0
-    neither = Outcomes.concatenate([outcomes(batch_size=None)] * 2)
-    assert neither.batch_size is None
-    with pytest.raises(ValueError, match="no outcomes to merge"):
-        Outcomes.concatenate([])
-
-
 def test_a_warm_up_is_left_out_and_time_starts_after_it() -> None:
     kept = outcomes().drop_warm_up(1.0)
     assert kept.intended_s.tolist() == [0.0, 0.5, 0.75]

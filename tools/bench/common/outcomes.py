@@ -81,28 +81,6 @@ class Outcomes:
         # NaN compares as false; what is not OK may have a latency, and counts as missed
         return self.answered & (self.latency_s * 1e3 <= slo_ms)
 
-    @classmethod
-    def concatenate(cls, parts: Sequence[Outcomes]) -> Outcomes:
-        """Merge what several senders saw of one run, in order of intended sending.
-
-        The duration is the longest. Batch sizes are kept if one part has them.
-        """
-        if not parts:
-            raise ValueError("no outcomes to merge: give one or more")
-        if any(part.batch_size is not None for part in parts):
-            parts = [
-                replace(part, batch_size=np.zeros(len(part.intended_s), np.int16))
-                if part.batch_size is None
-                else part
-                for part in parts
-            ]
-        order = np.argsort(np.concatenate([part.intended_s for part in parts]), kind="stable")
-        merged = {
-            name: np.concatenate([getattr(part, name) for part in parts])[order]
-            for name in _arrays(parts[0])
-        }
-        return cls(**merged, duration_s=max(part.duration_s for part in parts))
-
     def drop_warm_up(self, seconds: float) -> Outcomes:
         """Leave out what was to be sent in the first seconds; time then starts after them."""
         if not 0 <= seconds < self.duration_s:

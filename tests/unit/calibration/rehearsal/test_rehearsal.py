@@ -85,9 +85,7 @@ def test_batching_pattern_and_average_by_hand() -> None:
 
 
 def test_equation_2_counts_in_intervals() -> None:
-    matrix = TimeMatrix(
-        exits=(0,), columns=np.array([0, 2, 4]), ms=np.array([[1.0, 3.0, 6.0]]), limit_ms=5.0
-    )
+    matrix = TimeMatrix(columns=np.array([0, 2, 4]), ms=np.array([[1.0, 3.0, 6.0]]), limit_ms=5.0)
     pattern = np.array([[1, 2, 1]])
     by_hand = (4 * 1 + 2 * (2 * 1 + 2 * 3) + 4 * 6) / (4 * 4)
     assert expected_average_ms(matrix, pattern).tolist() == [by_hand]
