@@ -1,4 +1,9 @@
-"""Run a graph over a data set, batch by batch."""
+"""Run a graph over a data set, batch by batch, and check what the source model answers.
+
+:func:`run_over` yields the outputs of each batch, and names the sample on which a graph fails.
+:func:`check_answers` refuses NaN and infinity in answers; :func:`check_unusual` tries whether the
+model takes samples that contain them.
+"""
 
 from __future__ import annotations
 

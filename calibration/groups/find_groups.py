@@ -1,4 +1,10 @@
-"""The search for rows that are no independent samples, from the surest reason to the least sure."""
+"""Search for rows that are no independent samples; each group of rows counts as one sample.
+
+:func:`find_groups` takes the surest reason first: rows that the data name alike, equal rows, near
+copies, then rows in series. Series are of two kinds: windows over a series that share values,
+wherever in the file they are (:func:`overlapping_windows`), and consecutive rows that resemble each
+other, as frames of a film do (:func:`film_blocks`).
+"""
 
 from __future__ import annotations
 
@@ -29,10 +35,9 @@ def find_groups(dataset: Dataset, *, within: float) -> Groups:
     """Partition the rows of a data set into what counts as one sample each.
 
     In turn, each step on the representatives of the one before: rows of one number in
-    ``dataset.group``, equal rows, nearly equal rows (:mod:`.sketch`), overlapping windows
-    (:mod:`.find_groups`), and consecutive rows that are alike (:mod:`.find_groups`). The same data
-    give the same groups. With ``within`` 0 only the first two steps are done: the user says that
-    the others are independent.
+    ``dataset.group``, equal rows, nearly equal rows (:mod:`.sketch`), overlapping windows, and
+    consecutive rows that are alike. The same data give the same groups. With ``within`` 0 only the
+    first two steps are done: the user says that the others are independent.
     """
     groups = _named(dataset, Groups.singletons(len(dataset)))
     rows = sketch(dataset)

@@ -1,4 +1,9 @@
-"""What is kept of every row to compare it with others: hashes, a short position, some values."""
+"""Sketches of rows, by which they are compared with each other, and the search for near copies.
+
+:func:`sketch` keeps little of every row: hashes, a short position (random projections of its
+numbers), some values. :func:`near_copies` compares positions: rows that are nearer to each other
+than independent samples come get one label.
+"""
 
 from __future__ import annotations
 

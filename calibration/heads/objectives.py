@@ -1,8 +1,11 @@
-"""What heads learn for each task: their targets, their loss, and how their scores are read.
+"""What heads learn for each task: targets, loss, how scores are read, and how sure an answer is.
 
 Targets are the source model's own answers (self-distillation), so no labels are needed. A head has
 one score for each class or label; that of a regression has one more, by which it learns whether it
 is near enough: an answer of values says nothing of how sure it is.
+
+:func:`fit_certainty` fits, after training, the weights that turn statistics of an exit's answer
+into the probability that it agrees with the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The kinds of int8 that a CPU may be faster with, and graphs of each."""
+"""The kinds of int8 that a CPU may be faster with: a graph of each, and mixes with float32.
+
+:func:`quantise` makes a model's graph in one kind. :func:`best_mix` chooses the segments to
+quantise where only some of them gain by it, by the predicted savings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""What all ways of quantising share: a graph that is rewritten, and the products worth it."""
+"""Tools of all ways of quantising a graph for the CPU, and the way that rounds weights in blocks.
+
+:class:`Editor` finds the matrix products that are worth it, and rewrites the graph.
+:func:`quantise_blocks` rounds the weights of products to 4 or 8 bits.
+:func:`depends_on_batch_mates` runs a quantised graph to see whether the answer to a row depends on
+the other rows of its batch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
-"""Int8 by Q/DQ pairs whose scales are measured beforehand: convolutions, and matrix products.
+"""Int8 on the CPU with two kinds of scales: measured beforehand, or computed of each row.
 
-ONNX Runtime makes integer kernels of an operator between pairs. A convolution needs them on all
-sides and its bias in int32; a matrix product reads what is rounded, and what it gives is float32
+:func:`quantise_static` puts Q/DQ pairs around convolutions and before matrix products. Their scales
+come from :func:`activation_ranges`, which measures tensors on data. :func:`quantise_rows` needs no
+data: it rewrites matrix products so that each row is rounded by its own range as the graph runs.
+
+ONNX Runtime makes integer kernels of an operator between Q/DQ pairs. A convolution needs them on
+all sides and its bias in int32; a matrix product reads what is rounded, and its result is float32
 again. What follows a convolution and has an integer kernel (:data:`_FOLLOWING`) stays in
 integers with it. All else stays float32.
 

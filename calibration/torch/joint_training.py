@@ -10,8 +10,8 @@ Every batch is dealt out in shards, one core each, whose gradients are added in 
 keeps its pace beside a busy neighbour, where threads that share one product wait for each other,
 and gives the same weights on any number of cores.
 
-What was trained is kept in a file after every epoch, so that a run that was interrupted goes on as
-if it had not been.
+The state of the training is kept in a file after every epoch (:class:`JointState`), so that an
+interrupted run goes on as if it had not been interrupted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Proof that an engine computes what its graph does, and what a precision costs in answers.
+"""Checks of engines: that they compute what their graphs do, and what a precision costs in answers.
 
-Engines are run beside ONNX Runtime on the CPU. What a precision costs is measured before any is
-built: a promise ("disagreement with the source model stays within 1 %") was certified in float32,
-and in float16 or int8 other samples leave early and the model itself answers some otherwise. So
+:class:`Verifier` compares engines with ONNX Runtime on the CPU. :func:`measure_precision` counts
+how often answers in float16 or int8 differ from the float32 source model's. :func:`certify_anew`
+certifies the thresholds again in the precision that will be served.
+
+What a precision costs is measured before any engine is built: a promise ("disagreement with the
+source model stays within 1 %") was certified in float32, and in float16 or int8 other samples leave
+early and the model itself answers some otherwise. So
 the exit policy's stages are run in the precision, beside the float32 source model, on ONNX Runtime,
 where Q/DQ pairs are computed as they are written, and float16 as
 :func:`~offramp.compiler.engines.halving.rounded` writes it out. That is the arithmetic the graphs

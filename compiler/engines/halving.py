@@ -1,4 +1,8 @@
-"""Half precision: a float32 graph computed in float16, with float32 at its borders.
+"""Half precision: which operators of a float32 graph are computed in float16, and the new graph.
+
+:func:`halve` rewrites a graph for TensorRT, with float32 at its borders; :func:`rounded` makes a
+float32 graph that rounds where float16 would, to run on a CPU. :func:`halved_operators` decides
+which operators become float16.
 
 Precision lives in the graph: TensorRT builds strongly typed networks, where every tensor has the
 type that the graph says. So this is what decides, not a builder's flag.
