@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from offramp.bundle.graph_weights import WEIGHTS
 from offramp.calibration.choose import limits
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.training_options import TrainingOptions
+from offramp.calibration.measure import profiling
 from offramp.calibration.measure.measuring import Budget
 from offramp.compiler.blueprints.precision_choice import on_copy
 from offramp.compiler.common.options import CompileOptions
@@ -29,6 +30,20 @@ from tests.quantised import quantised
 Quantise: TypeAlias = Callable[[SourceModel, Dataset], bytes]
 """Makes a quantised copy of a model, by samples of its training data."""
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fashion"
+
+
+@contextmanager
+def equal_times(*, staged_ms: float = 1.0) -> Iterator[None]:
+    """Have the compiler take a graph for 1 ms, and all stages for so much: on any machine.
+
+    Exits are in use then, however small the model is, and are not left out for being measured.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda *_: staged_ms)
+        patched.setattr(profiling, "disturbances", lambda *_: ())
+        patched.setattr(limits, "measured_loss", lambda *_: None)
+        yield
 
 
 @contextmanager
@@ -80,13 +95,14 @@ def compile_tiny(
     name: str = "tiny",
     epochs: int = 6,
     quantise: Quantise = quantised,
+    staged_ms: float = 1.0,
+    own_times: bool = False,
     **options: Any,
 ) -> Bundle:
     """Compile a model on the given arrays; exits may cost what they will, it is so small.
 
-    With a precision, the copy that ``quantise`` makes goes before the model, faster or not.
-
-    What is measured of its policy is noise for the same reason, and keeps no exit out of use.
+    All graphs take equal times, unless the caller has set ``own_times`` for them. With a precision,
+    the copy that ``quantise`` makes goes before the model, faster or not.
     """
     onnx.save(model, folder / "model.onnx")
     np.savez(folder / "data.npz", **arrays)
@@ -102,7 +118,8 @@ def compile_tiny(
         output=folder / f"{name}.ee",
         **settings,
     )
-    with pytest.MonkeyPatch.context() as patched:
+    times = nullcontext() if own_times else equal_times(staged_ms=staged_ms)
+    with times, pytest.MonkeyPatch.context() as patched:
         patched.setattr(limits, "measured_loss", lambda *_: None)
         patched.setattr(
             compiling,

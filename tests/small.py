@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from offramp.bundle import Bundle
-from offramp.calibration.choose import limits
-from offramp.calibration.measure import profiling
 from tests.bundles import compile_tiny
 from tests.models import mlp
-
-
-@contextmanager
-def equal_times() -> Iterator[None]:
-    """Have the compiler take all parts for equally fast: exits are in use on any machine."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
-        patched.setattr(profiling, "disturbances", lambda *_: ())
-        patched.setattr(limits, "measured_loss", lambda *_: None)
-        yield
 
 
 def compile_small(
@@ -36,14 +20,9 @@ def compile_small(
     The inputs are of the same distribution, in an archive beside the bundle.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with equal_times():
-        bundle = compile_tiny(
-            mlp(layers=4, classes=classes),
-            {"x": _vectors(1400, seed)},
-            folder,
-            name="small",
-            **options,
-        )
+    bundle = compile_tiny(
+        mlp(layers=4, classes=classes), {"x": _vectors(1400, seed)}, folder, name="small", **options
+    )
     inputs = folder / "inputs.npz"
     np.savez(inputs, x=_vectors(400, seed + 1))
     return bundle, inputs

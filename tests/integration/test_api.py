@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.small import equal_times
+from tests.bundles import equal_times
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -11,17 +11,13 @@ import pytest
 from tests.bundles import compile_tiny
 from tests.unit.compiler.test_bodies import MODELS, WIDTH
 
-from offramp.calibration.measure import profiling
 from offramp.compiler.export.export import ExportOptions, export_bundle
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions
 
 
 @pytest.mark.parametrize("name", ["loop", "if", "scan"])
-def test_compiled_served_and_exported(name: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-    monkeypatch.setattr(profiling, "_staged_ms", lambda *_: 1.0)
-    monkeypatch.setattr(profiling, "disturbances", lambda *_: ())
+def test_compiled_served_and_exported(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     kinds = rng.standard_normal((8, WIDTH)) * 3
     x = kinds[rng.integers(0, 8, 1400)] + rng.standard_normal((1400, WIDTH)) * 0.3

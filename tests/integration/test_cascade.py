@@ -110,6 +110,7 @@ def compiled(
         build(),
         data(),
         folder,
+        own_times=True,
         candidates=3,
         precision="int8",
         max_overhead=None,

@@ -13,14 +13,13 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from tests import models, small
+from tests import models
 from tests.bundles import compile_tiny
 from tests.part_sizes import check_part_sizes
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.graph_weights import PAGE
 from offramp.calibration.data.training_options import TrainingOptions
-from offramp.calibration.measure import profiling
 from offramp.certify import binomial_cdf, evaluate
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.graphs.weights import WeightSizes
@@ -76,16 +75,9 @@ DATA = {"residual": images, "bert": sentences}
 BUILDERS = {"residual": models.residual_cnn, "bert": models.bert_like}
 
 
-@pytest.fixture(scope="module")
-def equal_times() -> Iterator[None]:
-    """Whatever is timed takes 1 ms, so that what is compiled does not depend on the machine."""
-    with small.equal_times():
-        yield
-
-
 @pytest.fixture(scope="module", params=list(DATA))
 def compiled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, equal_times: None
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Bundle, Arrays]:
     """A bundle, and inputs that it has not seen."""
     name = request.param
@@ -301,16 +293,13 @@ def test_labels_are_reported_where_there_are_any(compiled) -> None:
 def test_a_problem_without_good_exits_is_served_without_exits(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    equal_times: None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Heads that learn nothing, stages that cost 2 % of the model, and 1 % to disagree on."""
-    monkeypatch.setattr(profiling, "_staged_ms", lambda *_: 1.06)
     x = np.random.default_rng(0).standard_normal((1200, 16)).astype(np.float32)
     stuck = TrainingOptions(epochs=1, learning_rate=1e-9)
     with caplog.at_level(logging.WARNING):
         bundle = compile_tiny(
-            models.mlp(), {"x": x}, tmp_path, max_disagreement=0.01, training=stuck
+            models.mlp(), {"x": x}, tmp_path, max_disagreement=0.01, training=stuck, staged_ms=1.06
         )
     assert bundle.policy == ExitPolicy(version=1, active=())
     (record,) = [r for r in caplog.records if r.name == "offramp.compiler.steps.compile"]
@@ -325,7 +314,7 @@ def test_a_problem_without_good_exits_is_served_without_exits(
     np.testing.assert_array_equal(found, source_answers(bundle, {"x": x[:90]}))
 
 
-def test_the_same_seed_compiles_the_same_bundle(tmp_path: Path, equal_times: None) -> None:
+def test_the_same_seed_compiles_the_same_bundle(tmp_path: Path) -> None:
     """All but what has times, and the date; on one thread, as sums on several may differ."""
     timed = {"report.html", "measured.json"}
     hashes = []

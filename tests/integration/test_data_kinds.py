@@ -12,8 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from tests import models
-from tests.bundles import brief_measurements
-from tests.small import equal_times
+from tests.bundles import brief_measurements, equal_times
 from tests.unit.compiler.data.making import save_image, save_tokenizer, write_lines
 
 from offramp.bundle import Bundle

@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.small import compile_small, equal_times
+from tests.bundles import equal_times
+from tests.small import compile_small
 
 import offramp
 

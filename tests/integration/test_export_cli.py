@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tests.exports import run_bundle, run_file, stock_session
 from tests.integration.test_compile_tiny import images, vectors
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
-from offramp.calibration.measure import profiling
 from offramp.compiler.commands.cli import main
 from offramp.compiler.export import export, nesting
 from offramp.compiler.plain.wrap import WrapOptions, wrap_model
@@ -35,16 +33,7 @@ def answering(model: onnx.ModelProto, elem_type: int, *, opset: int = 17) -> onn
 
 
 @pytest.fixture(scope="module")
-def equal_times() -> Iterator[None]:
-    """Whatever is timed takes 1 ms: what is compiled does not depend on the machine."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
-        yield
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory, equal_times: None) -> Bundle:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A bundle of opset 18 with float64 answers; samples leave at both exits, and at none."""
     folder = tmp_path_factory.mktemp("export")
     model = answering(models.residual_cnn(), TensorProto.DOUBLE, opset=18)
@@ -110,9 +99,7 @@ def test_a_compiled_bundle_becomes_one_file(
     assert [p.name for p in Path("out").iterdir()] == ["fast.onnx"]
 
 
-def test_half_precision_answers_and_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal_times: None
-) -> None:
+def test_half_precision_answers_and_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = answering(models.mlp(), TensorProto.FLOAT16)
     bundle = compile_tiny(model, vectors(), tmp_path, candidates=2, epochs=2)

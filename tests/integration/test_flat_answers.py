@@ -12,9 +12,9 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 from tests import models
-from tests.bundles import compile_tiny
+from tests.bundles import compile_tiny, equal_times
 from tests.loopback import MODEL, serving
-from tests.small import _vectors, equal_times
+from tests.small import _vectors
 
 from offramp.bundle import Bundle
 from offramp.compiler.common.errors import ModelError

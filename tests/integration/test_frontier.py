@@ -34,8 +34,10 @@ def made(tmp_path_factory: pytest.TempPathFactory, fast_copies: None) -> Pair:
     """Bundles of fp32 and int8 of one model, and data that they have not seen."""
     folder = tmp_path_factory.mktemp("frontier")
     how: dict[str, Any] = {"candidates": 3, "max_overhead": None}
-    exits = compile_tiny(models.mlp(), vectors(), folder, name="m", **how)
-    cascade = compile_tiny(models.mlp(), vectors(), folder, name="m8", precision="int8", **how)
+    exits = compile_tiny(models.mlp(), vectors(), folder, name="m", own_times=True, **how)
+    cascade = compile_tiny(
+        models.mlp(), vectors(), folder, name="m8", precision="int8", own_times=True, **how
+    )
     unseen = vectors(ROWS, seed=1)
     source = by_graph(exits.read("source.onnx"), unseen).argmax(axis=1)
     np.savez(folder / "test.npz", **unseen, label=source)

@@ -100,7 +100,9 @@ def compiled(
     build, data, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("joint")
     settings = {"candidates": 2, "epochs": 2, "max_overhead": None, **options}
-    bundle = compile_tiny(build(), data(), folder, train="joint", selection="savings", **settings)
+    bundle = compile_tiny(
+        build(), data(), folder, train="joint", selection="savings", own_times=True, **settings
+    )
     unseen = data(ROWS, seed=1)
     unseen.pop("label", None)
     return Compiled(Bundle.open(bundle.path), unseen, folder)
@@ -196,7 +198,7 @@ def small(folder: Path, **options: Any) -> Bundle:
     settings = {"candidates": 1, "epochs": 1, "max_overhead": None, "train": "joint", **options}
     build = settings.pop("build", models.mlp)
     data = settings.pop("data", vectors())
-    return Bundle.open(compile_tiny(build(), data, folder, **settings).path)
+    return Bundle.open(compile_tiny(build(), data, folder, own_times=True, **settings).path)
 
 
 def test_where_it_saves_no_more_the_frozen_models_exits_stay(

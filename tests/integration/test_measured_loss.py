@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 import pytest
 from rich.console import Console
+from tests.bundles import equal_times
 from tests.models import mlp
-from tests.small import _vectors, equal_times
+from tests.small import _vectors
 
 from offramp.bundle import Bundle
 from offramp.bundle.schema.measured import Measured, MeasuredSize, Ratio

@@ -38,7 +38,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
     folder = tmp_path_factory.mktemp("profiled")
     with pytest.MonkeyPatch.context() as patched:
         fake_times(patched, 1.0, 0.01)
-        bundle = compile_tiny(models.residual_cnn(), images(), folder, candidates=3, epochs=3)
+        bundle = compile_tiny(
+            models.residual_cnn(), images(), folder, candidates=3, epochs=3, own_times=True
+        )
     assert bundle.policy.active
     yield bundle
 

@@ -121,7 +121,7 @@ def test_exits_chosen_by_rehearsal_keep_the_same_promise(bundle: Bundle) -> None
 
 def test_the_default_rehearses_nothing(tmp_path: Path, steady_times: None) -> None:
     x = np.random.default_rng(0).standard_normal((1400, 16)).astype(np.float32)
-    bundle = compile_tiny(models.mlp(), {"x": x}, tmp_path, epochs=1)
+    bundle = compile_tiny(models.mlp(), {"x": x}, tmp_path, epochs=1, own_times=True)
     assert REHEARSAL not in hashes(bundle)
     assert "Rehearsal of batches" not in (bundle.path / "report.html").read_text()
 
@@ -276,7 +276,13 @@ def test_a_bundle_without_exits(
     monkeypatch.setattr("offramp.compiler.exits.exits.net_savings_alone", lambda *_: 0.0)
     x = np.random.default_rng(0).standard_normal((1400, 16)).astype(np.float32)
     bundle = compile_tiny(
-        models.mlp(), {"x": x}, Path(), epochs=1, selection="pame", max_overhead=None
+        models.mlp(),
+        {"x": x},
+        Path(),
+        epochs=1,
+        selection="pame",
+        max_overhead=None,
+        own_times=True,
     )
     assert bundle.manifest.exits == ()
     assert REHEARSAL not in hashes(bundle)

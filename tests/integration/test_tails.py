@@ -8,8 +8,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from tests import tails
-from tests.bundles import compile_tiny
-from tests.small import equal_times
+from tests.bundles import compile_tiny, equal_times
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.compiler.export.export import ExportOptions, export_bundle

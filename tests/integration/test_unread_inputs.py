@@ -15,10 +15,10 @@ import tritonclient.grpc.aio as triton
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from tests import models
-from tests.bundles import compile_tiny
+from tests.bundles import compile_tiny, equal_times
 from tests.exports import exported
 from tests.loopback import MODEL, serving
-from tests.small import _vectors, equal_times
+from tests.small import _vectors
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration.data.dataset import read_samples

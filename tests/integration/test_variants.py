@@ -86,13 +86,20 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
         patched.setattr(profiling.TimedGraph, "time_ms", time_ms)
         patched.setattr(profiling, "_staged_ms", lambda *_: 1.25)
         patched.setattr(profiling, "disturbances", lambda *_: ())
-        full = compile_tiny(model, data, folder, name="full", **settings)
+        full = compile_tiny(model, data, folder, name="full", own_times=True, **settings)
         subnets, copies = [], []
         for number, bits in enumerate(BITS, 1):
             keeping = Keeping(bits)
             name = f"subnet{number}"
             made = compile_tiny(
-                model, data, folder, name=name, quantise=keeping, precision="int8", **settings
+                model,
+                data,
+                folder,
+                name=name,
+                quantise=keeping,
+                precision="int8",
+                **settings,
+                own_times=True,
             )
             made = faster(made, 2.0**-number)
             subnets.append(SubnetBundle(name=f"{bits} bits", bundle=made))

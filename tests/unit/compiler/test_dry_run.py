@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from tests import models
-from tests.small import equal_times
+from tests.bundles import equal_times
 from tests.unit.bundle.examples import MANIFEST, POLICY, write
 
 from offramp.bundle import Bundle, BundleSchemaError

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tests import models
-from tests.bundles import compile_tiny
-from tests.small import equal_times
+from tests.bundles import compile_tiny, equal_times
 
 from offramp.bundle import Bundle, TensorSpec
 from offramp.bundle.records import CERTIFY

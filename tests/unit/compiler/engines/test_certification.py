@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests import models
-from tests.bundles import compile_tiny
-from tests.small import equal_times
+from tests.bundles import compile_tiny, equal_times
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise
 from offramp.bundle.engines import Precision
