@@ -7,10 +7,9 @@
     FakeBackend   a backend without a model, which answers by script             backend
     worker        a worker process without a model, which breaks where it is told to
     FakeDriver    a CUDA driver without a GPU, which finds misuse                cuda_driver, cuda_*
-    FakeBuilder   an engine builder without TensorRT                             builder
 
-A name is imported from its module when it is asked for: who wants the fake backend needs neither
-gRPC nor what the compiler needs. docs/testing.md has examples.
+A name is imported from its module when it is asked for: who wants the fake backend needs no
+gRPC. docs/testing.md has examples.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
-    from offramp.testing.builder import FakeBuilder
     from offramp.testing.cuda_driver import FakeDriver, MisuseError
     from offramp.testing.engine import FakeEngine, fake_control, fake_model
     from offramp.testing.server import FakeServer
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SCRIPT",
     "FakeBackend",
-    "FakeBuilder",
     "FakeDriver",
     "FakeEngine",
     "FakeServer",
@@ -43,8 +40,6 @@ def __getattr__(name: str) -> Any:
     match name:
         case "SCRIPT" | "FakeBackend" | "FakeSlot":
             from offramp.testing import backend as module  # noqa: PLC0415
-        case "FakeBuilder":
-            from offramp.testing import builder as module  # noqa: PLC0415
         case "FakeDriver" | "MisuseError":
             from offramp.testing import cuda_driver as module  # noqa: PLC0415
         case "FakeEngine" | "fake_control" | "fake_model":

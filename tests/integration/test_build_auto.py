@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from tests import models
+from tests.fake_builder import FakeBuilder
 from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import ActiveExit, Bundle
@@ -31,7 +32,6 @@ from offramp.compiler.engines.choosing import (
     choose,
     predicted_savings,
 )
-from offramp.testing.builder import FakeBuilder
 
 COMPILE = (
     "model.onnx", "--data", "data.npz", "--candidates", "3", "--epochs", "3",

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from tests import models
 from tests.engines import engine_bundle
+from tests.fake_builder import FakeBuilder
 from tests.integration.test_compile_tiny import images
 from tests.sliced import inputs_of, sliced
 
@@ -22,7 +23,6 @@ from offramp.compiler.common.errors import EnginesUnavailableError
 from offramp.compiler.engines import build
 from offramp.engine.common.errors import BackendError
 from offramp.engine.kernels.kernel_compilation import source_hash
-from offramp.testing.builder import FakeBuilder
 
 MISSING = "TensorRT cannot be used on cuda:0: there is no NVIDIA driver here"
 

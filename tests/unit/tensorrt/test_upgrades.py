@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engines import engine_bundle
+from tests.fake_builder import FakeBuilder
 from tests.fakes import ScriptedController, policy_of
 from tests.sliced import inputs_of, sliced
 from tests.unit.engine.serving import LIMIT_S, until
@@ -32,7 +33,6 @@ from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.serving.engine_upgrades import EngineUpgrades
 from offramp.engine.stages.plan import Mode
 from offramp.engine.tensorrt import tensorrt_messages
-from offramp.testing.builder import FakeBuilder
 from offramp.testing.cuda_driver import FakeDriver
 
 VERSION = "10.16"

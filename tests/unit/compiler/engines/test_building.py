@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engines import engine_bundle
+from tests.fake_builder import FakeBuilder
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
@@ -37,7 +38,6 @@ from offramp.compiler.engines.engine_verification import PrecisionData, Recertif
 from offramp.engine.kernels.compilers import KernelCompileError, KernelCompilerNotFoundError
 from offramp.engine.kernels.kernel_compilation import source_hash
 from offramp.engine.tensorrt.probe import Device
-from offramp.testing.builder import FakeBuilder
 
 UNITS = ["00-03", "00-01-exit1", "02-03", "00-00-exit0", "01-01-exit1", "02-02", "03-03"]
 SOURCE_FIRST = EngineBuildOptions(batches=parse_batches("1,2-4"))

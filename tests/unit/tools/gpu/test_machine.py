@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.fake_builder import FakeBuilder
 from tests.small_bert import small_bert
 from tests.unit.cuda.fake_pycuda import Gpu
 
@@ -20,7 +21,6 @@ from offramp.compiler.common.errors import EngineBuildError
 from offramp.compiler.engines import build
 from offramp.engine.cuda.pycuda_driver import PyCudaStream
 from offramp.engine.kernels.compilers import KernelCompilerNotFoundError
-from offramp.testing.builder import FakeBuilder
 from offramp.tools.gpu.machine import BareEngine, GpuMachine, profiles_of
 from offramp.tools.gpu.timing import PyCudaTimer
 

@@ -95,7 +95,7 @@ class FakeBuilder:
         graph = onnx.load_from_string(base64.b64decode(content["graph"]))
         return self._alter(dict(GraphRunner(graph).run(inputs)))
 
-    def time(self, plans: Sequence[TimedEngine], *, rounds: int) -> list[float]:  # noqa: ARG002
+    def time(self, plans: Sequence[TimedEngine], *, rounds: int) -> list[float]:
         """Take a microsecond an operator and row, divided by the precision's speed."""
         return [self._seconds(json.loads(each.plan), each.inputs) for each in plans]
 
