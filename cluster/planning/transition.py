@@ -84,16 +84,6 @@ class PlanTransition:
     steps: tuple[TransitionStep, ...]
     roles: tuple[tuple[str, Segments], ...]
     """By worker: the split of the next plan that it runs, those of one split in turn."""
-    kept: float
-    """Least share of a split's workers that serve on to the switch: 1 if none has to stop before
-    it. The plan in force is that much slower meanwhile."""
-    late: int
-    """Workers that join the next plan only when the old one has drained."""
-
-    @property
-    def loads(self) -> int:
-        """How many splits are loaded."""
-        return sum(step.action is Action.LOAD for step in self.steps)
 
 
 def plan_transition(
@@ -219,28 +209,23 @@ class _Moving:
         """Put the steps in order."""
         before: list[TransitionStep] = []
         after: list[TransitionStep] = []
-        stopped: set[str] = set()
         for name, worker in self._workers.items():
             if worker.lost:
                 continue
             role = roles.get(name)
             held = set(worker.holds)
             if role is not None and role not in held and name not in late:
-                if self.is_tight(worker, role):
+                if stopped := self.is_tight(worker, role):
                     assert worker.serves is not None
-                    stopped.add(name)
                     before.append(_step(Action.STOP, name, worker.serves))
-                before += self._load(worker, role, held, stopped=name in stopped)
+                before += self._load(worker, role, held, stopped=stopped)
             spare = sorted(held - {role})
             after += [_step(Action.UNLOAD, name, segments) for segments in spare]
             if name in late and role is not None:
                 after.append(_step(Action.LOAD, name, role))
-        kept = [1 - len(stopped & set(names)) / len(names) for names in self._serving.values()]
         return PlanTransition(
             steps=(*before, TransitionStep(action=Action.SWITCH), *after),
             roles=tuple(sorted(roles.items(), key=lambda role: (role[1], role[0]))),
-            kept=min(kept, default=1.0),
-            late=len(late),
         )
 
     def _load(

@@ -40,8 +40,6 @@ class StageEnd:
     """A stage end to be measured."""
 
     rows: int
-    row_bytes: int
-    """Of the one tensor that is carried; 0: none is."""
     classes: int
     survivors: int
     """Rows that go on."""
@@ -69,9 +67,7 @@ def _stage_ends(gpu: Gpu, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
     for name, values in STAGES.items():
         for rows in BATCHES:
             ends = {
-                survivors: StageEnd(
-                    rows=rows, row_bytes=4 * values, classes=CLASSES, survivors=survivors
-                )
+                survivors: StageEnd(rows=rows, classes=CLASSES, survivors=survivors)
                 for survivors in sorted({round(share * rows) for share in SURVIVING})
             }
             times: dict[int, list[float]] = {survivors: [] for survivors in ends}
@@ -90,7 +86,7 @@ def _stage_ends(gpu: Gpu, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _compaction(gpu: Gpu, rows: int, row_bytes: int, *, rounds: int, seed: int) -> dict[str, Any]:
-    end = StageEnd(rows=rows, row_bytes=row_bytes, classes=10, survivors=rows)
+    end = StageEnd(rows=rows, classes=10, survivors=rows)
     with _Buffers.of(gpu, rows, row_bytes) as buffers:
         works = {
             "copy": buffers.plain_copy(),

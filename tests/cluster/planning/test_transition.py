@@ -219,12 +219,13 @@ def test_no_step_leaves_a_split_without_a_worker_or_a_worker_without_memory(
         assert "\n" not in str(error)
         assert any(w.memory_bytes < 2 * sum(weight_bytes) for w in workers), "room for any two"
         return
-    event(f"kept {found.kept:.1f}, late {found.late > 0}")
     world = World(old, new, workers, weight_bytes)
     world.run(found)
-    assert world.loads == found.loads == fewest_loads(new, workers, weight_bytes)
+    assert world.loads == fewest_loads(new, workers, weight_bytes)
     if all(w.memory_bytes >= 2 * sum(weight_bytes) for w in workers):
-        assert (found.kept, found.late) == (1.0, 0)
+        assert Action.STOP not in {step.action for step in found.steps}
+        switch = [step.action for step in found.steps].index(Action.SWITCH)
+        assert Action.LOAD not in {step.action for step in found.steps[switch:]}
     # Where nothing is to change, nothing is done.
     again = plan_transition(new, new, list(world.workers.values()), weight_bytes=weight_bytes)
     assert [step.action for step in again.steps] == [Action.SWITCH]
@@ -264,14 +265,12 @@ def test_a_split_moves_to_those_who_have_room_beside_what_they_run() -> None:
         (Action.LOAD, (2, 3)), (Action.UNLOAD, (0, 1)),
     ]  # fmt: skip
     assert [s.action for s in found.steps] == [Action.LOAD, Action.SWITCH, Action.UNLOAD]
-    assert (found.loads, found.kept, found.late) == (1, 1.0, 0)
 
 
 def test_where_there_is_no_room_for_two_one_worker_serves_to_the_switch() -> None:
     """Whole model on four devices that hold it and nothing else: one goes on until the switch."""
     old, new = plan_of((3, {"a": 4})), plan_of((1, {"a": 2}), (3, {"a": 2}))
     found = plan_transition(old, new, served(old, workers_of(4, memory=4.0)), weight_bytes=[1] * 4)
-    assert (found.loads, found.kept, found.late) == (4, 0.25, 1)
     switch = [s.action for s in found.steps].index(Action.SWITCH)
     before = Counter(s.action for s in found.steps[:switch])
     assert before == {Action.STOP: 3, Action.UNLOAD: 3, Action.LOAD: 3}
@@ -291,7 +290,8 @@ def test_what_cannot_be_done_while_serving_is_said_in_a_line() -> None:
         plan_transition(old, new, full, weight_bytes=[1] * 4)
     spare = [*full, *workers_of(2, "b", 3.0)]
     with_spare = [replace(worker, device_type="a") for worker in spare]
-    assert plan_transition(old, new, with_spare, weight_bytes=[1] * 4).loads == 2
+    steps = plan_transition(old, new, with_spare, weight_bytes=[1] * 4).steps
+    assert Counter(step.action for step in steps)[Action.LOAD] == 2
 
 
 def test_workers_that_serve_something_else_are_a_mistake() -> None:

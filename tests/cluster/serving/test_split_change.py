@@ -18,7 +18,7 @@ from tests.small import compile_small
 from tests.unit.engine.serving import until
 
 from offramp.bundle import ActiveExit
-from offramp.cluster.planning.transition import TransitionError
+from offramp.cluster.planning.transition import Action, TransitionError
 from offramp.cluster.serving.split_change import DRAIN_LIMIT_S, SplitServing
 from offramp.engine.models.served_model import ModelControl
 from offramp.engine.requests.recorder import Recorder
@@ -76,8 +76,10 @@ def test_where_workers_lack_the_room_one_of_each_split_serves_to_the_switch(smal
 
     async def body(serving: Serving) -> None:
         change = serving.change_to(turned)
-        assert change.steps.kept == 0.5
-        assert change.steps.late == 2
+        actions = [step.action for step in change.steps.steps]
+        switch = actions.index(Action.SWITCH)
+        assert actions[:switch].count(Action.STOP) == 2
+        assert actions[switch:].count(Action.LOAD) == 2
         while not await asyncio.to_thread(change.advance):
             await serving.load.more(1)
         assert change.failure is None
