@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny, sharing_weights
 from tests.integration.test_compile_tiny import Arrays, answers, images, run, sentences, vectors
+from tests.marks import slow_but
 from tests.part_sizes import check_part_sizes
 from tests.quantised import Rounded, quantised
 from tests.unit.engine.serving import until
@@ -100,7 +101,7 @@ def fast_copies() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=slow_but(["mlp"], MODELS))
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fast_copies: None
 ) -> Compiled:

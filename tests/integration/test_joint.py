@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny
 from tests.integration.test_compile_tiny import Arrays, answers, images, sentences, vectors
+from tests.marks import slow_but
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration.data.dataset import DataError
@@ -93,7 +94,7 @@ def always_joint() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=slow_but(["pooled"], CASES))
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, always_joint: None
 ) -> Compiled:

@@ -16,6 +16,7 @@ from rich.console import Console
 from tests import models
 from tests.bundles import compile_tiny
 from tests.loopback import MODEL, ask, check, serving
+from tests.marks import slow_but
 from tests.padded import Arrays, answers
 from tests.sliced import slice_proto, timed
 from tests.tasks import CASES, SAMPLES, compiled, images
@@ -33,7 +34,7 @@ from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.stages.plan import Mode
 
 
-@pytest.fixture(scope="module", params=sorted(CASES))
+@pytest.fixture(scope="module", params=slow_but(["regression", "segmentation"], sorted(CASES)))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A bundle of each task, with all exits in use; whatever is timed takes 1 ms."""
     build, data, options = CASES[request.param]

@@ -21,10 +21,13 @@ TOLERANCE = 1e-5
 """float32 sums in another order; the models are a few layers deep."""
 DYNAMO = pytest.param(
     True,
-    marks=pytest.mark.skipif(
-        importlib.util.find_spec("onnxscript") is None,
-        reason="torch's newer exporter needs onnxscript",
-    ),
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(
+            importlib.util.find_spec("onnxscript") is None,
+            reason="torch's newer exporter needs onnxscript",
+        ),
+    ],
     id="dynamo",
 )
 
