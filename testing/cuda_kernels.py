@@ -64,8 +64,6 @@ def _ranges_of_stage_end(launch: Launch) -> Iterator[ByteRange]:
     rows = int(end["rows"])
     yield ByteRange(int(end["scores"]), _scores_bytes(launch), writes=False)
     yield ByteRange(int(end["confidence"]), 4 * rows, writes=True)
-    yield ByteRange(int(end["principal"]), 4 * rows, writes=True)
-    yield ByteRange(int(end["exits"]), rows, writes=True)
     yield ByteRange(int(end["survivors"]), 4 * rows, writes=True)
     yield ByteRange(int(end["survivor_count"]), 4, writes=True)
     yield ByteRange(int(end["scratch"]), Scratch.bytes_for(rows), writes=True)
@@ -92,12 +90,9 @@ def _stage_end(launch: Launch, use: Use) -> None:
     scores = _widened(stored, _SCORE_TYPES[launch.entry_point]).reshape(rows, int(end["classes"]))
     form: AnswerForm = "logits" if end["kind"] == CheckKind.LOGITS else "probabilities"
     confidence = confidence_of(scores, form)
-    passed = exits(confidence, float(end["threshold"]))
-    survivors = np.flatnonzero(~passed).astype(np.int32)
+    survivors = np.flatnonzero(~exits(confidence, float(end["threshold"]))).astype(np.int32)
 
     _put(end, "confidence", confidence, use)
-    _put(end, "principal", scores.argmax(axis=1).astype(np.int32), use)
-    _put(end, "exits", passed.astype(np.uint8), use)
     _put(end, "survivors", survivors, use)
     _put(end, "survivor_count", np.array([len(survivors)], np.int32), use)
     for source, target, row_bytes in _tensors(end):

@@ -5,7 +5,7 @@ The arena of a slot has, on the device::
     inputs 0, 1   what a stage reads; the stage after it reads from the other one
     outputs       what a stage gives before rows that exit are taken out
     scratch       memory of the executables, between the beginning and the end of a stage
-    by_row        counters of the stage end, predictions that nobody reads, row numbers
+    by_row        counters of the stage end, row numbers
 
 and, pinned on the host: uploads, answers, row numbers, and what the stage end writes. All sizes are
 known when a slot opens, and from then on addresses are fixed. Only a stage that is prepared after
@@ -141,7 +141,7 @@ class RowBuffers:
     @staticmethod
     def device_bytes(rows: int) -> int:
         """Device memory for batches of ``rows``."""
-        return aligned(Scratch.bytes_for(rows)) + 2 * aligned(4 * rows) if rows else 0
+        return aligned(Scratch.bytes_for(rows)) + aligned(4 * rows) if rows else 0
 
     def reserve(self, rows: int) -> bool:
         """Have room for batches of ``rows``; says whether addresses changed."""
@@ -151,7 +151,7 @@ class RowBuffers:
         self.scratch_is_clear = False
         self._device.reserve(self.device_bytes(rows))
         self.sent_numbers.reserve(4 * rows)
-        self._results.reserve(4 * aligned(4 * rows))
+        self._results.reserve(3 * aligned(4 * rows))
         self.rows = rows
         return True
 
@@ -163,19 +163,13 @@ class RowBuffers:
     @property
     def row_numbers(self) -> int:
         """Address of row numbers on the device, int32 [rows]."""
-        return self._principal + aligned(4 * self.rows)
+        return self._device.address + aligned(Scratch.bytes_for(self.rows))
 
     @property
     def results(self) -> Results:
         """Addresses where the stage end shall write."""
         base, step = self._results.address, aligned(4 * self.rows)
-        return Results(
-            principal=self._principal,
-            confidence=base,
-            survivors=base + step,
-            survivor_count=base + 2 * step,
-            exits=base + 3 * step,
-        )
+        return Results(confidence=base, survivors=base + step, survivor_count=base + 2 * step)
 
     def views(self, rows: int) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
         """View the stage end's results: confidence [rows], survivors [rows], their number [1].
@@ -183,8 +177,8 @@ class RowBuffers:
         Only the first survivors are valid, as many as their number says.
         """
         step = aligned(4 * self.rows)
-        words = self._results.array[: 4 * step].view(np.float32).reshape(4, -1)
-        confidence, survivors, count, _ = words
+        words = self._results.array[: 3 * step].view(np.float32).reshape(3, -1)
+        confidence, survivors, count = words
         return confidence[:rows], survivors[:rows].view(np.int32), count[:1].view(np.int32)
 
     def free(self) -> None:
@@ -193,11 +187,6 @@ class RowBuffers:
         with ExitStack() as releases:
             for region in (self._device, self.sent_numbers, self._results):
                 releases.callback(region.free)
-
-    @property
-    def _principal(self) -> int:
-        """Address of int32 [rows]: written by the kernel, read by nobody."""
-        return self._device.address + aligned(Scratch.bytes_for(self.rows))
 
 
 class Arena:

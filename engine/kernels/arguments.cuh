@@ -19,7 +19,6 @@ struct RowCopy {
 
 // One row's results, until the host has them.
 struct RowScratch {
-    int principal;  // prediction
     float confidence;
     int survivor;  // not of this row: the survivor that this place in their list holds
 };
@@ -43,12 +42,10 @@ __device__ __forceinline__ Value fresh(const Value& place) {
 }
 
 struct StageEnd {
-    const void* scores;    // [rows, classes], dense
-    float* confidence;     // [rows]
-    int* principal;        // [rows] prediction
-    unsigned char* exits;  // [rows] 1: the check is passed
-    int* survivors;        // [rows] row numbers that go on, rising; the first so many
-    int* survivor_count;   // [1]
+    const void* scores;   // [rows, classes], dense
+    float* confidence;    // [rows]
+    int* survivors;       // [rows] row numbers that go on, rising; the first so many
+    int* survivor_count;  // [1]
     Scratch* scratch;
     int kind;
     int rows;
@@ -68,6 +65,6 @@ struct GatherRows {
 
 // As in kernel_arguments.py.
 static_assert(sizeof(RowCopy) == 24, "RowCopy");
-static_assert(sizeof(RowScratch) == 12, "RowScratch");
-static_assert(sizeof(StageEnd) == 80 + 24 * MOST_TENSORS, "StageEnd");
+static_assert(sizeof(RowScratch) == 8, "RowScratch");
+static_assert(sizeof(StageEnd) == 64 + 24 * MOST_TENSORS, "StageEnd");
 static_assert(sizeof(GatherRows) == 16 + 24 * MOST_TENSORS, "GatherRows");

@@ -1,4 +1,4 @@
-// The exit check's dimension reduction (PAME 5.3): scores to confidence and prediction. Semantics:
+// The exit check's dimension reduction (PAME 5.3): scores to confidence. Semantics:
 // engine/answers/exit_check.py.
 //
 // A row is checked by one block, whose result goes into the row's scratch. A block rather than a
@@ -35,13 +35,11 @@ __device__ void classify(const StageEnd& stage, int row, Workspace& shared) {
     Summary seen = nothing_seen();
 #pragma unroll 4
     for (int index = threadIdx.x; index < stage.classes; index += blockDim.x) {
-        seen = merged(seen, Summary{Score::widen(scores[index]), index, 1.0f});
+        seen = merged(seen, Summary{Score::widen(scores[index]), 1.0f});
     }
     seen = over_block(seen, shared.summaries);
     if (threadIdx.x == 0) {
-        RowScratch& result = stage.scratch->rows[row];
-        result.principal = seen.first;
-        result.confidence = confidence_of(seen, stage.kind == LOGITS);
+        stage.scratch->rows[row].confidence = confidence_of(seen, stage.kind == LOGITS);
     }
 }
 

@@ -33,16 +33,12 @@ MOST_TENSORS: Final = 16
 
 ROW_COPY: Final = np.dtype([("source", "u8"), ("target", "u8"), ("row_bytes", "u8")], align=True)
 """``RowCopy`` of ``arguments.cuh``."""
-ROW_SCRATCH: Final = np.dtype(
-    [("principal", "i4"), ("confidence", "f4"), ("survivor", "i4")], align=True
-)
+ROW_SCRATCH: Final = np.dtype([("confidence", "f4"), ("survivor", "i4")], align=True)
 """``RowScratch`` of ``arguments.cuh``."""
 STAGE_END_ARGUMENTS: Final = np.dtype(
     [
         ("scores", "u8"),
         ("confidence", "u8"),
-        ("principal", "u8"),
-        ("exits", "u8"),
         ("survivors", "u8"),
         ("survivor_count", "u8"),
         ("scratch", "u8"),
@@ -144,16 +140,12 @@ class RowCopy:
 class Results:
     """Addresses of what a stage end writes; the host reads them once the stream got there."""
 
-    principal: int
-    """int32 [rows]: prediction."""
-    exits: int
-    """uint8 [rows]: 1 where the check is passed."""
+    confidence: int
+    """float32 [rows]."""
     survivors: int
     """int32 [rows]: row numbers that go on, rising; only the first so many are written."""
     survivor_count: int
     """int32 [1]."""
-    confidence: int
-    """float32 [rows]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +213,6 @@ def stage_end(
         tensors,
         scores=scores,
         confidence=results.confidence,
-        principal=results.principal,
-        exits=results.exits,
         survivors=results.survivors,
         survivor_count=results.survivor_count,
         scratch=scratch.address,
@@ -298,12 +288,10 @@ def _check_results(results: Results, scratch: Scratch, rows: int) -> None:
         raise ValueError(
             f"scratch at {scratch.address:#x}: must be aligned to {SCRATCH_ALIGNMENT} bytes"
         )
-    for name in ("confidence", "principal", "survivors", "survivor_count"):
+    for name in ("confidence", "survivors", "survivor_count"):
         address = getattr(results, name)
         if address <= 0 or address % 4:
             raise ValueError(f"{name} at {address:#x} is no address of 32-bit values")
-    if results.exits <= 0:
-        raise ValueError(f"exits at {results.exits:#x}: null is no address")
 
 
 def _struct(dtype: np.dtype[Any], tensors: Sequence[RowCopy], **values: float) -> np.void:

@@ -4,7 +4,6 @@
 #include "scores.cuh"
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int NO_INDEX = 0x7fffffff;
 
 __device__ __forceinline__ int lane_number() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_number() { return threadIdx.x / 32; }
@@ -12,36 +11,24 @@ __device__ __forceinline__ int warp_count() { return blockDim.x / 32; }
 
 // What one pass over logits needs to keep: their softmax's largest value is 1 / sum.
 struct Summary {
-    float largest;  // NaN if there is one, as numpy's argmax has it
-    int first;      // index of the first that is the largest
+    float largest;  // NaN if there is one, as numpy's maximum has it
     float sum;      // of exp(logit − largest); meaningless if largest is no finite number
 };
 
-__device__ __forceinline__ Summary nothing_seen() { return {-infinity(), NO_INDEX, 0.0f}; }
-
-// A total order (largest first, then lowest index), so that the result is the same in whichever
-// order threads meet.
-__device__ __forceinline__ bool precedes(const Summary& left, const Summary& right) {
-    const bool left_nan = is_nan(left.largest);
-    const bool right_nan = is_nan(right.largest);
-    if (left_nan != right_nan) return left_nan;
-    if (left_nan || left.largest == right.largest) return left.first < right.first;
-    return left.largest > right.largest;
-}
+__device__ __forceinline__ Summary nothing_seen() { return {-infinity(), 0.0f}; }
 
 __device__ __forceinline__ Summary merged(const Summary left, const Summary right) {
-    const bool in_order = precedes(left, right);
+    const bool in_order = is_nan(left.largest) || left.largest >= right.largest;
     const float largest = in_order ? left.largest : right.largest;
     const float other = in_order ? right.largest : left.largest;
     // Equal ones need no exp, and −∞ − −∞ would be no number.
     const float scale = other == largest ? 1.0f : expf(other - largest);
     const float sum = in_order ? left.sum + right.sum * scale : right.sum + left.sum * scale;
-    return {largest, in_order ? left.first : right.first, sum};
+    return {largest, sum};
 }
 
 __device__ __forceinline__ Summary of_lane(const Summary& value, int distance) {
     return {__shfl_xor_sync(ALL_LANES, value.largest, distance),
-            __shfl_xor_sync(ALL_LANES, value.first, distance),
             __shfl_xor_sync(ALL_LANES, value.sum, distance)};
 }
 

@@ -40,8 +40,6 @@ __device__ void publish(Scratch& scratch, int survivor_count) {
 __device__ void report(const StageEnd& stage, int survivor_count) {
     for (int row = threadIdx.x; row < stage.rows; row += blockDim.x) {
         const RowScratch& result = stage.scratch->rows[row];
-        stage.exits[row] = passes(stage, row);
-        stage.principal[row] = fresh(result.principal);
         stage.confidence[row] = fresh(result.confidence);
         if (row < survivor_count) stage.survivors[row] = fresh(result.survivor);
     }

@@ -113,7 +113,7 @@ def _of_device(backend: Backend) -> Iterator[Check]:
     for name, asserts, function in (
         (
             "exit-check-kernel",
-            "the kernel finds numpy's confidences, predictions and survivors",
+            "the kernel finds numpy's confidences and survivors",
             kernels.check_exit_check_kernel,
         ),
         (

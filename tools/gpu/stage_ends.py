@@ -124,7 +124,7 @@ class _Buffers:
         self._sets = [
             (gpu.zeros(tensor), gpu.zeros(tensor)) for _ in range(max(2, min(sets, _MOST_SETS)))
         ]
-        results = {"confidence": 4, "principal": 4, "exits": 1, "survivors": 4}
+        results = {"confidence": 4, "survivors": 4}
         self._results = {name: gpu.zeros(size * rows) for name, size in results.items()}
         self._count = gpu.zeros(4)
         self._scratch = gpu.zeros(Scratch.bytes_for(rows))

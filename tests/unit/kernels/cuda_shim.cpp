@@ -213,10 +213,9 @@ struct Field {
 
 const Field LAYOUT[] = {
     SIZE(RowCopy), FIELD(RowCopy, source), FIELD(RowCopy, target), FIELD(RowCopy, row_bytes),
-    SIZE(RowScratch), FIELD(RowScratch, principal), FIELD(RowScratch, confidence),
-    FIELD(RowScratch, survivor),
+    SIZE(RowScratch), FIELD(RowScratch, confidence), FIELD(RowScratch, survivor),
     SIZE(StageEnd), FIELD(StageEnd, scores), FIELD(StageEnd, confidence),
-    FIELD(StageEnd, principal), FIELD(StageEnd, exits), FIELD(StageEnd, survivors),
+    FIELD(StageEnd, survivors),
     FIELD(StageEnd, survivor_count), FIELD(StageEnd, scratch), FIELD(StageEnd, kind),
     FIELD(StageEnd, rows), FIELD(StageEnd, classes), FIELD(StageEnd, threshold),
     FIELD(StageEnd, check_blocks), FIELD(StageEnd, tensor_count), FIELD(StageEnd, tensors),

@@ -28,7 +28,7 @@ STRUCTS = {
     "StageEnd": kernel_arguments.STAGE_END_ARGUMENTS,
     "GatherRows": kernel_arguments.GATHER_ROWS_ARGUMENTS,
 }
-RESULTS = Results(confidence=0x10, principal=0x20, exits=0x31, survivors=0x40, survivor_count=0x50)
+RESULTS = Results(confidence=0x10, survivors=0x40, survivor_count=0x50)
 SCRATCH = Scratch(address=0x1000, rows=64)
 COPY = RowCopy(source=0x100000, target=0x900000, row_bytes=2048)
 
@@ -137,8 +137,7 @@ def test_thresholds_that_make_no_sense_are_refused(threshold: float) -> None:
         ({"scores": 0}, "scores at 0x0"),
         ({"scores": 0x202}, "scores at 0x202 are no address of float32"),
         ({"results": replace(RESULTS, confidence=0)}, "confidence at 0x0"),
-        ({"results": replace(RESULTS, principal=2)}, "principal at 0x2"),
-        ({"results": replace(RESULTS, exits=0)}, "exits at 0x0"),
+        ({"results": replace(RESULTS, survivors=2)}, "survivors at 0x2"),
         ({"tensors": [COPY] * 17}, "17 tensors to copy: at most 16"),
         (
             {"tensors": [RowCopy(source=0x1000, target=0x1000 + 31 * 16, row_bytes=16)]},

@@ -24,11 +24,7 @@ FAULTS = {
         SYNC + "  // before the next call writes of_warps",
         "",
     ),
-    "ties go to the last": (
-        "reduction.cuh",
-        "left.first < right.first",
-        "left.first > right.first",
-    ),
+    "NaN is passed over": ("reduction.cuh", "is_nan(left.largest) || ", ""),
     "sums are not rescaled": ("reduction.cuh", "right.sum * scale", "right.sum"),
     "infinity is sure": ("exit_check.cuh", "return finite ?", "return finite || true ?"),
     "NaN is sure": (

@@ -213,7 +213,7 @@ def test_a_stage_end_declares_what_it_uses() -> None:
     launch = case.launch(Numpy())
     sizes = [(used.size_bytes, used.writes) for used in cuda_kernels.ranges_of(launch)]
     assert sizes == [
-        (4 * 3 * 4, False), (16, True), (16, True), (4, True), (16, True), (4, True),
+        (4 * 3 * 4, False), (16, True), (16, True), (4, True),
         (Scratch.bytes_for(4), True), (24, False), (24, True),
     ]  # fmt: skip
     half = dataclasses.replace(launch, entry_point="stage_end_bfloat16")
