@@ -46,7 +46,6 @@ def draft_of(pieces: Sliced, heads: Sequence[Head] = HEADS) -> Draft:
 
 def _built(pieces: Sliced, candidate: int, head: Head) -> BuiltExit:
     cut, rng = pieces.cuts[candidate], np.random.default_rng(candidate)
-    assert cut.width is not None
     queries, classes = head.queries, pieces.model.answer.classes
     shapes = {"weight": (cut.width * (queries or 1), classes), "bias": (classes,)}
     if queries:

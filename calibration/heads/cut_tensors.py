@@ -74,10 +74,10 @@ class CutTensor:
         return "tokens" if self.rank == 3 and self.channel_axis == 2 else "map"
 
     @property
-    def width(self) -> int | None:
-        """Channels, or size of a token or vector; ``None`` where it is symbolic."""
+    def width(self) -> int:
+        """Channels, or size of a token or vector; 0 where it is symbolic."""
         size = self.shape[self.channel_axis]
-        return size if isinstance(size, int) else None
+        return size if isinstance(size, int) else 0
 
     @property
     def sides(self) -> tuple[int | str, ...]:
@@ -100,7 +100,7 @@ def why_no_head(cut: CutTensor) -> str:
             f"its channels are dimension {cut.channel_axis} of {cut.rank}, and heads read them as "
             "the first after the batch, or as the last; let the model transpose it there"
         )
-    if cut.width is None:
+    if not cut.width:
         return (
             f"dimension {cut.channel_axis}, which holds its channels, has no fixed size that a "
             "head could be trained for; export the model with that size fixed"

@@ -302,7 +302,7 @@ def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTenso
     return [
         candidate
         for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
-        if cut.form == "tokens" and names and TOKEN_COMPONENTS < (cut.width or 0) <= LARGEST
+        if cut.form == "tokens" and names and TOKEN_COMPONENTS < cut.width <= LARGEST
     ]
 
 

@@ -243,10 +243,10 @@ class _Run:
         mask_name = self._answer.task.mask
         for rows, values in run_over(self._source, outputs, dataset, threads=1, batch_size=size):
             found = dict(zip(outputs, values, strict=True))
-            feeds = {name: _tensor(found[name]) for name in wanted}
-            feeds |= {name: _tensor(dataset.column(name, rows)) for name in inputs}
-            mask = None if mask_name is None else _tensor(dataset.column(mask_name, rows))
-            yield _TaughtBatch(feeds, _tensor(found[self._answer.output]), mask)
+            feeds = {name: tensor_of(found[name]) for name in wanted}
+            feeds |= {name: tensor_of(dataset.column(name, rows)) for name in inputs}
+            mask = None if mask_name is None else tensor_of(dataset.column(mask_name, rows))
+            yield _TaughtBatch(feeds, tensor_of(found[self._answer.output]), mask)
 
     def learn(self, batch: _TaughtBatch, side: _Side) -> None:
         """Compute the gradients of a bridge."""
@@ -290,5 +290,6 @@ class _ReadBatch(NamedTuple):
     """Summed over the samples."""
 
 
-def _tensor(values: NDArray[Any]) -> Tensor:
+def tensor_of(values: NDArray[Any]) -> Tensor:
+    """Return values as a tensor, which shares their memory where that is contiguous."""
     return torch.from_numpy(np.ascontiguousarray(values))

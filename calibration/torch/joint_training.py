@@ -37,7 +37,7 @@ from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.errors import UntrainableError
 from offramp.calibration.data.running import Graphs, run_over
 from offramp.calibration.data.training_options import rate_after
-from offramp.calibration.torch.bridge_training import BridgeObjective
+from offramp.calibration.torch.bridge_training import BridgeObjective, tensor_of
 from offramp.calibration.torch.torch_graph import TorchGraph
 from offramp.engine.answers.agreement import agreement_of
 
@@ -200,11 +200,11 @@ class _Lesson:
         mask_name = self._answer.task.mask
         given = self._answered(dataset, size) if known is None else _in_batches(known, size)
         for rows, ends in given:
-            feeds = {name: _tensor(values) for name, values in dataset.take(rows).items()}
-            taught = _tensor(ends)
+            feeds = {name: tensor_of(values) for name, values in dataset.take(rows).items()}
+            taught = tensor_of(ends)
             if self._teacher == "labels":
                 assert dataset.labels is not None
-                taught = _tensor(dataset.labels[rows])
+                taught = tensor_of(dataset.labels[rows])
             mask = None if mask_name is None else dataset.column(mask_name, rows)
             yield _Taught(feeds, taught, ends, mask)
 
@@ -217,7 +217,7 @@ class _Lesson:
             soft = self._answer.form == "probabilities"
             logs = scores.clamp_min(_LEAST).log() if soft else scores.log_softmax(1)
             return functional.nll_loss(logs, batch.taught)
-        mask = None if batch.mask is None else _tensor(batch.mask)
+        mask = None if batch.mask is None else tensor_of(batch.mask)
         return self._objective.loss(scores, batch.taught, mask)
 
     def agrees(self, found: Mapping[str, Tensor], batch: _Taught) -> NDArray[np.bool_]:
@@ -358,10 +358,6 @@ def _in_batches(values: NDArray[Any], size: int) -> Iterator[tuple[slice, NDArra
     for start in range(0, len(values), size):
         rows = slice(start, start + size)
         yield rows, values[rows]
-
-
-def _tensor(values: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

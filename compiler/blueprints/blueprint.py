@@ -25,7 +25,7 @@ from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
 from offramp.compiler.blueprints.cascade import verify_front
 from offramp.compiler.blueprints.packing import Draft
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.cuts.slicing import VERIFIED_SAMPLES, Sliced
+from offramp.compiler.cuts.slicing import VERIFIED_SAMPLES, Cascade, Sliced
 from offramp.compiler.exits.endings import CONFIDENCE, exit_prefix
 from offramp.compiler.exits.exits import BuiltExit, judge
 from offramp.compiler.exits.heads import build_own
@@ -114,7 +114,7 @@ def draw(timed: TimedModel, exits: Sequence[BuiltExit]) -> Blueprint:
     )
 
 
-def time_copy(sliced: Sliced, copy: bytes, run: CompileRun) -> TimedModel:
+def time_copy(sliced: Cascade, copy: bytes, run: CompileRun) -> TimedModel:
     """Compare the pieces of a copy with it, and time them, with the model after them.
 
     CompileError if they answer otherwise, DataError if the copy fails on a sample.

@@ -25,7 +25,14 @@ from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.compiler.common.errors import ModelError, VerificationError
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, GraphAnalysis, find_cuts
-from offramp.compiler.cuts.slicing import CopyInFront, SegmentModel, Sliced, cut_tensors, split
+from offramp.compiler.cuts.slicing import (
+    Cascade,
+    CopyKind,
+    SegmentModel,
+    Sliced,
+    cut_tensors,
+    split,
+)
 from offramp.compiler.frontend.preparation import MIN_OPSET, name_operators, remove_unused
 from offramp.compiler.graphs.graph import default_opset, refill, rename_graph, written_names
 from offramp.compiler.graphs.shapes import annotate, declared_types
@@ -41,7 +48,7 @@ _FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "
 """Operators without an int8 kernel: what they give is quantised by the next operator alone."""
 
 
-def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced:
+def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Cascade:
     """Cut a quantised copy where its source model was, and put that behind it.
 
     ``plain`` is the source model in pieces. Where a cut of these is none in the copy, its
@@ -53,11 +60,11 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced
     points = [cut for cut in analysis.cuts if cut.tensor in chosen]
     cuts = tuple(map(_in_front, cut_tensors(plain.model, analysis, points, options)))
     requantise(front.proto, [cut.name for cut in cuts])
-    replaced = replace(plain, cuts=cuts, analysis=analysis, copy=CopyInFront(front, "quantised"))
-    return _before_source(replaced, front, list(map(_moved, points)))
+    replaced = replace(plain, cuts=cuts, analysis=analysis)
+    return _before_source(replaced, front, "quantised", list(map(_moved, points)))
 
 
-def slice_twin(plain: Sliced, copy: bytes) -> Sliced:
+def slice_twin(plain: Sliced, copy: bytes) -> Cascade:
     """Cut a copy that differs in its weights alone where its source model was, and put that behind.
 
     ModelError: the copy has other inputs or another answer.
@@ -65,13 +72,11 @@ def slice_twin(plain: Sliced, copy: bytes) -> Sliced:
     front = _front_of(plain.model, copy)
     chosen = {cut.name for cut in plain.cuts}
     points = [point for point in plain.analysis.cuts if point.tensor in chosen]
-    replaced = replace(
-        plain, cuts=tuple(map(_in_front, plain.cuts)), copy=CopyInFront(front, "trained")
-    )
-    return _before_source(replaced, front, list(map(_moved, points)))
+    replaced = replace(plain, cuts=tuple(map(_in_front, plain.cuts)))
+    return _before_source(replaced, front, "trained", list(map(_moved, points)))
 
 
-def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Sliced:
+def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Cascade:
     """Cut a subnet of the source model where that was cut, and put that behind it.
 
     A subnet has some of the model's operators and parts of its weights, so its own cut points are
@@ -86,9 +91,7 @@ def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Slice
     work = 1.0
     if analysis.total_flops and plain.analysis.total_flops:
         work = min(analysis.total_flops / plain.analysis.total_flops, 1.0)
-    sliced = _before_source(
-        replace(plain, cuts=cuts, copy=CopyInFront(front, "subnet")), front, points
-    )
+    sliced = _before_source(replace(plain, cuts=cuts), front, "subnet", points)
     *own, source = sliced.segments
     shared = tuple(replace(s, flops_share=work * s.flops_share) for s in own)
     return replace(sliced, segments=(*shared, source))
@@ -104,8 +107,10 @@ def _in_front(cut: CutTensor) -> CutTensor:
     return replace(cut, name=PREFIX + cut.name, beside=tuple(map(_in_front, cut.beside)))
 
 
-def _before_source(sliced: Sliced, front: SourceModel, points: Sequence[CutPoint]) -> Sliced:
-    """Split the copy at some of its points, and put the source model behind it."""
+def _before_source(
+    sliced: Sliced, front: SourceModel, kind: CopyKind, points: Sequence[CutPoint]
+) -> Cascade:
+    """Split the copy at some of its points, and put the source model after it."""
     model = sliced.model
     own = CutTensor(
         name=front.answer.output,
@@ -125,11 +130,15 @@ def _before_source(sliced: Sliced, front: SourceModel, points: Sequence[CutPoint
         is_source=True,
     )
     every = (*segments, source)
-    return replace(
-        sliced,
+    return Cascade(
+        model=model,
         cuts=(*sliced.cuts, own),
         segments=every,
         graphs=tuple(s.proto.SerializeToString() for s in every),
+        analysis=sliced.analysis,
+        weights=sliced.weights,
+        copy=front,
+        kind=kind,
     )
 
 
@@ -256,7 +265,7 @@ def _without_names(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def verify_front(
-    sliced: Sliced,
+    sliced: Cascade,
     copy: bytes,
     samples: Mapping[str, NDArray[Any]],
     *,
@@ -272,8 +281,7 @@ def verify_front(
     Gives the largest difference found. VerificationError if it is beyond ``tolerance``, or a value
     is no number; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
     """
-    assert sliced.copy is not None
-    answer, kind = sliced.front.answer.output, sliced.copy.kind
+    answer = sliced.copy.answer.output
     whole, *chain = map(_loaded, (copy, *sliced.graphs[:-1]))
     worst = 0.0
     for size in batch_sizes:
@@ -286,7 +294,7 @@ def verify_front(
         difference = compare(tensors[answer], wanted)
         if not difference.share <= tolerance:
             raise VerificationError(
-                f"chained segments of the {kind} copy differ from it at batch {size}, by "
+                f"chained segments of the {sliced.kind} copy differ from it at batch {size}, by "
                 f"{difference.describe()}; allowed are {tolerance:.1e}. Compile without it "
                 "(--precision fp32, --train frozen)"
             )

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import onnx
@@ -39,13 +39,6 @@ CopyKind: TypeAlias = Literal["quantised", "trained", "subnet"]
 together with its exits, or a part of it."""
 
 
-class CopyInFront(NamedTuple):
-    """A copy of the source model, which all segments but the last are of; that is the source."""
-
-    model: SourceModel
-    kind: CopyKind
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sliced:
     """The model in pieces, as the later steps need them."""
@@ -58,20 +51,18 @@ class Sliced:
     """The segments, serialised."""
     analysis: CutAnalysis
     """All places where ``model`` could be cut."""
-    copy: CopyInFront | None = None
-    """In a cascade."""
     weights: WeightFile | None = None
     """Where ``model``, ``segments`` and ``graphs`` have their weights, if not in themselves."""
 
     def stored(self, weights: WeightFile) -> Sliced:
-        """Give the same, with all large weights in a file."""
+        """Return the same, with all large weights in a file."""
         model = replace(self.model, proto=weights.light(self.model.proto))
         segments = tuple(replace(s, proto=weights.light(s.proto)) for s in self.segments)
         graphs = tuple(s.proto.SerializeToString() for s in segments)
         return replace(self, model=model, segments=segments, graphs=graphs, weights=weights)
 
     def whole_model(self) -> SourceModel:
-        """Give the source model with its weights."""
+        """Return the source model with its weights."""
         if self.weights is None:
             return self.model
         proto = onnx.ModelProto()
@@ -81,27 +72,45 @@ class Sliced:
 
     @property
     def front(self) -> SourceModel:
-        """What exits follow: the copy, or the model itself."""
-        return self.model if self.copy is None else self.copy.model
+        """The model that exits follow."""
+        return self.model
 
     @property
     def versions(self) -> dict[str, int]:
-        """Of operators and file format, of the segments that exits follow."""
+        """Versions of operators and file format of the segments that exits follow."""
         return self.front.versions
 
-    def without_weights(self) -> Sliced:
-        """Give the same, with the weights of segments in ``graphs`` alone."""
+    def without_weights(self) -> Self:
+        """Return the same, with the weights of segments in ``graphs`` alone."""
         return replace(self, segments=tuple(s.without_weights() for s in self.segments))
 
     @property
     def is_quantised(self) -> bool:
         """Whether exits follow a copy in int8."""
-        return self.copy is not None and self.copy.kind == "quantised"
+        return False
 
     def tolerance(self, options: CompileOptions) -> float:
-        """Give the relative difference allowed between chained segments and what was cut."""
+        """Return the relative difference allowed between chained segments and what was cut."""
         asked = options.tolerance or rounding_of(self.model.proto).chained
         return max(asked, INT8_TOLERANCE) if self.is_quantised else asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cascade(Sliced):
+    """A copy of the source model in pieces, and the source model as the last segment."""
+
+    copy: SourceModel
+    kind: CopyKind
+
+    @property
+    def front(self) -> SourceModel:
+        """The copy."""
+        return self.copy
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the copy is in int8."""
+        return self.kind == "quantised"
 
 
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:

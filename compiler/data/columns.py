@@ -85,7 +85,7 @@ def read_table(
         label = plan.label
         for rows in batches:
             arrays = plan.inputs(rows)
-            if label is not None and not writer.samples and not _has_classes(rows, plan):
+            if label is not None and not writer.samples and not _has_classes(rows, label, plan):
                 label = None
             if label is not None:
                 arrays[LABEL] = _classes(rows, label)
@@ -144,7 +144,7 @@ def _inputs(
         texts = options.text_column or ("text",)
         for column in texts:
             _check_column(column, "--text-column", table, name)
-        encoder = TextEncoder(specs, options, name)
+        encoder = TextEncoder(specs, options.tokenizer, options, name)
         return texts, lambda rows: encoder.encode(_texts(rows, texts)), encoder
     if options.text_column or options.max_tokens:
         flag = "--text-column" if options.text_column else "--max-tokens"
@@ -250,16 +250,15 @@ def _features(rows: TableRows, columns: Sequence[str], spec: TensorSpec) -> NDAr
     return np.stack(found, axis=1)
 
 
-def _has_classes(rows: TableRows, plan: TablePlan) -> bool:
+def _has_classes(rows: TableRows, label: str, plan: TablePlan) -> bool:
     """Whether labels are used: they were asked for, or the first one is the number of a class."""
-    assert plan.label is not None
-    first = rows.objects(plan.label)[0]
+    first = rows.objects(label)[0]
     if plan.label_asked or _is_class(first):
         return True
     _log.warning(
         "%s: %r is %.50r, not the number of a class: labels are left aside, as exits learn "
         "without.",
-        rows.place(0), plan.label, first,
+        rows.place(0), label, first,
     )  # fmt: skip
     return False
 

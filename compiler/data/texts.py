@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -30,18 +31,19 @@ _PADDING: Final = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
 class TextEncoder:
     """Makes the inputs of a model out of texts."""
 
-    def __init__(self, specs: Sequence[TensorSpec], options: PreprocessingSpec, name: str) -> None:
+    def __init__(
+        self, specs: Sequence[TensorSpec], tokenizer: Path, options: PreprocessingSpec, name: str
+    ) -> None:
         """Read the tokenizer; DataError where it cannot be read, or the inputs are not of texts."""
-        assert options.tokenizer is not None
         self._specs = {spec: _field(spec, specs, name) for spec in specs}
         self._length, self._asked = _length(specs, options, name)
         self._name = name
-        self._tokenizer = _read(options, name)
-        self._set_padding(options)
+        self._tokenizer = _read(tokenizer, name)
+        self._set_padding(tokenizer)
         self._truncated = self._texts = 0
 
-    def _set_padding(self, options: PreprocessingSpec) -> None:
-        tokenizer, path = self._tokenizer, options.tokenizer
+    def _set_padding(self, path: Path) -> None:
+        tokenizer = self._tokenizer
         padding = dict(tokenizer.padding or {})
         if not padding:
             known = [token for token in _PADDING if tokenizer.token_to_id(token) is not None]
@@ -81,12 +83,10 @@ class TextEncoder:
             )  # fmt: skip
 
 
-def _read(options: PreprocessingSpec, name: str) -> Any:
+def _read(path: Path, name: str) -> Any:
     with optional_import("tokenizers", install=INSTALL, raises=DataError):
         import tokenizers  # noqa: PLC0415 - an optional package
 
-    path = options.tokenizer
-    assert path is not None
     if not path.is_file():
         raise DataError(f"--tokenizer {path}: no such file; expected a tokenizer.json for {name}")
     try:

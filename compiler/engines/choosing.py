@@ -109,7 +109,7 @@ def _possible(
     bundle: Bundle, dataset: Dataset | None, options: BuildOptions
 ) -> tuple[tuple[Precision, ...], str]:
     """Tell which precisions can be certified, and why not others."""
-    if dataset is None:
+    if dataset is None or options.data is None:
         return ("fp32",), (
             "nothing says what fp16 and int8 cost in answers; add --data DATA, that which the "
             "bundle was compiled with"
@@ -117,7 +117,6 @@ def _possible(
     if bundle.policy.promise is None:
         return ("fp32",), "the bundle promises nothing that could be certified for another"
     if not part_data(bundle, dataset, seed=options.seed, threads=available_cores()).certifies:
-        assert options.data is not None
         return ("fp32",), (
             f"{data_name(options.data)} are not the data that the bundle was compiled with, or "
             "--seed is another, so that no precision can be certified on them"

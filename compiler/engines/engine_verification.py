@@ -332,16 +332,13 @@ def _answers(
 ) -> NDArray[Any]:
     """[samples, …]: what each sample is answered with, as far as it is compared."""
     runners = stage_runners(graph_of, stages, threads)
-    said: NDArray[Any] | None = None
+    places, said = list[NDArray[np.intp]](), list[NDArray[Any]]()
     for start, batch in batches_of(dataset):
         with failing_from(dataset, start):
             for rows, answer in _leaving(stages, runners, batch):
-                part = agreement.reduce(answer)
-                if said is None:
-                    said = np.empty((len(dataset), *part.shape[1:]), part.dtype)
-                said[start + rows] = part
-    assert said is not None, "a data set has samples"
-    return said
+                places.append(start + rows)
+                said.append(agreement.reduce(answer))
+    return np.concatenate(said)[np.argsort(np.concatenate(places))]
 
 
 def stage_runners(
@@ -558,14 +555,13 @@ def _recorded(
             if stage.answer is None:
                 continue
             answer = tensors[stage.answer]
-            if stage.final:
+            if stage.confidence is None:
                 ends, mask = agreement.reduce(answer), agreement.mask_in(batch)
                 found.final_prediction[rows] = agreement.codes(ends)
                 found.final_confidence[rows] = confidence_of(answer, form, task)
                 for place, ours in said.items():
                     found.prediction[place, rows] = agreement.codes_against(ours, ends, mask)
                 continue
-            assert stage.confidence is not None
             said[stage.answered_by] = agreement.reduce(answer)
             found.confidence[stage.answered_by, rows] = np.fmax(tensors[stage.confidence], 0)
     return found

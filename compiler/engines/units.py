@@ -129,7 +129,7 @@ class UnitGraphs:
             raise ValueError("int8 needs the ranges of activations; measure them on data first")
         self._bundle = bundle
         self._precision = precision
-        self._ranges = ranges
+        self._ranges = ranges if precision == "int8" else None
         self._lowered = int(tensorrt_version.partition(".")[0]) < 10
 
     def of(self, unit: Unit) -> bytes:
@@ -151,8 +151,7 @@ class UnitGraphs:
         return assemble([self._bundle.read(s.file) for s in segments], given)
 
     def _in_precision(self, span: bytes) -> bytes:
-        if self._precision == "int8":
-            assert self._ranges is not None
+        if self._ranges is not None:
             return quantize(folded(span), self._ranges)
         return halve(span) if self._precision == "fp16" else span
 

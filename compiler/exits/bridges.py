@@ -46,7 +46,7 @@ from offramp.compiler.exits.endings import (
 from offramp.compiler.exits.exits import BuiltExit, FoundExits, judge
 from offramp.compiler.exits.feature_recording import augmentation
 from offramp.compiler.exits.timed_model import TimedModel
-from offramp.compiler.graphs.graph import rename_graph
+from offramp.compiler.graphs.graph import emptied, rename_graph
 from offramp.compiler.graphs.shapes import TensorType, declared_types
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.tail import giving
@@ -302,11 +302,8 @@ def build_bridge(
     operators = source.flow.behind([taught.output], stop=frozenset(starts), instead_of=aliases)
     read = {aliases.get(tensor, tensor) for op in operators for tensor in op.reads}
     ordered = [*starts, *(spec.name for spec in source.inputs)]
-    model = onnx.ModelProto(ir_version=proto.ir_version, producer_name="offramp")
-    model.opset_import.extend(proto.opset_import)
-    model.functions.extend(proto.functions)
+    model = emptied(proto, prefix.rstrip("/"), producer="offramp")
     graph = model.graph
-    graph.name = prefix.rstrip("/")
     graph.node.extend(op.proto for op in operators)
     graph.initializer.extend(t for t in proto.graph.initializer if t.name in read)
     graph.input.extend(_info(name, types) for name in ordered if name in read)

@@ -47,7 +47,6 @@ def build_pooling(
     cut: CutTensor, prefix: str, grids: Sequence[int], *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
     """Build the graph that pools a map; gives it, and by grid its output [n, features]."""
-    assert cut.width is not None
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
     names = {
@@ -62,7 +61,6 @@ def build_last(
     cut: CutTensor, prefix: str, *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
     """Build the graph that gives tokens' last one that counts; gives it, and its output."""
-    assert cut.width is not None
     part = PartBuilder(prefix, opset, ir_version)
     last = last_token(part, _as_float32(part, cut), cut.mask, "last")
     inputs = _described([cut], [cut] if cut.mask else [])
@@ -85,9 +83,8 @@ def _described(
 ) -> list[DescribedTensor]:
     """Describe what a head reads: cut tensors, and the masks of some."""
     inputs: list[DescribedTensor] = [(cut.name, cut.dtype, cut.shape) for cut in read]
-    for cut in masked:
-        assert cut.mask is not None
-        inputs.append((cut.mask, cut.mask_dtype, ("batch", cut.shape[1])))
+    masks = ((cut, cut.mask) for cut in masked if cut.mask is not None)
+    inputs += ((mask, cut.mask_dtype, ("batch", cut.shape[1])) for cut, mask in masks)
     return inputs
 
 

@@ -79,20 +79,23 @@ class FixedPath:
     """Exits in use."""
     thresholds: NDArray[np.float64]
     """[levels, active], from conservative to aggressive."""
-    rehearsal: Rehearsal | None = None
-    """By which the exits were chosen, if they were chosen so."""
-    moves: tuple[Move, ...] = ()
-    """Exits that made too many batches late, and were moved."""
 
     @classmethod
-    def of(
-        cls, tune: ExitRecords, active: Sequence[int], rehearsal: Rehearsal | None = None
-    ) -> FixedPath:
+    def of(cls, tune: ExitRecords, active: Sequence[int]) -> FixedPath:
         """Take the common path of some exits, as the tuning split gives it."""
         rows, path = list(active), np.empty((0, 0))
         if rows:
             path = tuning_path(tune.confidence[rows], tune.agrees[rows])
-        return cls(active=tuple(rows), thresholds=path, rehearsal=rehearsal)
+        return FixedPath(active=tuple(rows), thresholds=path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedPath(FixedPath):
+    """The policies of exits that a rehearsal chose."""
+
+    rehearsal: Rehearsal
+    moves: tuple[Move, ...] = ()
+    """Exits that made too many batches late, and were moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +195,13 @@ class PolicyChoice:
             ),
         )
 
-    def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> FixedPath:
+    def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> RehearsedPath:
         """Choose the exits by rehearsing batches, such that batches do not become late (PAME)."""
         rehearsal = rehearse_records(
             tune, self.times, settings, confidence_level=self.confidence_level, seed=self.seed
         )
-        return FixedPath.of(tune, [a.exit for a in rehearsal.active], rehearsal)
+        path = FixedPath.of(tune, [a.exit for a in rehearsal.active])
+        return RehearsedPath(active=path.active, thresholds=path.thresholds, rehearsal=rehearsal)
 
     def certify(self, path: FixedPath, certify: ExitRecords) -> ExitPolicy:
         """Find how far along the path the promise holds."""

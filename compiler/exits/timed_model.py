@@ -22,7 +22,7 @@ from offramp.calibration.measure.profiling import (
 )
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import Progress
-from offramp.compiler.cuts.slicing import Sliced
+from offramp.compiler.cuts.slicing import Cascade, Sliced
 from offramp.compiler.exits.heads import build_empty
 from offramp.engine.common.timing import Effort
 from offramp.engine.control.costs import CostModel
@@ -158,7 +158,9 @@ class TimedModel:
             threads=options.threads,
             batch_sizes=sorted(sizes),
             progress=run.progress,
-            quantised=None if sliced.copy is None else sliced.front.proto.SerializeToString(),
+            quantised=sliced.copy.proto.SerializeToString()
+            if isinstance(sliced, Cascade)
+            else None,
         )
         return cls(sliced=sliced, run=run, timer=timer, times=timer.backbone())
 

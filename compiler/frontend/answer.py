@@ -21,7 +21,14 @@ from offramp.bundle.schema.answers import DENSE
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
 from offramp.compiler.graphs.graph import Dataflow, Operator, refill, rename_tensor
-from offramp.compiler.graphs.shapes import BATCH, FLOATING, TensorType, declared_types, dtype_name
+from offramp.compiler.graphs.shapes import (
+    BATCH,
+    FLOATING,
+    TensorType,
+    declared_types,
+    dtype_name,
+    shape_of,
+)
 from offramp.compiler.graphs.tail import SIGMOIDS, find_activation, keeps_columns, operators_between
 
 _log = logging.getLogger(__name__)
@@ -214,8 +221,7 @@ def _labels_of(
     soft = find_activation(proto, flow, output) if len(shape) == 2 else None
     if soft is None or shape[1] == 1:
         return soft
-    tensor = declared_types(proto).get(soft.writes[0])
-    as_wide = tensor is not None and tensor.shape is not None and tensor.shape[1:2] == shape[1:]
+    as_wide = (shape_of(declared_types(proto), soft.writes[0]) or ())[1:2] == shape[1:]
     by_column = keeps_columns(operators_between(flow, soft.writes[0], output))
     return soft if soft.kind in SIGMOIDS and as_wide and by_column else None
 
@@ -261,8 +267,7 @@ def _form_of(
 def _along(proto: onnx.ModelProto, soft: Operator, wanted: int) -> bool:
     """Whether a softmax goes along an axis."""
     axis = next((a.i for a in soft.proto.attribute if a.name == "axis"), -1)
-    tensor = declared_types(proto).get(soft.writes[0])
-    shape = tensor.shape if tensor is not None else None
+    shape = shape_of(declared_types(proto), soft.writes[0])
     return shape is not None and axis % len(shape) == wanted
 
 

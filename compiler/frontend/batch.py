@@ -38,6 +38,7 @@ from offramp.compiler.graphs.shapes import (
     declared_types,
     forget_shapes,
     infer_types,
+    shape_of,
 )
 from offramp.engine.answers.differences import compare
 
@@ -357,7 +358,7 @@ class _Followed:
 
     def _is_one_for_all(self, tensor: str) -> bool:
         """Whether a tensor has no value for each row."""
-        shape = self._shape(tensor)
+        shape = shape_of(self._types, tensor)
         return shape is not None and UNKNOWN not in shape and not _batch_axes(shape)
 
     def _becomes_whole(self, op: Operator) -> bool:
@@ -436,12 +437,12 @@ class _Followed:
 
     def _mixes(self, op: Operator, tensor: str) -> bool:
         """Whether values of single rows become values of several, or of one for all."""
-        shape = self._shape(tensor)
+        shape = shape_of(self._types, tensor)
         if shape is not None and UNKNOWN not in shape and _batch_axes(shape) != 1:
             return True
         if op.kind.startswith("Reduce") and self._reduces_all(op):
             return True
-        source = self._shape(op.proto.input[0]) if op.proto.input else None
+        source = shape_of(self._types, op.proto.input[0]) if op.proto.input else None
         places = [i for i, size in enumerate(source or ()) if _holds_batch(size)]
         if source is None or len(places) != 1:
             return False
@@ -500,10 +501,6 @@ class _Followed:
                     return later
                 reached.update(later.writes)
         return None
-
-    def _shape(self, tensor: str) -> Shape | None:
-        found = self._types.get(tensor)
-        return None if found is None else found.shape
 
     def _constant(self, tensor: str) -> NDArray[Any] | None:
         if tensor in self._weights:

@@ -24,7 +24,7 @@ from offramp.compiler.cuts.cuts import MAX_CUT_TENSORS, GraphAnalysis
 from offramp.compiler.cuts.flow import SHAPE_KINDS, Flow, Gate
 from offramp.compiler.cuts.gate_fitness import batch_first
 from offramp.compiler.graphs.graph import Operator, bodies, captured_names, copied, refill
-from offramp.compiler.graphs.shapes import TensorType, annotate, declared_types
+from offramp.compiler.graphs.shapes import TensorType, annotate, declared_types, shape_of
 
 _Source = tuple[str, int]
 """A graph input and one of its axes."""
@@ -63,11 +63,11 @@ def anchor_shapes(proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS)
 
 def _measured(analysis: GraphAnalysis, op: Operator) -> tuple[int | str, ...] | None:
     """Sizes that a ``Shape`` measures, if the graph inputs tell them all."""
-    tensor = analysis.types.get(op.reads[0])
-    if tensor is None or tensor.shape is None:
+    shape = shape_of(analysis.types, op.reads[0])
+    if shape is None:
         return None
     ends = {a.name: a.i for a in op.proto.attribute}
-    sizes = tensor.shape[ends.get("start", 0) : ends.get("end", len(tensor.shape))]
+    sizes = shape[ends.get("start", 0) : ends.get("end", len(shape))]
     known = _sizes_of_inputs(analysis, analysis.graph.inputs)
     return sizes if all(isinstance(size, int) or size in known for size in sizes) else None
 

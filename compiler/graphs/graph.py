@@ -200,6 +200,17 @@ def hoisted(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
+def emptied(proto: onnx.ModelProto, name: str, *, producer: str | None = None) -> onnx.ModelProto:
+    """Return a model without nodes, of the operator sets and functions of another."""
+    model = onnx.ModelProto(ir_version=proto.ir_version)
+    model.opset_import.extend(proto.opset_import)
+    model.functions.extend(proto.functions)
+    model.graph.name = name
+    if producer is not None:
+        model.producer_name = producer
+    return model
+
+
 def serialised(proto: onnx.ModelProto) -> bytes:
     """Serialise a model; the same model gives the same bytes."""
     return bytes(proto.SerializeToString(deterministic=True))

@@ -21,7 +21,7 @@ from onnx import helper
 from offramp.bundle import Answer
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import SINGLE, rounding_of
-from offramp.compiler.graphs.graph import Dataflow, Operator, copied
+from offramp.compiler.graphs.graph import Dataflow, Operator, copied, emptied
 from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.graphs.shapes import infer_types
 from offramp.engine.answers.differences import Difference, Scales, compare, relative_difference
@@ -233,10 +233,7 @@ class _Rows:
         """Make a model of an operator, and of the constants that it reads."""
         needed = self._flow.behind(op.writes, stop=frozenset(variable))
         read = {t for each in needed for t in each.reads}
-        model = onnx.ModelProto(ir_version=self._proto.ir_version)
-        model.opset_import.extend(self._proto.opset_import)
-        model.functions.extend(self._proto.functions)
-        model.graph.name = op.kind
+        model = emptied(self._proto, op.kind)
         model.graph.node.extend(each.proto for each in needed)
         model.graph.initializer.extend(t for n, t in self._constants.items() if n in read)
         model.graph.input.extend(map(self._described, variable))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from offramp.compiler.graphs.graph import Dataflow, Operator
-from offramp.compiler.graphs.shapes import TensorType
+from offramp.compiler.graphs.shapes import TensorType, shape_of
 
 Size: TypeAlias = "int | str"
 Rows: TypeAlias = Literal["tokens", "flat"]
@@ -70,7 +70,7 @@ class RowWise:
 
     def rows_of(self, tensor: str) -> Rows | None:
         """How a tensor holds tokens, if it does."""
-        shape = self._shape(tensor)
+        shape = shape_of(self._types, tensor)
         if tensor not in self._flow.variable or shape is None:
             return None
         if len(shape) == 3 and shape[:2] == self._rows:
@@ -79,7 +79,7 @@ class RowWise:
 
     def width(self, tensor: str) -> Size | None:
         """Size of a token in a tensor."""
-        shape = self._shape(tensor)
+        shape = shape_of(self._types, tensor)
         return shape[-1] if shape else None
 
     def behind(self, output: str) -> frozenset[str]:
@@ -129,10 +129,6 @@ class RowWise:
     def _makes(self, tensor: str) -> str:
         return self._flow.producers[tensor].writes[0]
 
-    def _shape(self, tensor: str) -> tuple[Size, ...] | None:
-        found = self._types.get(tensor)
-        return None if found is None else found.shape
-
     def _is_one_by_one(self, op: Operator) -> bool:
         forms = {self.rows_of(tensor) for tensor in op.writes}
         check = self._checks.get(op.kind)
@@ -172,17 +168,17 @@ class RowWise:
         )
 
     def _same_for_all(self, constant: str) -> bool:
-        shape = self._shape(constant)
+        shape = shape_of(self._types, constant)
         if shape is None and constant in self._values:
             shape = self._values[constant].shape
         return shape is not None and all(size == 1 for size in shape[:-1])
 
     def _is_matrix(self, tensor: str) -> bool:
-        shape = self._shape(tensor)
+        shape = shape_of(self._types, tensor)
         return tensor not in self._flow.variable and shape is not None and len(shape) == 2
 
     def _axis(self, op: Operator, default: int) -> bool:
-        shape = self._shape(op.writes[0])
+        shape = shape_of(self._types, op.writes[0])
         axis = next((a.i for a in op.proto.attribute if a.name == "axis"), default)
         return shape is not None and axis in {-1, len(shape) - 1}
 
@@ -192,7 +188,7 @@ class RowWise:
         if axes is None and len(op.proto.input) > 1:
             value = self._values.get(op.proto.input[1])
             axes = None if value is None else value.tolist()
-        shape = self._shape(op.proto.input[0])
+        shape = shape_of(self._types, op.proto.input[0])
         last = shape is not None and axes is not None and list(axes) in ([-1], [len(shape) - 1])
         return last and given.get("keepdims", 1) == 1 and self._has_rows(op)
 

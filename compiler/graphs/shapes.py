@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import onnx
 
-from offramp.compiler.graphs.graph import bodies
+from offramp.compiler.graphs.graph import bodies, emptied
 from offramp.compiler.graphs.runtime_shapes import infer_shapes, types_in
 from offramp.compiler.graphs.shape_trace import ShapeTrace
 
@@ -110,6 +110,12 @@ def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
     return types
 
 
+def shape_of(types: Mapping[str, TensorType], name: str) -> tuple[int | str, ...] | None:
+    """Return the shape of a tensor; ``None`` where it is not known."""
+    found = types.get(name)
+    return None if found is None else found.shape
+
+
 def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
     """Infer the types of all tensors whose element type can be known."""
     probes = probe_sizes(proto)
@@ -170,11 +176,8 @@ def _followed(
 
 def _skeleton(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Copy the model without large weights and without what it says about shapes inside."""
-    skeleton = onnx.ModelProto(ir_version=proto.ir_version)
-    skeleton.opset_import.extend(proto.opset_import)
-    skeleton.functions.extend(proto.functions)
+    skeleton = emptied(proto, proto.graph.name or "graph")
     graph = skeleton.graph
-    graph.name = proto.graph.name or "graph"
     graph.node.extend(proto.graph.node)
     graph.input.extend(proto.graph.input)
     graph.output.extend(proto.graph.output)

@@ -30,7 +30,7 @@ from offramp.compiler.graphs.graph import (
     rename_graph,
 )
 from offramp.compiler.graphs.runtime import GraphRunner
-from offramp.compiler.graphs.shapes import TensorType, declared_types, dtype_name
+from offramp.compiler.graphs.shapes import TensorType, declared_types, dtype_name, shape_of
 from offramp.engine.graphs.assembly import assemble
 
 SIGMOIDS: Final = frozenset({"Sigmoid", "HardSigmoid"})
@@ -251,8 +251,8 @@ _FORMS: Final[dict[str, AnswerForm]] = {
 
 
 def _rank(types: Mapping[str, TensorType], name: str) -> int:
-    tensor = types.get(name)
-    return -1 if tensor is None or tensor.shape is None else len(tensor.shape)
+    shape = shape_of(types, name)
+    return -1 if shape is None else len(shape)
 
 
 def in_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:

@@ -226,10 +226,8 @@ def find_mixing(proto: onnx.ModelProto) -> str:
     The checks of :func:`.free_batch` have passed: here follow what these leave to the data.
     """
     if operators := scaled_by_batch(proto):
-        first = operators[0]
-        return (
-            f"{len(operators)} operators round by the range of the whole batch, first {first.label}"
-        )
+        number, first = len(operators), operators[0].label
+        return f"{number} operators round by the range of the whole batch, first {first}"
     runner = GraphRunner(proto, available_cores())
     allowed = max(rounding_of(proto).batches, _ALLOWED)
     began_s, compared, failure = time.monotonic(), 0, ""

@@ -46,7 +46,7 @@ from offramp.compiler.cuts.slicing import VERIFIED_SAMPLES, Sliced, slice_model,
 from offramp.compiler.data.made import RandomSource
 from offramp.compiler.exits.bridges import check_bridges, find_bridged_exits, needs_bridges
 from offramp.compiler.exits.exits import FoundExits, find_exits
-from offramp.compiler.exits.policy_choice import FixedPath, record_exits
+from offramp.compiler.exits.policy_choice import FixedPath, RehearsedPath, record_exits
 from offramp.compiler.exits.timed_model import CompileRun, TimedModel
 from offramp.compiler.frontend.answer_tokens import check_lengths
 from offramp.compiler.frontend.model import read_model
@@ -289,12 +289,13 @@ def _measure(certified: Certified) -> Certified:
 
 def _forecast(certified: Certified) -> Certified:
     """Forecast the policy as it is shipped, if its exits were chosen by a rehearsal."""
-    chosen, rehearsal = certified.chosen, certified.chosen.path.rehearsal
-    if rehearsal is None:
+    chosen, path = certified.chosen, certified.chosen.path
+    if not isinstance(path, RehearsedPath):
         return certified
-    shipped = chosen.choice.forecast(certified.policy, certified.records, rehearsal.settings)
+    settings = path.rehearsal.settings
+    shipped = chosen.choice.forecast(certified.policy, certified.records, settings)
     sha256 = chosen.timed.run.parts.train.sha256
-    done = Rehearsed(rehearsal=rehearsal, shipped=shipped, data_sha256=sha256)
+    done = Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=sha256)
     return replace(certified, rehearsed=done)
 
 

@@ -38,7 +38,7 @@ from offramp.compiler.blueprints.packing import judged, rewrite
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.options import DEFAULT_CONFIDENCE_LEVEL, RehearseOptions
 from offramp.compiler.common.progress import SILENT, Progress
-from offramp.compiler.exits.policy_choice import FixedPath, PolicyChoice, record_exits
+from offramp.compiler.exits.policy_choice import PolicyChoice, RehearsedPath, record_exits
 from offramp.compiler.graphs.weights import WeightSizes
 from offramp.compiler.report import render_report
 from offramp.compiler.samples.grouping import distinct_samples, grouped
@@ -117,7 +117,6 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         path = choice.by_rehearsal(tune, settings)
     else:
         path = _adapted(bundle.policy, choice, tune, settings)
-    assert path.rehearsal is not None
     policy = replace(choice.certify(path, certify), version=bundle.policy.version + 1)
     shipped = choice.forecast(policy, certify, settings)
     done = Rehearsing(
@@ -198,12 +197,12 @@ def _split(
 
 def _adapted(
     policy: ExitPolicy, choice: PolicyChoice, tune: ExitRecords, settings: RehearsalSettings
-) -> FixedPath:
+) -> RehearsedPath:
     """Move exits that make batches late, and find how thresholds are raised (7.6)."""
     load = draw_load(tune, settings, seed=choice.seed)
     allowed = certifiable_errors(load.samples, choice.max_disagreement, choice.confidence_level)
     found = adapt(load, choice.times, policy.active, settings, allowed_errors=allowed)
-    return FixedPath(
+    return RehearsedPath(
         active=tuple(a.exit for a in found.least),
         thresholds=raising_path(load, found.least) if found.least else np.empty((0, 0)),
         rehearsal=found.rehearsal,

@@ -10,7 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from offramp.compiler.frontend.preparation import remove_unused
-from offramp.compiler.graphs.graph import Dataflow, hoisted, refill
+from offramp.compiler.graphs.graph import Dataflow, emptied, hoisted, refill
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.shapes import TensorType, declared_types
 from offramp.compiler.graphs.source_model import SourceModel
@@ -78,10 +78,7 @@ class Supernet:
         """
         self.spec.check(choice)
         model = self.model.proto
-        proto = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
-        proto.opset_import.extend(model.opset_import)
-        proto.functions.extend(model.functions)
-        proto.graph.name = model.graph.name
+        proto = emptied(model, model.graph.name, producer=model.producer_name)
         proto.graph.node.extend(model.graph.node)
         proto.graph.input.extend(model.graph.input)
         proto.graph.output.extend(model.graph.output)
@@ -138,10 +135,7 @@ def _with_plain_constants(model: SourceModel) -> SourceModel:
     read = {t for op in flow.operators if op.name not in computed for t in op.reads}
     read.update(flow.outputs)
     wanted = [t for op in flow.operators if op.name in computed for t in op.writes if t in read]
-    part = onnx.ModelProto(ir_version=copy.ir_version)
-    part.opset_import.extend(copy.opset_import)
-    part.functions.extend(copy.functions)
-    part.graph.name = "constants"
+    part = emptied(copy, "constants")
     part.graph.node.extend(op.proto for op in flow.operators if op.name in computed)
     part.graph.initializer.extend(copy.graph.initializer)
     part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)

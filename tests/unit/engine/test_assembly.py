@@ -54,7 +54,6 @@ def stages(pieces: Sliced, borders: list[int]) -> list[bytes]:
 def exit_of(cut: CutTensor, index: int, classes: int) -> tuple[bytes, str]:
     """An exit with random weights, and the name of its answer."""
     rng = np.random.default_rng(index)
-    assert cut.width is not None
     head = {4: Head(kind="grid", grid=2), 3: Head(kind="mean"), 2: Head(kind="vector")}[cut.rank]
     features = cut.width * max(head.grid, 1) ** 2
     if cut.beside:

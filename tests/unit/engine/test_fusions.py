@@ -115,7 +115,6 @@ def blocks_are_used(folder: Path) -> bool:
 def exit_after(cut: CutTensor, classes: int, index: int) -> bytes:
     grid = 0 if cut.rank != 4 else min(2, int(cut.shape[2]))
     head = Head(kind="grid", grid=grid) if grid else Head(kind="mean")
-    assert cut.width is not None
     features = cut.width * max(grid, 1) ** 2
     weights = {
         "weight": np.ones((features, classes), np.float32),

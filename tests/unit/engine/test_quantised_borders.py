@@ -123,9 +123,7 @@ def draft_of(pieces: Sliced) -> Draft:
         if cut.is_answer:
             graph = build_own(cut, answer, prefix, **pieces.versions)
         else:
-            weights = np.random.default_rng(index).normal(
-                size=(4 * (cut.width or 0), answer.classes)
-            )
+            weights = np.random.default_rng(index).normal(size=(4 * cut.width, answer.classes))
             graph = build_exit(
                 cut,
                 head,
