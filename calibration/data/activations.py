@@ -25,6 +25,8 @@ def activations(
     The samples are words for messages. Nothing is written to disk. A ``DataError`` where the model
     fails on one.
     """
+    if not len(dataset):
+        raise DataError("no samples to measure the ranges of activations on; give some hundreds")
     given = {i.name for i in proto.graph.input}
     inner = [name for name in tensors if name not in given]
     session = make_session(_exposing(proto, inner), threads)

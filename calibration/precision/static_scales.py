@@ -227,8 +227,6 @@ def activation_ranges(
     ``DataError`` where there are no samples, or the model fails on one or computes no finite
     numbers.
     """
-    if not len(dataset):
-        raise DataError("no samples to measure the ranges of activations on; give some hundreds")
     widest = dict.fromkeys(tensors, Range(0.0, 0.0))
     for name, values, where in activations(proto, tensors, dataset, threads=threads):
         low, high = float(values.min(initial=0)), float(values.max(initial=0))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import ExitPolicy, Head, Measured, TensorSpec
+from offramp.bundle import ExitPolicy, Head, Measured
 from offramp.bundle.schema.compilation import JointTraining
 from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.selection import Candidates
@@ -31,7 +31,6 @@ from offramp.compiler.exits.exits import BuiltExit, judge
 from offramp.compiler.exits.heads import build_own
 from offramp.compiler.exits.policy_choice import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.exits.timed_model import CompileRun, TimedModel
-from offramp.compiler.graphs.tail import Tail
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.answers.principal_values import principal_values
 from offramp.engine.common.environment import available_cores
@@ -156,7 +155,7 @@ def own_exit(timed: TimedModel, plain: Blueprint) -> BuiltExit:
     cost = replace(timed.alone(candidate, cost_ms), source_begins=len(sliced.cuts))
     bound = run.options.promise.max_disagreement
     judged = judge(OWN, principal, agrees, cost, max_disagreement=bound, mask=mask)
-    tokens, tail = _mask_of(sliced), _tail_of(sliced)
+    tokens, tail = sliced.model.mask, sliced.front.tail
     read = dict.fromkeys([sliced.cuts[candidate].name, *([tail.taught.output] if tail else [])])
     return BuiltExit(
         candidate=candidate,
@@ -171,28 +170,15 @@ def own_exit(timed: TimedModel, plain: Blueprint) -> BuiltExit:
 
 
 def _built(sliced: Sliced, share: float = 1.0) -> bytes:
-    answer, prefix = sliced.model.answer, exit_prefix(len(sliced.cuts) - 1)
-    mask = _mask_of(sliced)
     return build_own(
         sliced.cuts[-1],
-        answer,
-        prefix,
-        tail=_tail_of(sliced),
+        sliced.model.answer,
+        exit_prefix(len(sliced.cuts) - 1),
+        tail=sliced.front.tail,
         share=share,
-        mask=mask,
+        mask=sliced.model.mask,
         **sliced.versions,
     )
-
-
-def _tail_of(sliced: Sliced) -> Tail | None:
-    """Return the copy's tail, which names its own scores."""
-    return sliced.front.tail
-
-
-def _mask_of(sliced: Sliced) -> TensorSpec | None:
-    """Find the input that says which tokens of the answer count."""
-    model = sliced.model
-    return next((spec for spec in model.inputs if spec.name == model.answer.task.mask), None)
 
 
 def _answered(
@@ -207,7 +193,7 @@ def _answered(
     answer, tune = sliced.model.answer, parts.tune
     prefix, agreement = exit_prefix(len(sliced.cuts) - 1), agreement_of(answer)
     outputs = [prefix + answer.output, prefix + CONFIDENCE]
-    taught = answer if (tail := _tail_of(sliced)) is None else tail.taught
+    taught = answer if (tail := sliced.front.tail) is None else tail.taught
     if tail is not None:
         outputs.append(taught.output)
     graphs, ends_too = [assemble([*sliced.graphs[:-1], graph], outputs)], answer.task.is_dense

@@ -65,8 +65,7 @@ class Sliced:
         """Return the source model with its weights."""
         if self.weights is None:
             return self.model
-        proto = onnx.ModelProto()
-        proto.CopyFrom(self.model.proto)
+        proto = copied(self.model.proto)
         self.weights.fill(proto)
         return replace(self.model, proto=proto)
 

@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.graphs.graph import Dataflow, Operator, bodies, is_standard
+from offramp.compiler.graphs.graph import Dataflow, Operator, bodies, integer, is_standard
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 from offramp.compiler.graphs.runtime_shapes import BodyScope, SizedType
 from offramp.compiler.graphs.shapes import BATCH, concrete_shapes, symbolic_sizes
@@ -117,8 +117,8 @@ def _matmul(_: Operator, operands: Sequence[tuple[int, ...]], written: float) ->
 
 
 def _gemm(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
-    transposed = any(a.name == "transA" and a.i for a in op.proto.attribute)
-    return 2 * written * (operands[0][0 if transposed else -1] if operands[0] else 1)
+    axis = 0 if integer(op.proto, "transA") else -1
+    return 2 * written * (operands[0][axis] if operands[0] else 1)
 
 
 def _einsum(op: Operator, operands: Sequence[tuple[int, ...]], _: float) -> float:

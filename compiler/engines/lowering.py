@@ -17,10 +17,10 @@ from onnx import helper, numpy_helper
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.graphs.graph import (
     bodies,
-    captured_names,
     constant_tensor,
     default_opset,
     is_standard,
+    read_names,
     refill,
     serialised,
 )
@@ -188,9 +188,7 @@ def _remove_attribute(node: onnx.NodeProto, name: str) -> None:
 
 
 def _drop_unread(graph: onnx.GraphProto, names: set[str]) -> None:
-    read = {name for node in graph.node for name in (*node.input, *captured_names(node))}
-    read |= {output.name for output in graph.output}
-    gone = names - read
+    gone = names - read_names(graph)
     refill(graph.initializer, [kept for kept in graph.initializer if kept.name not in gone])
 
 

@@ -253,8 +253,7 @@ def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> 
     inputs: list[DescribedTensor] = [(bridge.scores, dtype, shape)]
     principal, places = add_principal(part, scores, answer, shape)
     mask = None
-    if answer.task.mask is not None:
-        spec = next(spec for spec in sliced.model.inputs if spec.name == answer.task.mask)
+    if (spec := sliced.model.mask) is not None:
         inputs.append((spec.name, spec.dtype, spec.shape))
         mask = add_counts(part, spec)
     add_confidence(part, principal, share, places=places, mask=mask)

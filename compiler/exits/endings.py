@@ -19,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Answer, TensorSpec
 from offramp.bundle.schema.answers import LEARNED_WEIGHTS
+from offramp.compiler.graphs.graph import default_opset, refill
 from offramp.engine.answers.certainty import LEAST, SMALLEST
 from offramp.engine.answers.principal_values import HIGHEST, ROUNDING, stride_of
 from offramp.engine.graphs.assembly import assemble
@@ -294,18 +295,15 @@ def with_certainty(
     the same names. ``learned`` has weights that no graph can be given afterwards.
     """
     proto = onnx.ModelProto.FromString(graph)
-    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
     renamed = {old: f"{old}/before" for old in exits.values()}
     for node in proto.graph.node:
         node.output[:] = [renamed.get(name, name) for name in node.output]
     outputs = [output.name for output in proto.graph.output]
-    kept = [output for output in proto.graph.output if output.name not in renamed]
-    del proto.graph.output[:]
-    proto.graph.output.extend(kept)
+    refill(proto.graph.output, [o for o in proto.graph.output if o.name not in renamed])
     parts = [proto.SerializeToString()]
     for given, confidence in exits.items():
         prefix = f"{confidence}/by/"  # of the exit's own names none may come again
-        part = PartBuilder(prefix, opset, proto.ir_version)
+        part = PartBuilder(prefix, default_opset(proto), proto.ir_version)
         scores = given if dtype == "float32" else part.add("Cast", [given], to=TensorProto.FLOAT)
         if answer.form != "probabilities":
             scores = part.add("Softmax", [scores], axis=-1)

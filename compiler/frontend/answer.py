@@ -20,7 +20,7 @@ from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
 from offramp.bundle.schema.answers import DENSE
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
-from offramp.compiler.graphs.graph import Dataflow, Operator, refill, rename_tensor
+from offramp.compiler.graphs.graph import Dataflow, Operator, integer, refill, rename_tensor
 from offramp.compiler.graphs.shapes import (
     BATCH,
     FLOATING,
@@ -266,7 +266,7 @@ def _form_of(
 
 def _along(proto: onnx.ModelProto, soft: Operator, wanted: int) -> bool:
     """Whether a softmax goes along an axis."""
-    axis = next((a.i for a in soft.proto.attribute if a.name == "axis"), -1)
+    axis = integer(soft.proto, "axis", -1)
     shape = shape_of(declared_types(proto), soft.writes[0])
     return shape is not None and axis % len(shape) == wanted
 

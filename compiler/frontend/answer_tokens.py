@@ -37,6 +37,7 @@ from offramp.compiler.graphs.graph import (
     constant_tensor,
     copied,
     default_opset,
+    integer,
     refill,
     rename_tensor,
     sort_operators,
@@ -205,8 +206,7 @@ class _Reduction:
                 continue
             done.add(op.writes[0])
             if op.kind in {"MatMul", "Gemm"}:
-                turned = any(a.name == "transB" and a.i for a in op.proto.attribute)
-                axis = 0 if op.kind == "Gemm" and turned else 1
+                axis = 0 if op.kind == "Gemm" and integer(op.proto, "transB") else 1
                 second, *bias = op.proto.input[1:]
                 changed[op.writes[0], second] = self._taken(second, axis, tokens)
                 wide = [b for b in bias if b and self._rows.width(b) == vocabulary]

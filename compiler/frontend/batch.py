@@ -22,12 +22,19 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, inliner, numpy_helper
+from onnx import TensorProto, inliner, numpy_helper
 
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.frontend.batch_repair import REMEDY, repair
-from offramp.compiler.graphs.graph import Dataflow, Operator, bodies, copied
+from offramp.compiler.graphs.graph import (
+    Dataflow,
+    Operator,
+    bodies,
+    constant_tensor,
+    copied,
+    integer,
+)
 from offramp.compiler.graphs.row_mixing import check_rows
 from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.graphs.shapes import (
@@ -503,21 +510,16 @@ class _Followed:
         return None
 
     def _constant(self, tensor: str) -> NDArray[Any] | None:
-        if tensor in self._weights:
-            return numpy_helper.to_array(self._weights[tensor])
         op = self._flow.producers.get(tensor)
-        if op is None or op.kind != "Constant":
-            return None
-        value = helper.get_attribute_value(op.proto.attribute[0])
-        return numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.array(value)
+        found = self._weights.get(tensor) if op is None else constant_tensor(op.proto)
+        return None if found is None else numpy_helper.to_array(found)
 
 
 def _states(op: Operator, body: onnx.GraphProto) -> tuple[int, int]:
     """Return where the carried values are among a body's inputs, and how many they are."""
     if op.kind == "Loop":
         return 2, len(body.input) - 2
-    scanned = next((a.i for a in op.proto.attribute if a.name == "num_scan_inputs"), 0)
-    return 0, len(body.input) - scanned
+    return 0, len(body.input) - integer(op.proto, "num_scan_inputs")
 
 
 def _joined(found: Sequence[Dependence]) -> Dependence:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.graphs.graph import Dataflow, Operator, refill
+from offramp.compiler.graphs.graph import Dataflow, Operator, integer, refill
 from offramp.compiler.graphs.shape_trace import Shape, ShapeTrace
 from offramp.compiler.graphs.shapes import (
     BATCH,
@@ -281,7 +281,7 @@ class _Repair(BatchEdits):
             rows = self.size_of(self.flow.inputs[0], 0, f"{node.output[0]}/rows")
         elif not copies and open_axes:
             values[open_axes[0]] = shape[open_axes[0]]
-        if any(a.name == "allowzero" and a.i for a in node.attribute):
+        if integer(node, "allowzero"):
             if 0 in shape:
                 raise ValueError("it gives a tensor without elements")
             refill(node.attribute, [a for a in node.attribute if a.name != "allowzero"])
@@ -313,7 +313,7 @@ class _Repair(BatchEdits):
         if source is None or shape is None:
             return
         place = self._places[source]
-        joined = next(a.i for a in node.attribute if a.name == "axis") % len(shape)
+        joined = integer(node, "axis") % len(shape)
         if joined == place.axis:
             return
         for i, tensor in enumerate(node.input):
@@ -328,7 +328,7 @@ class _Repair(BatchEdits):
 
     def _states(self, node: onnx.NodeProto) -> None:
         data = node.input[0]
-        if data not in self._places or any(a.name == "layout" and a.i for a in node.attribute):
+        if data not in self._places or integer(node, "layout"):
             return
         for i in _STATES[node.op_type]:
             if i < len(node.input) and node.input[i] and node.input[i] not in self._places:
@@ -453,7 +453,7 @@ class _Repair(BatchEdits):
         """Refuse to pick some rows; keep all where all are picked one by one."""
         place, before = self._places.get(node.input[0]), self.fixed.shape(node.input[0])
         told = self.fixed.value(node.input[1])
-        axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+        axis = integer(node, "axis")
         if place is None or before is None or told is None or axis % len(before) != place.axis:
             return
         if np.array_equal(told, np.arange(before[place.axis])) and before[place.axis] > 1:
@@ -474,7 +474,7 @@ class _Repair(BatchEdits):
         place, told = self._places.get(data), self.fixed.value(indices)
         if place is None or indices in self._places or told is None or place.axis:
             return
-        if not any(a.name == "batch_dims" and a.i for a in node.attribute):
+        if not integer(node, "batch_dims"):
             step = np.eye(1, told.shape[-1], dtype=np.int64)[0]
             rows = np.arange(self.old).reshape(-1, *[1] * (told.ndim - 1)) * step
             if len(told) != self.old or not np.array_equal(told, told[:1] * (1 - step) + rows):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper, numpy_helper
 
-from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor
+from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, integer
 from offramp.compiler.graphs.shapes import TensorType
 
 _CHANNELS_FIRST = frozenset(
@@ -108,8 +108,7 @@ class ChannelFinder:
     def _is_last(self, op: Operator, tensor: str) -> bool:
         """Whether an operator works along the last dimension, and that alone."""
         if op.kind in _NORMALISATIONS:
-            axis = next((a.i for a in op.proto.attribute if a.name == "axis"), -1)
-            return axis in (-1, self._rank(tensor) - 1)
+            return integer(op.proto, "axis", -1) in (-1, self._rank(tensor) - 1)
         if op.kind in _WEIGHTS:
             return self._is_matrix(op, _WEIGHTS[op.kind])
         return op.kind == "Gather" and tensor in op.writes and self._is_matrix(op, 0)  # embedding

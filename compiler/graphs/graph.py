@@ -175,6 +175,11 @@ def rename_graph(graph: onnx.GraphProto, rename: Callable[[str], str]) -> None:
             rename_graph(body, rename)
 
 
+def integer(node: onnx.NodeProto, name: str, default: int = 0) -> int:
+    """Return an integer attribute of a node, or the default where it is not stated."""
+    return next((a.i for a in node.attribute if a.name == name), default)
+
+
 def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
     """Give a ``Constant`` node's value under the name of its output; ``None`` for other nodes."""
     if node.op_type != "Constant" or not is_standard(node):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import helper
 
-from offramp.compiler.graphs.graph import Dataflow, Operator
+from offramp.compiler.graphs.graph import Dataflow, Operator, integer
 from offramp.compiler.graphs.shapes import TensorType, shape_of
 
 Size: TypeAlias = "int | str"
@@ -138,8 +138,7 @@ class RowWise:
         return self._is_matrix(op.proto.input[1]) and self._has_rows(op)
 
     def _is_gemm(self, op: Operator) -> bool:
-        turned = any(a.name == "transA" and a.i for a in op.proto.attribute)
-        return not turned and self._is_projection(op)
+        return not integer(op.proto, "transA") and self._is_projection(op)
 
     def _is_norm(self, op: Operator) -> bool:
         return self._axis(op, -1) and self._has_rows(op)
@@ -179,7 +178,7 @@ class RowWise:
 
     def _axis(self, op: Operator, default: int) -> bool:
         shape = shape_of(self._types, op.writes[0])
-        axis = next((a.i for a in op.proto.attribute if a.name == "axis"), default)
+        axis = integer(op.proto, "axis", default)
         return shape is not None and axis in {-1, len(shape) - 1}
 
     def _over_width(self, op: Operator) -> bool:

@@ -117,8 +117,7 @@ def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[on
     missing = [name for name in written if name not in known]
     if not missing:
         return []
-    asked = onnx.ModelProto()
-    asked.CopyFrom(inferred)
+    asked = copied(inferred)
     _as_inputs(asked.graph, empty)
     del asked.graph.output[:]
     for name in missing:

@@ -65,6 +65,11 @@ class SourceModel:
         return self.answer if self.tail is None else self.tail.taught
 
     @property
+    def mask(self) -> TensorSpec | None:
+        """The input that says which tokens of the answer count."""
+        return next((spec for spec in self.inputs if spec.name == self.answer.task.mask), None)
+
+    @property
     def versions(self) -> dict[str, int]:
         """Of operators and file format, as the graphs of exits take them."""
         return {"opset": self.opset, "ir_version": self.proto.ir_version}

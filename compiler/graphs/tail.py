@@ -26,6 +26,7 @@ from offramp.compiler.graphs.graph import (
     Dataflow,
     Operator,
     default_opset,
+    integer,
     is_standard,
     rename_graph,
 )
@@ -152,7 +153,7 @@ def _is_activation(op: Operator, types: Mapping[str, TensorType], wanted: int | 
     tensor = types.get(op.writes[0])
     if op.kind not in SOFTMAXES or tensor is None or tensor.shape is None:
         return False
-    axis = next((a.i for a in op.proto.attribute if a.name == "axis"), -1) % len(tensor.shape)
+    axis = integer(op.proto, "axis", -1) % len(tensor.shape)
     if wanted is not None:
         return axis == wanted
     return axis > 0 and all(size == 1 for size in tensor.shape[axis + 1 :])
@@ -175,8 +176,7 @@ def keeps_values(operators: tuple[Operator, ...]) -> bool:
 
 
 def _is_floating_cast(op: Operator) -> bool:
-    to = next((a.i for a in op.proto.attribute if a.name == "to"), 0)
-    return op.kind == "Cast" and "float" in dtype_name(to)
+    return op.kind == "Cast" and "float" in dtype_name(integer(op.proto, "to"))
 
 
 def keeps_unbounded(op: Operator, proto: onnx.ModelProto) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from offramp.bundle import TensorSpec, ValueBound
-from offramp.compiler.graphs.graph import Dataflow, Operator
+from offramp.compiler.graphs.graph import Dataflow, Operator, emptied, integer
 from offramp.compiler.graphs.index_flow import IndexRange, Requirement, index_requirements
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.source_model import SourceModel
@@ -148,14 +148,12 @@ def _part(
     outputs = list(dict.fromkeys(op.writes[0] for op in operators))
     nodes = graph.behind(outputs, stop=frozenset())
     read = {name for op in nodes for name in op.reads}
-    part = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import)
-    part.functions.extend(proto.functions)
-    part.graph.name = "part"
+    part = emptied(proto, "part")
     part.graph.node.extend(op.proto for op in nodes)
     part.graph.input.extend(info for info in proto.graph.input if info.name in read)
     part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
     tables = {
-        op.proto.input[0]: _axis(op)
+        op.proto.input[0]: integer(op.proto, "axis")
         for op in nodes
         if op.kind == "Gather" and sum(op.proto.input[0] in other.reads for other in nodes) == 1
     }
@@ -173,7 +171,3 @@ def _thin(table: onnx.TensorProto, axis: int) -> onnx.TensorProto:
     dtype = helper.tensor_dtype_to_np_dtype(table.data_type)
     zeros = bytes(dims[axis] * dtype.itemsize)
     return helper.make_tensor(table.name, table.data_type, dims, zeros, raw=True)
-
-
-def _axis(op: Operator) -> int:
-    return next((a.i for a in op.proto.attribute if a.name == "axis"), 0)
