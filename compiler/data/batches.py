@@ -259,16 +259,15 @@ class FunctionSource:
             yield from batches
 
     def _import(self) -> Callable[[], Any]:
-        match = _NAME.fullmatch(self.name)
-        assert match is not None, "find_source has looked at it"
+        file, _, name = self.name.rpartition(":")
         with self._reporting(), _current_folder():
-            if match["file"].endswith(".py"):
-                function: Any = getattr(_run_file(Path(match["file"])), match["function"], None)
+            if file.endswith(".py"):
+                function: Any = getattr(_run_file(Path(file)), name, None)
             else:
                 function = pkgutil.resolve_name(self.name)
         if not callable(function):
             raise DataError(
-                f"{self.name}: there is no function {match['function']!r} in {match['file']}; "
+                f"{self.name}: there is no function {name!r} in {file}; "
                 "expected one without arguments that yields batches"
             )
         found: Callable[[], Any] = function

@@ -230,17 +230,17 @@ class PrecisionCheck:
             f"{self.precision}: of {self.samples:,} samples the model answers {source} unlike in "
             f"fp32, the exits' policy {policy} unlike the fp32 model (in fp32: {plain})"
         )
-        if self.promise is not None:
-            most = upper_bound(self.policy_differs, self.samples, self.promise.confidence_level)
-            promised = f"{self.promise.max_disagreement:.2%} at {self.promise.confidence_level:.0%}"
+        promise, verdict = self.promise, self.verdict
+        if promise is not None and verdict is not None:
+            most = upper_bound(self.policy_differs, self.samples, promise.confidence_level)
+            promised = f"{promise.max_disagreement:.2%} at {promise.confidence_level:.0%}"
             said = {
                 "kept": f"the promise ({promised}) holds",
                 "open": f"the promise ({promised}) is neither certified nor disproved: at most "
                 f"{most:.2%} at that confidence",
                 "broken": f"the promise ({promised}) is broken",
             }
-            assert self.verdict is not None
-            text += f"; {said[self.verdict]}"
+            text += f"; {said[verdict]}"
         seen = "" if self.unseen else " Some of these samples may have trained the exits."
         return f"{text}.{seen}"
 
