@@ -152,7 +152,7 @@ def test_other_precisions_differ_in_few_answers(
 def test_a_precision_that_ruins_the_model_is_seen(bundle: Bundle, data: Dataset) -> None:
     """Ranges far too small clip everything."""
     ranges = ranges_of(bundle, data, threads=1)
-    tiny = replace(ranges, limits=dict.fromkeys(ranges.limits, 1e-3))
+    tiny = dict.fromkeys(ranges, 1e-3)
     assert measure_precision(bundle, "int8", tiny, data, unseen=True).source_differs > 50
 
 
