@@ -118,14 +118,12 @@ class Candidates:
         saved = savings_of(self.counts(active), cost.latency_ms(list(active)), cost.source_ms)
         return float(saved.max(initial=0.0))
 
-    def choose(
-        self, cost: CostModel, *, max_overhead: float | None = None, min_gain: float = MIN_GAIN
-    ) -> tuple[int, ...]:
+    def choose(self, cost: CostModel, *, max_overhead: float | None = None) -> tuple[int, ...]:
         """Find the exits that are expected to save most time together, in depth order; maybe none.
 
         What exits cost where none is taken is a part of that sum, at the share of the samples that
         take none: a price, not a limit, so that noise in what was measured moves the choice to one
-        that saves nearly as much. Each exit must add ``min_gain`` to it.
+        that saves nearly as much. Each exit must add :data:`MIN_GAIN` to it.
 
         Single exits are dropped, added and exchanged while that helps, once from no exit on, and
         once from what is left of all when the least useful one is dropped while that helps; the
@@ -138,7 +136,7 @@ class Candidates:
 
         @cache
         def worth(active: tuple[int, ...]) -> float:
-            return self.savings(active, cost) - min_gain * len(active)
+            return self.savings(active, cost) - MIN_GAIN * len(active)
 
         def fits(active: tuple[int, ...]) -> bool:
             return max_overhead is None or cost.sure_overhead(active) <= max_overhead

@@ -266,8 +266,10 @@ class BodyScope(NamedTuple):
         graph = copied(body)
         for info, told in zip(graph.input, given, strict=True):
             if told is not None:
-                info.CopyFrom(_info(info.name, told))
-        graph.input.extend(_info(name, told) for name, told in outside if told is not None)
+                info.CopyFrom(helper.make_tensor_value_info(info.name, *told))
+        graph.input.extend(
+            helper.make_tensor_value_info(name, *told) for name, told in outside if told is not None
+        )
         graph.initializer.extend(
             numpy_helper.from_array(self.values[name], name)
             for name in names
@@ -301,10 +303,6 @@ def _scanned(node: onnx.NodeProto) -> tuple[int, list[int]]:
     told = {a.name: helper.get_attribute_value(a) for a in node.attribute if a.name != "body"}
     count = told["num_scan_inputs"]
     return len(node.input) - count, list(told.get("scan_input_axes", [0] * count))
-
-
-def _info(name: str, told: SizedType) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, *told)
 
 
 def _is_small(tensor: onnx.TensorProto) -> bool:
