@@ -1,7 +1,7 @@
 """Edits that bring a model into the form that slicing needs, without changing what it computes.
 
 Old opsets are converted, operators get names, what is unused goes, and onnxslim simplifies. Which
-edit comes when is written in :func:`.model.read_model`.
+edit comes when is written in :mod:`.passes`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from offramp.bundle.schema.inputs import TensorSpec
 from offramp.calibration.data.scratch import ScratchError, ScratchSpace
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
-from offramp.compiler.frontend.model_checks import check_batch_in_front, check_inputs
 from offramp.compiler.frontend.simplifier import LIMIT_S, SimplifierError, slim
 from offramp.compiler.graphs.graph import Dataflow, default_opset, read_names, refill, rename_tensor
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs, runs_opset
 from offramp.compiler.graphs.shapes import FLOATING, declared_types, dtype_name
-from offramp.compiler.graphs.source_model import DeclaredInputs, drop_unread
 from offramp.compiler.graphs.weights import weight_file_if_large
 from offramp.engine.answers.differences import relative_difference
 
@@ -113,19 +111,6 @@ def remove_unused(proto: onnx.ModelProto) -> None:
     # Messages that are removed keep their memory for as long as the model lives.
     if any(tensor.name not in read for tensor in graph.initializer):
         refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
-
-
-def settle_inputs(proto: onnx.ModelProto) -> DeclaredInputs:
-    """Drop inputs that nothing reads, and check the others; gives what the file declares.
-
-    ModelError where an input is not supported, or the batch not in front.
-    """
-    declared = DeclaredInputs.of(proto.graph)
-    drop_unread(proto.graph)
-    check_inputs(proto)
-    specs(proto, [info.name for info in proto.graph.input])
-    check_batch_in_front(proto.graph)
-    return declared
 
 
 def name_operators(proto: onnx.ModelProto) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -35,20 +35,6 @@ _TORCH = frozenset({".pt", ".pth", ".safetensors"})
 """Suffixes of torch's files."""
 MAX_BYTES = 2**31 - 1
 """Limit of one protobuf message."""
-
-
-@contextmanager
-def refusing(path: Path) -> Iterator[None]:
-    """Name the file in the ModelError that refuses it, or that contradictions in it become."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
-    except (ValueError, LookupError, TypeError) as error:  # the ONNX checker lets pass
-        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-        raise ModelError(
-            f"{path}: contradicts itself ({reason}); export the model again"
-        ) from error
 
 
 def load_source(path: Path) -> tuple[onnx.ModelProto, str]:

@@ -22,27 +22,29 @@ from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.export.nesting import METADATA
-from offramp.compiler.frontend.answer import find_answer, keep_answer, output_type, settle_output
-from offramp.compiler.frontend.batch import fix_baked_sizes, fixed_size, free_batch, rename_batch
-from offramp.compiler.frontend.decoder_cache import check_no_cache
-from offramp.compiler.frontend.preparation import (
-    give_column,
-    modern,
-    name_operators,
-    remove_unused,
-    settle_inputs,
-    specs,
-    unlist_initializers,
+from offramp.compiler.frontend.answer import find_answer, output_type, settle_output
+from offramp.compiler.frontend.batch import fixed_size, free_batch, rename_batch
+from offramp.compiler.frontend.passes import (
+    ANNOTATE,
+    CONVERT,
+    FIX_BAKED_SIZES,
+    GIVE_COLUMN,
+    KEEP_ANSWER,
+    KNOW_OPERATORS,
+    NAME_OPERATORS,
+    REFUSE_CACHE,
+    REMOVE_UNUSED,
+    SETTLE_INPUTS,
+    UNLIST_WEIGHTS,
+    ModelDraft,
+    PassError,
+    prepare,
 )
-from offramp.compiler.frontend.source_file import load_source, refusing
+from offramp.compiler.frontend.preparation import specs
+from offramp.compiler.frontend.source_file import load_source
 from offramp.compiler.graphs.graph import copied, default_opset, refill
 from offramp.compiler.graphs.row_mixing import scaled_by_batch
-from offramp.compiler.graphs.runtime import (
-    GraphRunner,
-    check_operators,
-    describe_shapes,
-    random_inputs,
-)
+from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.graphs.shapes import BATCH, FLOATING, annotate
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.answers.differences import compare
@@ -91,36 +93,37 @@ def read_plain(
             with ``path``.
     """
     proto, digest = load_source(path)
-    with refusing(path):
+    try:
         return _read(proto, path, digest, answer, task or AskedTask())
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    except (ValueError, LookupError, TypeError, PassError) as error:  # the ONNX checker lets pass
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise ModelError(
+            f"{path}: contradicts itself ({reason}); export the model again"
+        ) from error
 
 
 def _read(
     proto: onnx.ModelProto, path: Path, digest: str, answer: str | None, asked: AskedTask
 ) -> UnslicedModel:
     notes: list[str] = []
-    check_operators(proto)
-    unlist_initializers(proto)
-    check_no_cache(proto)
-    answer, chosen = _choose_output(proto, answer)
+    draft = ModelDraft(proto=proto, answer=answer, note=notes.append)
+    prepare(draft, (KNOW_OPERATORS, UNLIST_WEIGHTS, REFUSE_CACHE))
+    draft.answer, chosen = _choose_output(draft.proto, answer)
     notes += chosen
     if any(entry.key.startswith(METADATA) for entry in proto.metadata_props):
         notes.append(
             "the file was exported from a bundle, with its exits inside: nothing audits their "
             "answers; serve the bundle in place of it"
         )
-    proto = modern(proto)
-    keep_answer(proto, answer)
-    flat = give_column(proto)
-    remove_unused(proto)
-    declared = settle_inputs(proto)
-    fixed = fixed_size(proto)
-    if baked := fix_baked_sizes(proto):
-        notes.append(baked)
-    stated = () if fixed else tuple(map(copied, proto.graph.value_info))
-    proto, no_batching = _freed(proto, fixed)
-    name_operators(proto)
-    annotate(proto)
+    prepare(draft, (CONVERT, KEEP_ANSWER, GIVE_COLUMN, REMOVE_UNUSED, SETTLE_INPUTS))
+    fixed = fixed_size(draft.proto)
+    prepare(draft, (FIX_BAKED_SIZES,))
+    stated = () if fixed else tuple(map(copied, draft.proto.graph.value_info))
+    draft.proto, no_batching = _freed(draft.proto, fixed)
+    prepare(draft, (NAME_OPERATORS, ANNOTATE))
+    proto = draft.proto
     found = _describe(proto, asked)
     return UnslicedModel(
         source=SourceModel(
@@ -130,8 +133,8 @@ def _read(
             outputs=_in_batches(specs(proto, [found.output])),
             original_sha256=digest,
             opset=default_opset(proto),
-            answer=replace(found, flat=flat),
-            unread=declared.unread(proto.graph),
+            answer=replace(found, flat=draft.flat),
+            unread=draft.unread,
         ),
         fixed=fixed,
         no_batching=no_batching,

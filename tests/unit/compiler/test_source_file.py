@@ -231,7 +231,7 @@ def test_what_the_onnx_checker_lets_pass_is_one_line(
     def annotate(_: onnx.ModelProto) -> None:
         raise ValueError("cannot reshape array\nof size 2")
 
-    monkeypatch.setattr("offramp.compiler.frontend.model.annotate", annotate)
+    monkeypatch.setattr("offramp.compiler.frontend.passes.annotate", annotate)
     with pytest.raises(ModelError, match=r"contradicts itself \(ValueError: cannot .* of size 2\)"):
         read(models.mlp())
 

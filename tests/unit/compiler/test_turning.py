@@ -13,7 +13,7 @@ from tests import models
 
 from offramp.calibration.heads.families import family_of
 from offramp.compiler.cuts.cuts import find_cuts
-from offramp.compiler.frontend import model
+from offramp.compiler.frontend import passes
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 
 BUILDERS = {"batch second": models.batch_second, "recurrent": models.recurrent}
@@ -32,7 +32,7 @@ def transposes(proto: onnx.ModelProto, folder: Path) -> int:
 @pytest.mark.parametrize("name", BUILDERS)
 def test_pairs_without_a_cut_between_them_cost_nothing(name, read, tmp_path, monkeypatch):
     turned = read(BUILDERS[name]()).proto
-    monkeypatch.setattr(model, "turn_batch_first", lambda proto, **_: proto)
+    monkeypatch.setattr(passes, "turn_batch_first", lambda proto, **_: proto)
     plain = read(BUILDERS[name]()).proto
 
     assert len(turned.graph.node) >= len(plain.graph.node) + 4
@@ -96,7 +96,7 @@ def test_a_batch_at_the_end_is_turned_and_turned_back(read, monkeypatch):
     proto = b.build()
 
     turned = read(proto)
-    monkeypatch.setattr(model, "turn_batch_first", lambda proto, **_: proto)
+    monkeypatch.setattr(passes, "turn_batch_first", lambda proto, **_: proto)
     inputs = random_inputs(proto, 5)
     wanted = GraphRunner(read(proto).proto).run(inputs)["logits"]
 
