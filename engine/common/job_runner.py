@@ -14,6 +14,7 @@ second of imports each time.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import queue
@@ -21,16 +22,20 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
-from typing import Any, Final, NamedTuple, Self
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
 
 from offramp.engine.common.errors import EngineError
-from offramp.engine.common.job_worker import describe, read_message, write_message
+from offramp.engine.common.job_worker import READY, answer, describe, read_message, write_message
 from offramp.engine.control.controller import Job
 
+_log = logging.getLogger(__name__)
+
 LIMIT_S: Final = 60.0
-"""Limit of a job by default, the start of the child with it: some hundred times what a tuning
-takes."""
+"""Limit of a job by default: some hundred times what a tuning takes."""
+_START_S: Final = 60.0
+"""Limit of a child's start, on a machine that is busy with what goes first."""
 _STOP_S: Final = 5.0
 """Limit of what takes moments, but must not be waited for without end."""
 _WORKER: Final = "offramp.engine.common.job_worker"
@@ -48,40 +53,57 @@ class JobError(EngineError):
     """A job has no result: it raised, took too long, or its process ended."""
 
 
-class _Task(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Task:
     """A job that waits for its turn."""
 
     purpose: str
-    message: bytes
-    """A message of :mod:`.job_worker`."""
-    future: Future[Any]
+    message: bytes | None
+    """A message of :mod:`.job_worker`; ``None`` only starts the child."""
+    future: Future[Any] = field(default_factory=Future)
+
+    def fail(self, error: JobError) -> None:
+        with contextlib.suppress(InvalidStateError):  # cancelled, or failed by close()
+            self.future.set_exception(error)
 
 
 class JobRunner:
     """Computes jobs in one child process, in order of submission.
 
-    The child starts with the first job. If it dies, cannot be started, or a job takes longer than
-    ``limit_s`` once it is its turn, that job fails and the next one has a new child.
+    The child starts with the first job, or with :meth:`start`. If it dies, or a job takes longer
+    than ``limit_s`` once it is its turn, that job fails and the next one has a new child. Where no
+    child can be started, jobs run in a thread here, without a limit of time, and a line in the log
+    says so.
 
-    Any thread may call any method.
+    Any thread may call any method; all but :meth:`close` raise :class:`JobError` once it is closed.
     """
 
     def __init__(self, *, limit_s: float = LIMIT_S) -> None:
+        if not 0 < limit_s <= threading.TIMEOUT_MAX:
+            raise ValueError(f"limit_s must be seconds above 0, got {limit_s}")
         self._limit_s = limit_s
         self._turns: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        """Of the next two; never held while waiting for anything."""
+        """Of the next three; never held while waiting for anything."""
+        self._tasks: dict[Future[Any], _Task] = {}
+        """Not through yet."""
         self._child: _Child | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="jobs", daemon=True)
+        self._alone = False
+        """The last child could not be started; the thread's own."""
+
+    def start(self) -> Future[Any]:
+        """Start the child now, to save the first job the wait; done when it takes jobs."""
+        return self._put(_Task(purpose="starting", message=None))
 
     def submit(self, job: Job) -> Future[Any]:
         """Compute a job when those before it are through.
 
         Its arguments are copied before this returns. The future gives what the function returned,
-        or raises :class:`JobError`, the traceback in its notes. Cancelling takes effect until the
-        job starts. TypeError if the function is not one of an importable module, or the arguments
-        cannot be pickled; JobError once the runner is closed.
+        or raises :class:`JobError`, the traceback in its notes; its callbacks run in the runner's
+        thread. Cancelling takes effect until the job starts. TypeError if the function is not one
+        of an importable module, or the arguments cannot be pickled.
         """
         _check_function(job)
         try:
@@ -91,28 +113,26 @@ class JobRunner:
                 f"{job.purpose}: the arguments cannot be sent to another process "
                 f"({describe(error)}); give arrays, dataclasses and plain values"
             ) from error
-        task = _Task(job.purpose, message, Future())
-        with self._lock:
-            if self._closed:
-                raise _closed_error(task)
-            self._turns.put(task)
-            if self._thread.ident is None:
-                self._thread.start()
-        return task.future
+        return self._put(_Task(purpose=job.purpose, message=message))
 
     def close(self) -> None:
         """End the child, whatever it does; jobs that are not through fail with :class:`JobError`.
 
-        Blocks for moments.
+        Blocks for moments. Only a job that runs in a thread here is left to itself.
         """
         with self._lock:
             self._closed = True
             child, running = self._child, self._thread.ident is not None
-            self._turns.put(None)
         if child is not None:
             child.kill()
-        if running:
+        self._turns.put(None)
+        if running and threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)
+        with self._lock:
+            left = list(self._tasks.values())
+            self._tasks.clear()
+        for task in left:
+            task.fail(_closed_error(task))
 
     def __enter__(self) -> Self:
         return self
@@ -120,27 +140,48 @@ class JobRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _put(self, task: _Task) -> Future[Any]:
+        with self._lock:
+            if self._closed:
+                raise _closed_error(task)
+            self._tasks[task.future] = task
+            self._turns.put(task)
+            if self._thread.ident is None:
+                self._thread.start()
+        return task.future
+
     def _work(self) -> None:
         """Take tasks until closed; the only thread that uses the child's pipes."""
-        while (task := self._turns.get()) is not None:
-            if not task.future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = self._compute(task)
-            except Exception as error:
-                task.future.set_exception(self._failure(task, error))
-            else:
-                task.future.set_result(result)
+        while (task := self._turns.get()) is not None and not self._closed:
+            if task.future.set_running_or_notify_cancel():
+                self._settle(task)
+            with self._lock:
+                self._tasks.pop(task.future, None)
         self._replace_child(None)
 
-    def _compute(self, task: _Task) -> Any:
-        if self._closed:
-            raise _closed_error(task)
-        if self._child is None or not self._child.usable:
+    def _settle(self, task: _Task) -> None:
+        try:
+            result = self._compute(task)
+        except JobError as error:
+            task.fail(_closed_error(task) if self._closed else error)
+        except Exception as error:  # no memory, no thread: of this job only
             self._replace_child(None)
-            self._replace_child(_Child())
-            assert self._child is not None
-        reply = self._child.ask(task.message, self._limit_s)
+            task.fail(JobError(f"{task.purpose}: {describe(error)}"))
+        else:
+            with contextlib.suppress(InvalidStateError):
+                task.future.set_result(result)
+
+    def _compute(self, task: _Task) -> Any:
+        child = self._usable_child()
+        if task.message is None:
+            return None
+        if child is None:
+            reply = answer(task.message)
+        else:
+            try:
+                reply = child.ask(task.message, self._limit_s)
+            except _ChildError as error:
+                raise JobError(f"{task.purpose}: {error}") from error
         done, result, trace = pickle.loads(reply)  # noqa: S301  (of our child: see job_worker)
         if done:
             return result
@@ -148,13 +189,26 @@ class JobRunner:
         failure.add_note(trace)
         raise failure
 
-    def _failure(self, task: _Task, error: Exception) -> JobError:
-        if self._closed:
-            return _closed_error(task)
-        if isinstance(error, JobError):
-            return error
-        said = str(error) if isinstance(error, _ChildError) else describe(error)
-        return JobError(f"{task.purpose}: {said}")
+    def _usable_child(self) -> _Child | None:
+        """The child, a new one if need be; ``None`` if none can be started."""
+        if self._child is not None and self._child.usable:
+            return self._child
+        self._replace_child(None)
+        try:
+            self._replace_child(_Child())
+            assert self._child is not None
+            self._child.greet()
+        except (OSError, _ChildError) as error:
+            self._replace_child(None)
+            if self._closed:
+                raise JobError("closed amid the start") from error
+            if not self._alone:
+                instead = "they run in a thread, and may delay batches"
+                _log.warning("no process can be started for jobs (%s); %s", error, instead)
+            self._alone = True
+        else:
+            self._alone = False
+        return self._child
 
     def _replace_child(self, child: _Child | None) -> None:
         with self._lock:
@@ -177,6 +231,8 @@ class _Child:
     """
 
     def __init__(self) -> None:
+        if not sys.executable:
+            raise OSError("the path of the Python interpreter is unknown")
         self._broken = False
         self._process = subprocess.Popen(  # noqa: S603  (our own module, no words of others)
             # -P: what lies in the working directory is not imported unless it is here, too.
@@ -194,6 +250,12 @@ class _Child:
         """Whether it can be asked, as far as is known."""
         return not self._broken and self._process.poll() is None
 
+    def greet(self) -> None:
+        """Wait until it takes jobs; _ChildError if it ends, is too slow, or is something else."""
+        said = self.ask(None, _START_S)
+        if said != READY:
+            raise _ChildError(f"{sys.executable} said {said!r:.40}, expected {READY!r}")
+
     def kill(self) -> None:
         """End it at once; it has nothing to put in order."""
         with contextlib.suppress(OSError):
@@ -210,8 +272,8 @@ class _Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
 
-    def ask(self, message: bytes, limit_s: float) -> bytes:
-        """Have a message answered.
+    def ask(self, message: bytes | None, limit_s: float) -> bytes:
+        """Have a message answered; ``None`` waits for what the child says first.
 
         _ChildError if it took longer than ``limit_s`` and was killed, or ended by itself.
         """
@@ -222,7 +284,8 @@ class _Child:
         timer.daemon = True
         timer.start()
         try:
-            write_message(self._process.stdin, message)
+            if message is not None:
+                write_message(self._process.stdin, message)
             return read_message(self._process.stdout)
         except (OSError, EOFError) as error:
             self._broken = True
@@ -246,7 +309,7 @@ class _Child:
         except subprocess.TimeoutExpired:
             return "its process closed its pipes"
         if status < 0:
-            return f"its process was ended by {signal.Signals(-status).name}"
+            return f"its process was ended by {_signal_name(-status)}"
         return f"its process ended with exit status {status}"
 
 
@@ -254,6 +317,13 @@ def environment_of_child() -> dict[str, str]:
     """Give our environment, in which a child finds the same modules and numpy has one thread."""
     found = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100 ("" too)
     return {**os.environ, **dict.fromkeys(_THREADS, "1"), "PYTHONPATH": found}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _check_function(job: Job) -> None:

@@ -5,6 +5,7 @@ its input ends. A message is its length (8 bytes, little-endian) and a pickle:
 
 * asked: ``(function, arguments)``;
 * answered: ``(True, result, "")`` or ``(False, "ValueError: what", traceback)``;
+* before all answers, :data:`READY`.
 
 Pickles are fine here: both ends are the same program of the same user, the pipes have no name that
 anybody else could open, and nothing that came over the network is ever unpickled; who could write
@@ -27,6 +28,8 @@ import threading
 import traceback
 from typing import IO, Any, Final, NoReturn
 
+READY: Final = b"ready"
+"""Sent once, as soon as jobs are taken."""
 NICENESS: Final = 10
 """Added to the priority value of the parent: streams that run batches go first."""
 _LENGTH: Final = struct.Struct("<Q")
@@ -72,6 +75,7 @@ def main() -> NoReturn:
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests, messages), daemon=True).start()
     try:
+        write_message(answers, READY)
         while True:
             write_message(answers, answer(messages.get()))
     except OSError:  # the parent is gone, or closed its end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import logging
 import operator
 import os
 import signal
@@ -23,7 +24,7 @@ from offramp.baselines.thresholds import tune
 from offramp.engine.common import job_runner
 from offramp.engine.common.errors import EngineError
 from offramp.engine.common.job_runner import JobError, JobRunner
-from offramp.engine.common.job_worker import NICENESS
+from offramp.engine.common.job_worker import NICENESS, READY, read_message
 from offramp.engine.control.controller import Job
 
 PATIENCE_S = 60.0
@@ -262,6 +263,8 @@ def test_closed_is_closed(runner: JobRunner) -> None:
     runner.close()
     with pytest.raises(JobError, match=r"closed; make another"):
         runner.submit(job(os.getpid))
+    with pytest.raises(JobError, match=r"closed; make another"):
+        runner.start()
 
 
 def test_closing_what_never_ran_starts_nothing() -> None:
@@ -269,6 +272,19 @@ def test_closing_what_never_ran_starts_nothing() -> None:
     runner.close()
     assert not runner._thread.is_alive()
     assert runner._child is None
+
+
+def test_a_callback_may_close(runner: JobRunner) -> None:
+    closed = threading.Event()
+
+    def close(_: Future[Any]) -> None:
+        runner.close()
+        closed.set()
+
+    runner.submit(job(time.sleep, 0.05)).add_done_callback(close)
+    waiting = runner.submit(job(os.getpid))
+    assert closed.wait(PATIENCE_S)
+    assert "closed" in str(failure(waiting))
 
 
 def test_a_cancelled_job_never_runs(runner: JobRunner, tmp_path: Path) -> None:
@@ -279,6 +295,12 @@ def test_a_cancelled_job_never_runs(runner: JobRunner, tmp_path: Path) -> None:
     assert running.result(PATIENCE_S) is None
     assert behind.result(PATIENCE_S) != os.getpid()
     assert not (tmp_path / "made").exists()
+
+
+def test_the_child_can_be_started_ahead(runner: JobRunner) -> None:
+    assert runner.start().result(PATIENCE_S) is None
+    assert runner._child is not None
+    assert result(runner, os.getpid) == runner._child._process.pid
 
 
 @posix
@@ -324,6 +346,12 @@ def test_arguments_that_cannot_be_sent_are_refused(runner: JobRunner) -> None:
         runner.submit(job(operator.pos, threading.Lock(), purpose="tuning"))
 
 
+@pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_limit_is_a_time(limit_s: float) -> None:
+    with pytest.raises(ValueError, match=r"limit_s must be"):
+        JobRunner(limit_s=limit_s)
+
+
 @posix
 @pytest.mark.parametrize(
     ("interpreter", "said"),
@@ -331,17 +359,40 @@ def test_arguments_that_cannot_be_sent_are_refused(runner: JobRunner) -> None:
         ("/nonexistent/python", "No such file"),
         ("/bin/false", "exit status 1"),
         ("/bin/echo", "something else speaks"),
+        ("", "unknown"),
     ],
 )
-def test_where_no_child_starts_that_job_fails(
-    runner: JobRunner, interpreter: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_without_a_child_jobs_run_in_a_thread_and_one_line_says_so(
+    runner: JobRunner,
+    interpreter: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, caplog.at_level(logging.DEBUG):
         patched.setattr(sys, "executable", interpreter)
-        error = failure(runner.submit(job(os.getpid, purpose="tuning")))
-        assert str(error).startswith("tuning: ")
-        assert said in str(error)
+        assert result(runner, os.getpid) == os.getpid()
+        error = failure(runner.submit(job(operator.truediv, 1, 0, purpose="dividing")))
+        assert str(error) == "dividing: ZeroDivisionError: division by zero"
+        assert result(runner, operator.add, 1, 2) == 3
+    (line,) = caplog.records
+    assert line.levelno == logging.WARNING
+    assert "they run in a thread" in line.getMessage()
+    assert said in line.getMessage()
     assert result(runner, os.getppid) == os.getpid()  # it is tried again
+
+
+def test_closing_does_not_wait_for_a_job_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setattr(job_runner, "_STOP_S", 0.01)
+    runner = JobRunner()
+    running, waiting = runner.submit(job(time.sleep, 3.0)), runner.submit(job(os.getpid))
+    until_its_turn(running)
+    runner.close()
+    assert "closed" in str(failure(running))
+    assert "closed" in str(failure(waiting))
+    runner._thread.join(PATIENCE_S)  # it does not stumble over the futures
+    assert not runner._thread.is_alive()
 
 
 @posix
@@ -354,6 +405,8 @@ def test_a_worker_without_standard_error_is_a_worker() -> None:
     )
     with started as worker:
         assert worker.stdin is not None
+        assert worker.stdout is not None
+        assert read_message(worker.stdout) == READY
         worker.stdin.close()
         assert worker.wait(PATIENCE_S) == 0
 
@@ -388,6 +441,7 @@ from offramp.engine.control.controller import Job
 from offramp.engine.common.job_runner import JobRunner
 
 runner = JobRunner()
+runner.start().result(60)
 job = Job(number=1, purpose="test", function=time.sleep, arguments=(3600.0,))
 running = runner.submit(job)
 while not running.running():
