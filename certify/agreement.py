@@ -25,7 +25,6 @@ _LEAST = 1e-7
 """Confidences below count as this, so that the logit is finite."""
 _MOST = 1.0 - 2.0**-25
 """What a confidence of 1 counts as: halfway between 1 and the float32 below it."""
-_NEWTON_STEPS: Final = 100
 _LEAST_SLOPE = 0.05
 """Keeps the curve rising where confidence says nothing about agreement."""
 _PATH_LEVELS = np.concatenate([[1.0], 1.0 - np.geomspace(1e-6, 0.5, 399)])
@@ -72,51 +71,10 @@ def fit_agreement(confidence: ConfidenceArray, agrees: BoolArray) -> AgreementCu
     check_confidence(np.atleast_2d(confidence), np.atleast_2d(agrees))
     feature = _feature(np.asarray(confidence).ravel())
     target = np.asarray(agrees).ravel().astype(np.float64)
-    ones = np.ones_like(feature)
-    slope, intercept = fit_logistic(np.stack([feature, ones], axis=1), target, [1, 0])
+    slope, intercept = _newton(feature, target, fixed_slope=None)
     if slope < _LEAST_SLOPE:
-        slope, rest = _LEAST_SLOPE, _LEAST_SLOPE * feature
-        (intercept,) = fit_logistic(ones[:, None], target, [0], offset=rest)
+        slope, intercept = _newton(feature, target, fixed_slope=_LEAST_SLOPE)
     return AgreementCurve(slope=slope, intercept=intercept)
-
-
-def fit_logistic(
-    design: FloatArray,
-    target: BoolArray | FloatArray,
-    prior: Sequence[float],
-    *,
-    weight: FloatArray | float = 1.0,
-    ridge: float = 1.0,
-    offset: FloatArray | float = 0.0,
-) -> list[float]:
-    """Weights w of P(target) = sigmoid(design · w + offset), [features], by Newton's method.
-
-    Of float64[samples, features] and [samples] of 0 and 1, each sample counted ``weight`` times.
-    The penalty ``ridge / 2 · |w − prior|²`` keeps them finite where all targets are alike. The loss
-    is convex, so damped steps find its one minimum.
-    """
-
-    def loss_of(weights: FloatArray) -> float:
-        logit = design @ weights + offset
-        log_loss = weight * (np.logaddexp(0.0, logit) - target * logit)
-        return float(log_loss.sum() + ridge * ((weights - start) ** 2).sum() / 2)
-
-    start = np.array(prior, dtype=np.float64)
-    weights, loss = start, loss_of(start)
-    for _ in range(_NEWTON_STEPS):
-        probability = _sigmoid(design @ weights + offset)
-        gradient = design.T @ (weight * (probability - target)) + ridge * (weights - start)
-        each = np.broadcast_to(weight * probability * (1 - probability), len(design))
-        curvature = (design * each[:, None]).T @ design
-        step = np.linalg.solve(curvature + ridge * np.eye(len(start)), gradient)
-        if np.abs(step).max() < 1e-10:
-            break
-        while (tried := loss_of(weights - step)) > loss and np.abs(step).max() > 1e-10:
-            step = step / 2
-        if tried > loss:
-            break
-        weights, loss = weights - step, tried
-    return [float(weight) for weight in weights]
 
 
 def fit_curves(confidence: ConfidenceArray, agrees: BoolArray) -> tuple[AgreementCurve, ...]:
@@ -152,6 +110,43 @@ def float32_at_least(values: FloatArray) -> FloatArray:
     return np.where(nearest >= values, nearest, above).astype(np.float64)
 
 
+def _newton(
+    feature: FloatArray, target: FloatArray, *, fixed_slope: float | None
+) -> tuple[float, float]:
+    """Minimise the penalised log loss; convex, so damped Newton steps find the one minimum."""
+    design = np.stack([feature, np.ones_like(feature)], axis=1)
+    prior = np.array([1.0, 0.0])
+    free = np.array([fixed_slope is None, True])
+    weights = prior.copy() if fixed_slope is None else np.array([fixed_slope, 0.0])
+    loss = _loss(design, target, weights, prior)
+    for _ in range(100):
+        probability = _sigmoid(design @ weights)
+        gradient = design.T @ (probability - target) + (weights - prior)
+        curvature = (design * (probability * (1 - probability))[:, None]).T @ design
+        hessian = curvature + np.eye(2)
+        step = np.zeros(2)
+        step[free] = np.linalg.solve(hessian[np.ix_(free, free)], gradient[free])
+        if np.abs(step).max() < 1e-10:
+            break
+        scale = 1.0
+        while scale > 1e-6:
+            tried = weights - scale * step
+            tried_loss = _loss(design, target, tried, prior)
+            if tried_loss <= loss:
+                break
+            scale /= 2
+        else:
+            break
+        weights, loss = tried, tried_loss
+    return float(weights[0]), float(weights[1])
+
+
+def _loss(design: FloatArray, target: FloatArray, weights: FloatArray, prior: FloatArray) -> float:
+    logit = design @ weights
+    log_loss = np.logaddexp(0.0, logit) - target * logit
+    return float(log_loss.sum() + ((weights - prior) ** 2).sum() / 2)
+
+
 def _feature(confidence: ConfidenceArray) -> FloatArray:
     clipped = np.clip(np.asarray(confidence, dtype=np.float64), _LEAST, _MOST)
     return np.asarray(np.log(clipped) - np.log1p(-clipped), dtype=np.float64)
@@ -173,6 +168,7 @@ _RIDGE: Final = 4.0
 """Samples that the curves known so far count for."""
 _LEAST_FACTOR: Final = 0.05
 """Least slope of a new curve, relative to the one known so far."""
+_NEWTON_STEPS: Final = 30
 _IDENTITY: Final = AgreementCurve(slope=1.0, intercept=0.0)
 
 
@@ -252,7 +248,29 @@ def _renew(
     clipped = _IDENTITY.probability(confidence)
     known = curve.slope * (np.log(clipped) - np.log1p(-clipped)) + curve.intercept
     scaled = weight * (float(weight.sum()) / float((weight**2).sum()))
-    design = np.stack([known, np.ones_like(known)], axis=1)
-    slope, intercept = fit_logistic(design, agrees, [1, 0], weight=scaled, ridge=_RIDGE)
-    slope = max(slope, _LEAST_FACTOR)
+    design = np.stack([known, np.ones_like(known)])
+    prior = np.array([1.0, 0.0])
+    found = prior.copy()
+    loss = _log_loss(found, design, scaled, agrees)
+    for _ in range(_NEWTON_STEPS):
+        probability = np.exp(-np.logaddexp(0.0, -(found @ design)))
+        gradient = design @ (scaled * (probability - agrees)) + _RIDGE * (found - prior)
+        curvature = (design * (scaled * probability * (1 - probability))) @ design.T
+        step = np.linalg.solve(curvature + _RIDGE * np.eye(2), gradient)
+        while (tried := _log_loss(found - step, design, scaled, agrees)) > loss:
+            step = step / 2  # convex: some fraction of a Newton step always helps
+            if np.abs(step).max() < 1e-9:
+                break
+        if np.abs(step).max() < 1e-8:
+            break
+        found, loss = found - step, tried
+    slope, intercept = max(float(found[0]), _LEAST_FACTOR), float(found[1])
     return AgreementCurve(slope=slope * curve.slope, intercept=slope * curve.intercept + intercept)
+
+
+def _log_loss(
+    weights: FloatArray, design: FloatArray, scaled: FloatArray, agrees: BoolArray
+) -> float:
+    logit = weights @ design
+    penalty = _RIDGE / 2 * ((weights[0] - 1) ** 2 + weights[1] ** 2)
+    return float(scaled @ (np.logaddexp(0.0, logit) - agrees * logit) + penalty)

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from offramp.bundle import Answer
-from offramp.certify.agreement import fit_logistic
 from offramp.engine.answers.agreement import HALF, agreement_of
 from offramp.engine.answers.certainty import log_odds, statistics_of
 
@@ -212,12 +211,43 @@ def truth_of(answer: Answer, answers: FloatArray) -> NDArray[np.generic]:
     return agreement_of(answer).reduce(answers)
 
 
+_STEPS = 50
+_PRIOR = np.array([1.0, 0.0, 0.0, 0.0])
+"""The largest probability as it is."""
+
+
 def fit_certainty(statistics: NDArray[np.float32], agrees: NDArray[np.bool_]) -> tuple[float, ...]:
-    """Fit the weights of an exit: of the statistics' log-odds, and a constant.
+    """Fit the weights of an exit by Newton's method: of the statistics' log-odds, and a constant.
 
     Of ``statistics`` [samples, 3] (:func:`offramp.engine.answers.certainty.statistics_of`) and bool
-    ``agrees`` [samples], of samples that trained no head. They are drawn towards the largest
-    probability as it is.
+    ``agrees`` [samples], of samples that trained no head. The penalty ``|w − w0|² / 2``
+    draws towards the largest probability alone, and keeps the fit finite where all agree
+    (:func:`offramp.certify.agreement.fit_agreement` has the same of one feature).
     """
     design = np.column_stack([log_odds(statistics), np.ones(len(statistics))]).astype(np.float64)
-    return tuple(fit_logistic(design, agrees, [1, 0, 0, 0]))
+    weights = _PRIOR.copy()
+    loss = _loss(design, agrees, weights)
+    for _ in range(_STEPS):
+        probability = np.exp(-np.logaddexp(0.0, -(design @ weights)))
+        gradient = design.T @ (probability - agrees) + (weights - _PRIOR)
+        curvature = (design * (probability * (1 - probability))[:, None]).T @ design
+        step = np.linalg.solve(curvature + np.eye(len(weights)), gradient)
+        scale = 1.0
+        while (tried := _loss(design, agrees, weights - scale * step)) > loss:
+            scale /= 2
+            if scale < 1e-6:
+                return tuple(weights.tolist())
+        weights, loss = weights - scale * step, tried
+        if np.abs(step).max() < 1e-9:
+            break
+    return tuple(weights.tolist())
+
+
+def _loss(
+    design: NDArray[np.float64],
+    agrees: NDArray[np.bool_],
+    weights: NDArray[np.float64],
+) -> float:
+    logit = design @ weights
+    data = (np.logaddexp(0.0, logit) - agrees * logit).sum()
+    return float(data + 0.5 * ((weights - _PRIOR) ** 2).sum())
