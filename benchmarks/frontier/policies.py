@@ -139,7 +139,7 @@ def _chosen(
         if certified.active:
             policy = certified
         else:
-            reason = choice.limit(path, tune, certify).message
+            reason = choice.limit(path, tune, certify)
     return FrontierPolicy(
         system=system, max_disagreement=choice.max_disagreement, policy=policy, reason=reason
     )

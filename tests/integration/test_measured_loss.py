@@ -21,6 +21,7 @@ from offramp.calibration.data.training_options import TrainingOptions
 from offramp.compiler.commands.printing import print_bundle
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.steps import compile as compiling
+from offramp.engine.stages.plan import Plan
 
 MEASURED_LOSS = limits.measured_loss
 ONE = Ratio(value=1.0, half_width=0.1)
@@ -37,13 +38,13 @@ def test_the_bundle_serves_the_unmodified_model_and_says_why(
     np.savez(tmp_path / "data.npz", x=_vectors(1400, 0))
     asked = []
 
-    def measured(_chosen: Any, policy: Any, _certify: Any) -> Measured:
-        asked.append(policy.active)
+    def measured(_source: Any, plan: Plan, *_samples: Any, **_how: Any) -> Measured:
+        asked.append(plan.exits)
         return Measured(device="cpu", threads=1, samples=600, agreement=1.0, sizes=(LOSS,))
 
     with equal_times():
         monkeypatch.setattr(limits, "measured_loss", MEASURED_LOSS)
-        monkeypatch.setattr(compiling, "_measured", measured)
+        monkeypatch.setattr(compiling, "measure_policy", measured)
         options = CompileOptions.of(
             model=tmp_path / "model.onnx",
             data=tmp_path / "data.npz",
@@ -53,7 +54,8 @@ def test_the_bundle_serves_the_unmodified_model_and_says_why(
             training=TrainingOptions(epochs=1, batch_size=64),
         )
         compiling.compile_model(options)
-    assert asked and asked[0], "exits were chosen, certified, and measured"
+    (exits,) = asked
+    assert exits, "exits were chosen, certified, and measured"
     bundle = Bundle.open(tmp_path / "lost.ee")
     assert bundle.manifest.exits
     assert (bundle.policy.active, bundle.policy.promise) == ((), None)
