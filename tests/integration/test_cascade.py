@@ -428,7 +428,6 @@ def test_the_command_line_makes_one(
         return replace(
             NO_KIND,
             kind=CpuPrecision.STATIC,
-            graph=copy,
             measured=(measured,),
             graphs={CpuPrecision.STATIC: copy},
         )
