@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from tests.marks import slow_but
 from tests.unit.scheduling.helpers import Watched, scheduler, sizes, table
 
 from offramp.engine.scheduling import Run, SchedulerFullError, Submission
@@ -32,7 +33,7 @@ def serve(s: Watched, now_s: float, rng: np.random.Generator) -> None:
     ("batch_keys", "max_delay_s"),
     [("one", 0.0), ("few", 5.0), ("all distinct", 0.0), ("all distinct", 3600.0)],
 )
-@pytest.mark.parametrize("policy", ["run-through", "refill", "slackfit"])
+@pytest.mark.parametrize("policy", slow_but(["refill"], ["run-through", "refill", "slackfit"]))
 def test_containers_stay_small_however_many_requests_there_were(
     policy: str, max_delay_s: float, batch_keys: str
 ) -> None:

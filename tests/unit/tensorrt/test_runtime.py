@@ -14,6 +14,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from tests.engines import engine_bundle, half_leave
+from tests.marks import slow_but
 from tests.sliced import inputs_of, sliced
 from tests.unit.tensorrt.bindings import TENSORRT_VERSIONS
 from tests.unit.tensorrt.fake_runtime import FakeRuntime
@@ -591,7 +592,9 @@ def test_what_tensorrt_refuses_is_told_and_released(
     assert told.startswith("TensorRT could not load engine 00-00-exit0: the engine is of version")
 
 
-@pytest.mark.parametrize("bundle", ["residual", "bert", "text cnn"], indirect=True)
+@pytest.mark.parametrize(
+    "bundle", slow_but(["residual"], ["residual", "bert", "text cnn"]), indirect=True
+)
 def test_the_self_check_passes(fake: FakeRuntime, device: FakeDriver, bundle: Bundle) -> None:
     build(fake, bundle, ["stages"])
     report = run_self_check(

@@ -14,6 +14,7 @@ import pytest
 from tests.cuda_fakes import fake_cuda
 from tests.engines import engine_bundle
 from tests.golden.cases import BUNDLE as GOLDEN
+from tests.marks import slow_but
 from tests.unit.engine.self_check import faults
 
 from offramp.bundle import Bundle
@@ -123,7 +124,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Backend]], set[str]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_but(["> instead of >=", "rows permuted"], FAULTS))
 def test_a_fault_fails_the_check_that_is_for_it(fault: str, residual: Path) -> None:
     planted, expected = FAULTS[fault]
     with planted() as backend:
