@@ -192,10 +192,13 @@ def test_selected_rows_go_on_in_their_order(backend: Backend, slot: Slot) -> Non
 
 
 def test_all_rows_selected_is_the_same_batch(backend: Backend, slot: Slot) -> None:
-    stage = backend.prepare(plan((0.5, 0.5)).stages[0])
-    carry = slot.run(stage, slot.upload({SCRIPT: random_script(4)})).carry
+    first, second = map(backend.prepare, plan((0.5, 0.5)).stages[:2])
+    script = random_script(4)
+    carry = slot.run(first, slot.upload({SCRIPT: script})).carry
     assert carry is not None
-    assert len(slot.select(carry, np.arange(4))) == 4
+    np.testing.assert_array_equal(
+        slot.run(second, slot.select(carry, np.arange(4))).answer, script[:, 1]
+    )
 
 
 def test_answers_belong_to_the_caller(backend: Backend, slot: Slot) -> None:

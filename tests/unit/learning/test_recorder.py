@@ -100,7 +100,9 @@ def test_copies_are_recorded_once(tmp_path: Path) -> None:
     until(lambda: recorder.counts().copies > 0)
     recorder.observe(rows(5, 8), answers(8))
     recorder.close()
-    assert len(set(recorded(tmp_path))) == len(recorded(tmp_path))
+    found = recorded(tmp_path)
+    assert 5 <= len(found) == len(set(found)) <= 8
+    assert set(found) <= set(range(13))
 
 
 @pytest.mark.parametrize(("least", "wanted"), [(20, 30), (40, 50)])

@@ -70,7 +70,7 @@ def test_run_through_takes_as_many_as_the_first_can_wait_for() -> None:
     """n rows take 3n seconds."""
     s = scheduler(latencies=table(first_s=1.0, more_s=1.0))
     s.submit(Submission(1, 4, deadline_s=8.5), 0.0)
-    assert len(started(s.next(0, 0.0)).requests) == 2
+    assert pairs(started(s.next(0, 0.0))) == [(1, 0), (1, 1)]
 
 
 def test_run_through_gives_up_what_would_be_late_and_delay_does_not() -> None:

@@ -142,6 +142,9 @@ def test_failing_without_a_batch_does_nothing() -> None:
     device = Device({"a": 1.0})
     device.scheduler.failed(0, 1.0)
     assert isinstance(device.scheduler.next(0, 1.0), Idle)
+    assert device.scheduler.model("a").retried == 0
+    device.keep_busy("a")
+    assert device.start() == ["a"]
 
 
 def test_a_stream_waits_for_the_model_that_is_ready_first() -> None:

@@ -421,6 +421,7 @@ def test_failing_without_a_batch_does_nothing() -> None:
     hot_swap(s, 1, 2)
     s.failed(0, 0.0)
     assert isinstance(s.next(0, 0.0), Idle)
+    assert (s.retried, s.in_flight, s.take_dropped()) == (0, 0, [])
 
 
 @pytest.mark.parametrize("policy", ["run-through", "refill", "slackfit"])

@@ -20,7 +20,12 @@ def test_arrivals_are_dealt_out_in_turn() -> None:
 
 
 def test_a_process_without_arrivals_is_left_out() -> None:
-    assert len(list(deal(np.array([0.0, 0.1]), samples=3, processes=5))) == 2
+    shares = list(deal(np.array([0.0, 0.1]), samples=3, processes=5))
+    assert [share.arrivals_s.tolist() for share in shares if share.arrivals_s is not None] == [
+        [0.0],
+        [0.1],
+    ]
+    assert [share.samples.tolist() for share in shares] == [[0], [1]]
 
 
 @given(

@@ -102,7 +102,10 @@ def test_without_copies_the_split_is_a_plain_permutation() -> None:
 
 def test_equal_rows_of_few_values_count_once() -> None:
     x = np.random.default_rng(0).integers(0, 4, (5000, 5)).astype(np.float32)
-    assert len(groups_of(dataset_of(x=x))) == len(np.unique(x, axis=0))
+    found = groups_of(dataset_of(x=x))
+    unique, number = np.unique(x, axis=0, return_inverse=True)
+    pairs = set(zip(found.number.tolist(), number.tolist(), strict=True))
+    assert len(found) == len(unique) == len(pairs), "the groups are the equal rows"
 
 
 def test_inputs_are_compared_together() -> None:
