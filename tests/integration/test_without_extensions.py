@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from offramp.tools.layers import read_modules
+from offramp.tools.layers import imports_of, is_within, read_modules
 
 ROOT = Path(__file__).parents[2]
 EXTENSIONS = ("baselines", "cluster", "supernet")
@@ -50,33 +48,22 @@ def uses_of_extensions(root: Path) -> set[Path]:
         for folder in USERS
         for path in (root / folder).rglob("*.py")
     }
+    imported = {
+        path: tuple(imports_of(path.read_text(), name, is_package=path.name == "__init__.py"))
+        for path, name in names.items()
+    }
     gone = {f"{package}.{name}" for package in ("offramp", "tests") for name in EXTENSIONS}
     left: set[Path] = set()
     while True:
         more = {
             path
             for path, name in names.items()
-            if path not in left and any(map(is_of(gone), (name, *imports(path))))
+            if path not in left and any(is_within(each, *gone) for each in (name, *imported[path]))
         }
         if not more:
             return left
         left |= more
         gone |= {names[path] for path in more}
-
-
-def is_of(modules: set[str]) -> Callable[[str], bool]:
-    """Whether a dotted name is one of these modules, or of something in one."""
-    return lambda name: any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def imports(path: Path) -> Iterator[str]:
-    """The dotted names that a file imports, or may mean by what it imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def name_of(path: Path) -> str:
