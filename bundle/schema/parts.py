@@ -68,9 +68,9 @@ HeadKind: TypeAlias = Literal[
 ]
 """How a head pools: average a map to a grid; first token; last one that counts; masked mean;
 learned attention queries; not at all; each tensor of a cut set, joined.
-:mod:`offramp.calibration.heads.families` has a class for each. ``own`` is no head: the answer of a
-cascade's copy itself, after its last segment. ``bridge`` pools nothing: some blocks of the model,
-then its own head."""
+:mod:`offramp.calibration.heads.families` has a class for each but the last two. ``own`` is no head:
+the answer of a cascade's copy itself, after its last segment. ``bridge`` pools nothing: some blocks
+of the model, then its own head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,7 +200,7 @@ class _JoinedPooling(Pooling):
 _KINDS = (_GridPooling, _VectorPooling, _FirstTokenPooling, _LastTokenPooling, _MeanPooling,
           _AttentionPooling, _JoinedPooling)  # fmt: skip
 POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _KINDS}
-"""Every kind of head by its name in the manifest, but ``own``; tried in this order."""
+"""Every kind of head by its name in the manifest, but "own" and "bridge"; tried in this order."""
 
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
@@ -262,7 +262,7 @@ def join_tensors(part: GraphPart, tensors: Sequence[str], cut: CutTensor) -> str
 def joined_width(cut: CutTensor) -> int:
     """Count the features that :func:`join_tensors` makes."""
     read = cut.read
-    widths = [(t.width or 0) for t in read]
+    widths = [t.width for t in read]
     cells = [
         grids_of(t, MAX_FEATURES / len(read))[-1] ** len(t.sides) if t.own_form == "map" else 1
         for t in read

@@ -24,7 +24,7 @@ from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, find_cuts
 from offramp.compiler.cuts.exit_placement import choose_candidates
-from offramp.compiler.graphs.graph import Dataflow, Operator, copied
+from offramp.compiler.graphs.graph import Dataflow, Operator, copied, emptied
 from offramp.compiler.graphs.row_mixing import compare_batches, middle, scaled_by_batch
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.source_model import SourceModel
@@ -234,9 +234,7 @@ class SegmentModel:
         """Give the segment with its nodes alone, as long as it is not the whole source model."""
         if self.is_source:
             return self
-        light = onnx.ModelProto(ir_version=self.proto.ir_version)
-        light.opset_import.extend(self.proto.opset_import)
-        light.graph.name = self.proto.graph.name
+        light = emptied(self.proto, self.proto.graph.name)
         light.graph.node.extend(self.proto.graph.node)
         return replace(self, proto=light)
 

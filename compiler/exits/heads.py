@@ -63,7 +63,7 @@ def build_last(
     """Build the graph that gives tokens' last one that counts; gives it, and its output."""
     part = PartBuilder(prefix, opset, ir_version)
     last = last_token(part, _as_float32(part, cut), cut.mask, "last")
-    inputs = _described([cut], [cut] if cut.mask else [])
+    inputs = _described([cut], [cut])
     return part.build(inputs, [(last, "float32", ("batch", cut.width))]), {LAST: last}
 
 

@@ -17,7 +17,7 @@ from offramp.compiler.frontend.passes import SLICEABLE, ModelDraft, PassError, p
 from offramp.compiler.frontend.preparation import specs
 from offramp.compiler.frontend.simplifier import LIMIT_S
 from offramp.compiler.frontend.source_file import load_source
-from offramp.compiler.graphs.graph import default_opset
+from offramp.compiler.graphs.graph import Dataflow, default_opset
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.tail import find_dense_tail
 
@@ -75,7 +75,7 @@ def read_model(
         raise ModelError(
             f"{path}: contradicts itself ({reason}); export the model again"
         ) from error
-    model = SourceModel(
+    return SourceModel(
         proto=proto,
         name=path.stem,
         inputs=inputs,
@@ -84,5 +84,5 @@ def read_model(
         opset=default_opset(proto),
         answer=found,
         unread=draft.unread,
+        tail=find_dense_tail(proto, Dataflow(proto.graph), found),
     )
-    return replace(model, tail=find_dense_tail(proto, model.flow, found))

@@ -138,7 +138,7 @@ class _Maker:
         if self.cut.beside:
             features = joined_width(self.cut)
         else:
-            assert width is not None
+            assert width, "the cut has a fixed width"
             features = width * (head.grid**head.axes if head.kind == "grid" else head.queries or 1)
         classes = self.pieces.model.answer.classes
         drawn: Arrays = {}
