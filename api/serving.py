@@ -16,7 +16,7 @@ from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions
 from offramp.server.app import Listening, StopSignals, serve_until_stopped
 from offramp.server.arguments.options import ServerOptions
-from offramp.server.served import ServedEngine
+from offramp.server.common.served import ServedEngine
 
 ServedPaths = (
     PathLike | Bundle | Sequence[PathLike | Bundle] | Mapping[str, PathLike] | Mapping[str, Bundle]

@@ -18,7 +18,7 @@ DEFAULT_MAX_MESSAGE_MIB: Final = 64
 
 _MIB: Final = 1024 * 1024
 _ERROR_METADATA_KEY: Final = "offramp-error"
-"""Set by the server on the statuses that its own code gives (offramp.server.errors)."""
+"""Set by the server on the statuses that its own code gives (offramp.server.common.errors)."""
 
 _PATIENCE: Final = (("offramp-deadline", "slo"),)
 """Metadata of calls whose timeout is the client's: the server then schedules by the model's SLO,

@@ -133,7 +133,7 @@ class _Extension:
 
     def sections(self, statistics: ModelStatistics) -> Iterable[str]:
         """Return the plan that a model is split by, and the last window of its batch profile."""
-        from offramp.server.status import describe_duration  # noqa: PLC0415 - a circle
+        from offramp.server.pages.status import describe_duration  # noqa: PLC0415 - a circle
 
         plan = view_plan(plan_of(statistics), describe_duration)
         profile = view_profile(profile_of(statistics))

@@ -17,10 +17,10 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 
 from offramp.server.arguments.options import MIB, ServerOptions
+from offramp.server.common.served import ServedEngine
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.message_memory import keep_large_blocks
-from offramp.server.reception import Reception
-from offramp.server.served import ServedEngine
+from offramp.server.requests.message_memory import keep_large_blocks
+from offramp.server.requests.reception import Reception
 from offramp.server.sockets import check_free, fit_limits, join_address, raise_descriptors
 
 logger = logging.getLogger(__name__)

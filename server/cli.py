@@ -20,8 +20,8 @@ from offramp.engine.serving.opening import bundles_of
 from offramp.server.app import serve
 from offramp.server.arguments import Arguments, make_parser, parse_arguments
 from offramp.server.arguments.logging_setup import flush_log, set_up_logging
-from offramp.server.errors import StartError
-from offramp.server.served import ServedEngine
+from offramp.server.common.errors import StartError
+from offramp.server.common.served import ServedEngine
 
 EXIT_CANNOT_START = 1
 EXIT_PASSED = 0

@@ -18,10 +18,11 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from offramp.proto.descriptors import FILE, SERVICE
 from offramp.server.arguments.options import MAX_CONNECTIONS, KeepaliveOptions
-from offramp.server.errors import StartError
-from offramp.server.metrics import CONTENT_TYPE, render_metrics
-from offramp.server.reception import Reception
-from offramp.server.served import ServedEngine
+from offramp.server.common.errors import StartError
+from offramp.server.common.served import ServedEngine
+from offramp.server.pages.metrics import CONTENT_TYPE, render_metrics
+from offramp.server.pages.status import render_status
+from offramp.server.requests.reception import Reception
 from offramp.server.service import GuardedServer, inference_handler
 from offramp.server.sockets import (
     MAX_HTTP_CONNECTIONS,
@@ -35,7 +36,6 @@ from offramp.server.sockets import (
     refuse_connections,
     send_away,
 )
-from offramp.server.status import render_status
 
 logger = logging.getLogger(__name__)
 

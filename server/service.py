@@ -19,12 +19,17 @@ from offramp import __version__
 from offramp.engine.common.errors import DeadlineExceededError, ModelNotServedError
 from offramp.proto import messages
 from offramp.proto.descriptors import FILE, SERVICE
-from offramp.server.codec import check_version, write_config, write_metadata, write_response
-from offramp.server.decoding import RequestDecoder, Turns, decode_small
-from offramp.server.errors import UndecodableError
-from offramp.server.reception import CallKind, Method, Reception, Visit, answering_errors
-from offramp.server.served import ServedEngine
-from offramp.server.streaming import RequestStream
+from offramp.server.common.errors import UndecodableError
+from offramp.server.common.served import ServedEngine
+from offramp.server.requests.codec import (
+    check_version,
+    write_config,
+    write_metadata,
+    write_response,
+)
+from offramp.server.requests.decoding import RequestDecoder, Turns, decode_small
+from offramp.server.requests.reception import CallKind, Method, Reception, Visit, answering_errors
+from offramp.server.requests.streaming import RequestStream
 
 _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]

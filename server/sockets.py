@@ -23,7 +23,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from offramp.server.arguments.options import WILDCARDS
-from offramp.server.errors import StartError
+from offramp.server.common.errors import StartError
 
 _ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors of an address that is not one of this machine."""

@@ -40,7 +40,7 @@ from offramp.engine.stages.plan import Mode
 from offramp.server.app import serve
 from offramp.server.arguments.logging_setup import set_up_logging
 from offramp.server.arguments.options import MAX_CONNECTIONS, ServerOptions
-from offramp.server.served import ServedEngine
+from offramp.server.common.served import ServedEngine
 
 THRESHOLD: Final = 0.9
 """A sample whose last feature reaches it is answered by exit 0."""
@@ -127,7 +127,7 @@ class FakeCall:
 
 @dataclass(slots=True, kw_only=True)
 class FakeEngine:
-    """Satisfies :class:`offramp.server.served.ServedEngine`.
+    """Satisfies :class:`offramp.server.common.served.ServedEngine`.
 
     The first three features of a sample are its logits, the last one is its confidence. Where
     samples run on after exit 0 answered them, the model's end says the same unless told otherwise.

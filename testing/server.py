@@ -8,9 +8,9 @@ from collections.abc import Coroutine
 from typing import Any, Generic, Self, TypeVar
 
 from offramp.server.arguments.options import MIB, ServerOptions
+from offramp.server.common.served import ServedEngine
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.reception import Reception
-from offramp.server.served import ServedEngine
+from offramp.server.requests.reception import Reception
 from offramp.testing.engine import FakeEngine
 
 _T = TypeVar("_T")

@@ -18,7 +18,7 @@ from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.stages.plan import Mode
 from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.reception import Reception
+from offramp.server.requests.reception import Reception
 from tests.padded import Arrays, answers
 
 MODEL = "served"

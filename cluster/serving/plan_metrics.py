@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from offramp.cluster.serving.cluster_statistics import plan_of, profile_of
 from offramp.engine.requests.statistics import ModelStatistics
 from offramp.engine.stages.plan import exit_label
-from offramp.server.metrics import Readings, families
+from offramp.server.pages.metrics import Readings, families
 
 _PLAN_COUNTERS: Final[Readings] = {
     "offramp_plan_changes": ("Changes of the plan that a model is split by.", "changes"),

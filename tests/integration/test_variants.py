@@ -38,8 +38,8 @@ from offramp.engine.requests.statistics import ModelStatistics
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.serving import evidence
 from offramp.engine.stages.plan import Mode
-from offramp.server.metrics import render_metrics
-from offramp.server.status import render_status
+from offramp.server.pages.metrics import render_metrics
+from offramp.server.pages.status import render_status
 from offramp.tools.bench.simulated_model import model_of
 from offramp.tools.bench.simulation import SimulatedLoad, simulate
 

@@ -15,7 +15,7 @@ from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.stages.plan import Mode
 from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.reception import Reception
+from offramp.server.requests.reception import Reception
 from tests.zoo.exits import Arrays, draw_policy, give_exits
 from tests.zoo.trial import bundle_with, original_answers, right_answers, sliced
 from tests.zoo.variants import Variant, export

@@ -19,7 +19,7 @@ from tests.small import compile_small
 import offramp
 from offramp.bundle import BundleNotFoundError
 from offramp.client import AsyncClient, Client, ConnectionFailedError
-from offramp.server.errors import StartError
+from offramp.server.common.errors import StartError
 
 Inputs = NDArray[np.float32]
 

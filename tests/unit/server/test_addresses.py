@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from offramp.client import Client
 from offramp.server.arguments.options import MIB, ServerOptions, parse_host
+from offramp.server.common.errors import StartError
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.errors import StartError
-from offramp.server.reception import Reception
+from offramp.server.requests.reception import Reception
 from offramp.server.sockets import bind, join_address
 from offramp.testing.engine import FakeEngine
 

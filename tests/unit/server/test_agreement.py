@@ -10,7 +10,7 @@ import pytest
 from offramp.bundle import NEVER
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.stages.plan import Mode
-from offramp.server.status import AgreementView, exits_in_use, percent, view_agreement
+from offramp.server.pages.status import AgreementView, exits_in_use, percent, view_agreement
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 

@@ -23,7 +23,13 @@ from offramp.client.conversion import build_request
 from offramp.proto.descriptors import method_path
 from offramp.server import endpoints, reception
 from offramp.server.arguments.options import ServerOptions
-from offramp.server.reception import CROWDED_S, MAX_RESETS, UNREAD_S, PendingAnswers, ResetCounts
+from offramp.server.requests.reception import (
+    CROWDED_S,
+    MAX_RESETS,
+    UNREAD_S,
+    PendingAnswers,
+    ResetCounts,
+)
 from offramp.server.sockets import addresses_of
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer

@@ -32,7 +32,7 @@ from offramp.proto.messages import ModelStreamInferResponse
 from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.arguments.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.arguments.options import ServerOptions
-from offramp.server.errors import StartError
+from offramp.server.common.errors import StartError
 from offramp.server.sockets import check_free
 from offramp.testing.engine import FakeEngine
 

@@ -15,15 +15,15 @@ from offramp.engine.common.errors import BadInputError, ModelNotServedError
 from offramp.engine.requests.results import EngineResult
 from offramp.proto.messages import ModelInferRequest
 from offramp.proto.request_bytes import InferMessage
-from offramp.server.codec import (
+from offramp.server.common.errors import UndecodableError
+from offramp.server.requests.codec import (
     InferCall,
     check_version,
     is_decoupled,
     read_request,
     write_response,
 )
-from offramp.server.decoding import RequestDecoder
-from offramp.server.errors import UndecodableError
+from offramp.server.requests.decoding import RequestDecoder
 from offramp.testing.engine import fake_model
 
 

@@ -20,8 +20,8 @@ import pytest
 from offramp.client import Client, ConnectionFailedError, ServerUnavailableError
 from offramp.server import endpoints, sockets
 from offramp.server.arguments.options import MIB
+from offramp.server.common.errors import StartError
 from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.errors import StartError
 from offramp.server.sockets import (
     LEAST_CONNECTIONS,
     MAX_HTTP_CONNECTIONS,

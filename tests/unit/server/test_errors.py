@@ -14,8 +14,8 @@ import pytest
 
 from offramp.engine.common import errors as engine_errors
 from offramp.engine.common.errors import EngineError
-from offramp.server.errors import REFUSALS, refusal_of, shortened
-from offramp.server.reception import Reception, answering_errors
+from offramp.server.common.errors import REFUSALS, refusal_of, shortened
+from offramp.server.requests.reception import Reception, answering_errors
 
 
 def family(cls: type[EngineError]) -> Iterator[type[EngineError]]:

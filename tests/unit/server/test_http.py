@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.client import Client
 from offramp.server import endpoints
-from offramp.server.reception import Reception
+from offramp.server.requests.reception import Reception
 from offramp.testing.engine import FakeEngine
 
 

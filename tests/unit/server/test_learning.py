@@ -13,8 +13,8 @@ from tests.unit.server.test_status import Text
 from offramp.engine.models.learning_options import LearnOptions
 from offramp.engine.requests.learning_status import LearningStatus
 from offramp.server.arguments.command_line import parse_arguments
-from offramp.server.metrics import render_metrics
-from offramp.server.status import render_status, view_learning
+from offramp.server.pages.metrics import render_metrics
+from offramp.server.pages.status import render_status, view_learning
 
 STATUS = LearningStatus(
     phase="waiting",

@@ -16,7 +16,7 @@ from offramp.cluster.planning.batch_profile import ProfileStatus
 from offramp.cluster.serving.plan_status import PlanStatus, SplitStatus
 from offramp.engine.control.controller import Evidence
 from offramp.engine.requests.statistics import Histogram, ModelStatistics, StageStatistics
-from offramp.server.metrics import render_metrics
+from offramp.server.pages.metrics import render_metrics
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 HOSTILE = 'a"b\\c\nd'

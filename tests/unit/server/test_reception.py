@@ -31,11 +31,11 @@ from offramp.proto.messages import ModelInferRequest
 from offramp.proto.request_bytes import MAX_FIELDS, InferMessage
 from offramp.server.arguments.logging_setup import JsonFormatter
 from offramp.server.arguments.options import ServerOptions
-from offramp.server.decoding import RequestDecoder
+from offramp.server.common.errors import REFUSALS, RequestLimitError
 from offramp.server.endpoints import MAX_CALLS
-from offramp.server.errors import REFUSALS, RequestLimitError
-from offramp.server.message_memory import PEAK_BYTES, MemoryReturn
-from offramp.server.reception import Reception, Visit, answering_errors
+from offramp.server.requests.decoding import RequestDecoder
+from offramp.server.requests.message_memory import PEAK_BYTES, MemoryReturn
+from offramp.server.requests.reception import Reception, Visit, answering_errors
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 

@@ -15,7 +15,7 @@ from offramp.cluster.planning.batch_profile import ProfileStatus
 from offramp.engine.control.controller import Evidence
 from offramp.engine.requests.results import ModelInfo
 from offramp.engine.requests.statistics import Histogram, ModelStatistics, StageStatistics
-from offramp.server.status import describe_duration, render_status, view_agreement, view_model
+from offramp.server.pages.status import describe_duration, render_status, view_agreement, view_model
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 PROMISE = fake_model().policy.promise

@@ -32,9 +32,9 @@ from offramp.engine.common import errors as engine_errors
 from offramp.engine.stages.plan import Mode
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
-from offramp.server.errors import UndecodableError
-from offramp.server.reception import Reception
-from offramp.server.streaming import MAX_IN_FLIGHT, RequestStream
+from offramp.server.common.errors import UndecodableError
+from offramp.server.requests.reception import Reception
+from offramp.server.requests.streaming import MAX_IN_FLIGHT, RequestStream
 from offramp.testing.engine import FakeEngine
 
 X = np.array([[1, 2, 3, 0.95], [4, 5, 6, 0.25], [7, 8, 9, 0.99], [3, 2, 1, 0.92]], np.float32)

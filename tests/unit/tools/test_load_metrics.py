@@ -6,7 +6,7 @@ import socket
 import numpy as np
 import pytest
 
-from offramp.server.metrics import render_metrics
+from offramp.server.pages.metrics import render_metrics
 from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.load.load_settings import LoadError
 from offramp.tools.bench.load.metrics_poll import (

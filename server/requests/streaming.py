@@ -13,7 +13,8 @@ import grpc
 from offramp.engine.requests.results import ResultKind
 from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.proto.request_bytes import InferMessage
-from offramp.server.codec import (
+from offramp.server.common.served import ServedEngine
+from offramp.server.requests.codec import (
     InferCall,
     is_decoupled,
     write_end,
@@ -21,9 +22,8 @@ from offramp.server.codec import (
     write_only,
     write_streamed,
 )
-from offramp.server.decoding import RequestDecoder
-from offramp.server.reception import Reception, Visit
-from offramp.server.served import ServedEngine
+from offramp.server.requests.decoding import RequestDecoder
+from offramp.server.requests.reception import Reception, Visit
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RequestStream:
     """One stream; a request that fails is answered with its error, and the stream goes on.
 
     Requests are computed beside each other. Each has one response, and these are written in the
-    order of requests; but those that are decoupled (:mod:`offramp.server.codec`) have no part in
+    order of requests; but those that are decoupled (:mod:`.codec`) have no part in
     that order, and all their answers are written as soon as they are there.
 
     ``write`` sends a response, and waits until the connection has taken it.

@@ -33,8 +33,8 @@ from offramp.engine.requests.statistics import (
     ModelStatistics,
 )
 from offramp.engine.serving.totals import totals_of
-from offramp.server.served import ServedEngine
-from offramp.server.status import exits_in_use
+from offramp.server.common.served import ServedEngine
+from offramp.server.pages.status import exits_in_use
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

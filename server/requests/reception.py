@@ -25,7 +25,7 @@ import grpc.aio
 from offramp.engine.common.errors import EngineError
 from offramp.engine.common.line_limit import LineLimit, one_line
 from offramp.server.arguments.options import MIB, ServerOptions
-from offramp.server.errors import (
+from offramp.server.common.errors import (
     ERROR_METADATA_KEY,
     INTERNAL_ERROR,
     REFUSALS,
@@ -35,7 +35,7 @@ from offramp.server.errors import (
     shortened,
     wire_name,
 )
-from offramp.server.message_memory import MemoryReturn
+from offramp.server.requests.message_memory import MemoryReturn
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("offramp.access")

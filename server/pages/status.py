@@ -20,7 +20,7 @@ from offramp.engine.learning.lifecycle import Phase
 from offramp.engine.requests.learning_status import LearningStatus
 from offramp.engine.requests.results import ModelInfo
 from offramp.engine.requests.statistics import ModelStatistics, StageStatistics
-from offramp.server.served import ServedEngine
+from offramp.server.common.served import ServedEngine
 
 
 def render_status(engine: ServedEngine) -> str:
@@ -211,7 +211,7 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
 
 @cache
 def _template() -> Template:
-    return page_template("status.html", "offramp.server")
+    return page_template("status.html", "offramp.server.pages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

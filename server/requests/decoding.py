@@ -22,8 +22,8 @@ from offramp.proto.request_bytes import (
     MessageParts,
     split_message,
 )
-from offramp.server.codec import InferCall, read_request
-from offramp.server.errors import RequestLimitError, UndecodableError
+from offramp.server.common.errors import RequestLimitError, UndecodableError
+from offramp.server.requests.codec import InferCall, read_request
 
 _SMALL_MESSAGE_BYTES: Final = 4096
 _MANY_FIELDS: Final = 64

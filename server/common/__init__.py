@@ -1,0 +1,1 @@
+"""What all packages of the server share: its errors, and the engine as it sees it."""

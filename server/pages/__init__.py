@@ -1,0 +1,1 @@
+"""The pages on the HTTP port: the status page and the metrics."""

@@ -1,0 +1,1 @@
+"""Requests: their admission, their bytes as calls of the engine, and results as responses."""
