@@ -14,7 +14,7 @@ from offramp.api.keywords import PathLike, ServerKeywords, options_from, without
 from offramp.bundle import Bundle
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions
-from offramp.server.app import Listening, StopSignals, serve_until_stopped
+from offramp.server.app import Listening, ModelsToServe, StopSignals, serve_until_stopped
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.common.served import ServedEngine
 
@@ -42,7 +42,10 @@ class _Serving:
         async def open_engine() -> ServedEngine:
             return await Engine.open(self._models, self._engine)
 
-        serving = serve_until_stopped(open_engine, self._server, self._stop, ready.set_result)
+        models = ModelsToServe(named=self._models, engine=self._engine)
+        serving = serve_until_stopped(
+            open_engine, self._server, self._stop, ready.set_result, models=models
+        )
         self._task = asyncio.create_task(serving)
         try:
             await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)

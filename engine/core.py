@@ -18,7 +18,7 @@ from offramp.engine.common.errors import BadInputError, DrainingError
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.common.validation import check_request
 from offramp.engine.learning.learning_loop import Learning
-from offramp.engine.models.options import EngineOptions
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.models.whole_promise import whole_policy
 from offramp.engine.onnx_files import WrappedFiles
@@ -124,7 +124,11 @@ class Engine:
             await learning.close()
             raise
         load = partial(
-            load_model, backend=opened.backend, options=options, parallel=opened.parallel
+            load_model,
+            backend=opened.backend,
+            options=options,
+            parallel=opened.parallel,
+            wrapped=opened.wrapped,
         )
         engine = cls(
             opened.models,
@@ -314,6 +318,33 @@ class Engine:
             BackendError: The backend cannot load a stage of it.
         """
         await self._versions.replace(name, path, mode)
+
+    async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
+        """Serve a bundle or an ONNX file under a name, new or in the place of what it has.
+
+        As :meth:`replace`, but for a name that may be new, and with other ``options`` than the name
+        has if any are given. Where the engine learns, exits are learned for an ONNX file.
+
+        Raises:
+            DrainingError: The engine is shutting down.
+            OptionsError: The model is split among workers, or the new one does not fit its options.
+            BundleError: The bundle is absent, damaged or of another version.
+            OnnxFileError: The ONNX file cannot be served as it is.
+            BackendError: The backend cannot load a stage of it.
+        """
+        async with self._learning.changed(self, name, path, options) as served:
+            await self._versions.load(name, served, options)
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests under a name; those submitted before are answered.
+
+        Raises:
+            ModelNotServedError: No such model.
+            DrainingError: The engine is shutting down.
+            OptionsError: The model is split among workers.
+        """
+        await self._versions.unload(name)
+        await self._learning.forget(name)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Describe the served models."""

@@ -37,7 +37,7 @@ _SMALL_INPUT_BYTES: Final = 256
 """Inputs up to this size are not looked into; the head has room for 256 of them."""
 
 _QUICK_TYPED_BYTES: Final = 16 * 1024
-_QUICK_BYTES: Final = 4 * 1024 * 1024
+QUICK_BYTES: Final = 4 * 1024 * 1024
 """Messages up to these sizes are decoded, and their arrays aligned, within a few milliseconds."""
 
 _INPUT, _RAW_CONTENTS = (5, BYTES), (7, BYTES)
@@ -143,7 +143,7 @@ def split_message(data: bytes) -> MessageParts:
         head=head,
         raw_contents=splitting.raw_contents,
         floats=splitting.floats,
-        slow=typed_bytes > _QUICK_TYPED_BYTES or len(data) > _QUICK_BYTES,
+        slow=typed_bytes > _QUICK_TYPED_BYTES or len(data) > QUICK_BYTES,
         fields=splitting.fields,
     )
 

@@ -108,14 +108,15 @@ _CONTENTS_FIELDS: Final[Mapping[str, str]] = {
 
 def decode_tensors(
     tensors: Sequence[WireTensor],
-    raw_contents: Sequence[bytes | memoryview],
+    raw_contents: Sequence[bytes | memoryview | None],
     floats: Mapping[int, PackedFloats] = MappingProxyType({}),
 ) -> dict[str, NDArray[Any]]:
     """Read the tensors of a request or a response.
 
     Args:
         tensors: Name, datatype, shape and, where ``raw_contents`` is empty, typed contents.
-        raw_contents: Empty, or the elements of every tensor, in the same order.
+        raw_contents: Empty, or the elements of every tensor, in the same order; ``None`` for one
+            with typed contents.
         floats: Typed contents, by the tensor's index, that its message does not hold itself.
 
     Returns:
@@ -159,6 +160,16 @@ def encode_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
     tensor.datatype = datatype_of(array.dtype, name)
     tensor.shape.extend(array.shape)
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def encode_strings(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
+    """Write name, datatype BYTES and shape into ``tensor``; return the elements, each ``bytes``.
+
+    Each has its length before it, 4 bytes, little endian.
+    """
+    tensor.name, tensor.datatype = name, "BYTES"
+    tensor.shape.extend(array.shape)
+    return b"".join(len(item).to_bytes(4, "little") + item for item in array.flat)
 
 
 def _decode(

@@ -1,9 +1,12 @@
 """The life of a server: open the engine, listen, wait for a signal, drain, close.
 
-The first signal ends readiness; new requests are answered for a while more, since load balancers
-take their time to notice. Then no more connections are accepted, and clients are told to leave
-those that they have; what they send there all the same is answered. Once they are gone or quiet,
-the connections are closed, and the engine saves its state.
+SIGHUP has the server read its configuration file again, if it has one, and serve what that says
+now; without one it stops the server, as SIGTERM does.
+
+The first signal to stop ends readiness; new requests are answered for a while more, since load
+balancers take their time to notice. Then no more connections are accepted, and clients are told to
+leave those that they have; what they send there all the same is answered. Once they are gone or
+quiet, the connections are closed, and the engine saves its state.
 """
 
 from __future__ import annotations
@@ -12,13 +15,19 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from offramp.engine.common.errors import EngineError
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.server.arguments.configuration import model_options
 from offramp.server.arguments.options import MIB, ServerOptions
 from offramp.server.common.served import ServedEngine
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.message_memory import keep_large_blocks
 from offramp.server.requests.reception import Reception
 from offramp.server.sockets import check_free, fit_limits, join_address, raise_descriptors
@@ -42,6 +51,8 @@ class StopSignals:
         """Whether new requests may be answered for a while: not if a person waits at a terminal."""
         self.serving = False
         """Whether there is something to answer and to save: a second signal before ends all."""
+        self.reload: Callable[[], None] | None = None
+        """Called at SIGHUP, which stops the server where this is ``None``."""
 
     def request(self, name: str) -> None:
         """Ask once more; ``name`` is who asks, for the log."""
@@ -65,6 +76,9 @@ class StopSignals:
             handled.append(signal.SIGHUP)
 
         def handle(number: signal.Signals) -> None:
+            if number is signal.SIGHUP and self.reload is not None:
+                self.reload()
+                return
             if not self.serving or self.requested.is_set():
                 # Before it is told: the next signal may come as soon as the log says so.
                 restore()
@@ -108,22 +122,49 @@ class Listening(NamedTuple):
 EngineOpener = Callable[[], Coroutine[Any, Any, ServedEngine]]
 
 
-def serve(open_engine: EngineOpener, options: ServerOptions) -> int:
-    """Serve until a signal comes, on the main thread; gives the exit code of the process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsToServe:
+    """The models that a server is told to serve by their paths, and the options of all models."""
+
+    named: Mapping[str, Path] = field(default_factory=dict)
+    """Paths by name; ``open_engine`` loads them."""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    """Has the options of each model."""
+
+
+def serve(
+    open_engine: EngineOpener,
+    options: ServerOptions,
+    models: ModelsToServe | None = None,
+    *,
+    read_again: Callable[[], ModelsToServe] | None = None,
+) -> int:
+    """Serve until a signal comes, on the main thread; return the exit code of the process.
+
+    ``read_again`` reads the configuration file at SIGHUP; it raises ValueError or SystemExit where
+    that is wrong, and all stays as it is.
 
     Raises:
         StartError: A port cannot be listened on.
         BundleError, BackendError: From ``open_engine``.
+        ModelLoadError: A model that was asked for by ``--load-model`` cannot be loaded.
     """
     keep_large_blocks((options.max_message_mib + 1) * MIB)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve_until_signalled(open_engine, options))
+        return runner.run(_serve_until_signalled(open_engine, options, models, read_again))
 
 
-async def _serve_until_signalled(open_engine: EngineOpener, options: ServerOptions) -> int:
+async def _serve_until_signalled(
+    open_engine: EngineOpener,
+    options: ServerOptions,
+    models: ModelsToServe | None,
+    read_again: Callable[[], ModelsToServe] | None,
+) -> int:
     stop = StopSignals()
     with stop.installed():
-        return await serve_until_stopped(open_engine, options, stop)
+        return await serve_until_stopped(
+            open_engine, options, stop, models=models, read_again=read_again
+        )
 
 
 async def serve_until_stopped(
@@ -131,6 +172,9 @@ async def serve_until_stopped(
     options: ServerOptions,
     stop: StopSignals,
     on_ready: Callable[[Listening], None] = lambda _: None,
+    *,
+    models: ModelsToServe | None = None,
+    read_again: Callable[[], ModelsToServe] | None = None,
 ) -> int:
     """Serve as :func:`serve` does, in a running loop of any thread, until ``stop`` is requested.
 
@@ -143,16 +187,74 @@ async def serve_until_stopped(
     if engine is None:
         return EXIT_OK
     stop.serving = True
+    models = models or ModelsToServe()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)
-        endpoint, listening = await _listen(stack, engine, options)
+        repository = ModelRepository(
+            engine, options.repository, named=models.named, options=_options_by_name(models.engine)
+        )
+        stack.push_async_callback(repository.stop)
+        await repository.start()
+        if read_again is not None:
+            stop.reload = ConfigurationReload(repository, models, read_again).request
+        endpoint, listening = await _listen(stack, engine, repository, options)
         on_ready(listening)
         await stop.requested.wait()
         return await _leave(engine, endpoint, options, stop)
 
 
+def _options_by_name(options: EngineOptions) -> dict[str, ModelOptions]:
+    """Return the options of each model that has its own, and of ``""`` for all others."""
+    return {"": options.defaults, **options.models}
+
+
+class ConfigurationReload:
+    """Has the repository serve what the configuration file says, each time that it is asked to."""
+
+    def __init__(
+        self,
+        repository: ModelRepository,
+        models: ModelsToServe,
+        read_again: Callable[[], ModelsToServe],
+    ) -> None:
+        self._repository = repository
+        self._engine = models.engine
+        self._read_again = read_again
+        self._reloading: asyncio.Task[None] | None = None
+        self._wanted = False
+
+    def request(self) -> None:
+        """Reload, or once more after the reload that is under way; on the event loop."""
+        self._wanted = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self._reload(), name="configuration")
+
+    async def _reload(self) -> None:
+        while self._wanted:
+            self._wanted = False
+            try:
+                models = await asyncio.to_thread(self._read_again)
+                await self._repository.change(models.named, _options_by_name(models.engine))
+            except (EngineError, OSError, ValueError) as error:
+                logger.warning("the configuration file is not reloaded: %s", error)
+                continue
+            if _without_models(models.engine) != _without_models(self._engine):
+                logger.warning(
+                    "settings outside of [defaults] and [models] changed in the configuration "
+                    "file; they take effect when the server is started again"
+                )
+            logger.info("the configuration file was read again: %d models", len(models.named))
+
+
+def _without_models(options: EngineOptions) -> EngineOptions:
+    return replace(options, defaults=ModelOptions(), models={})
+
+
 async def _listen(
-    stack: AsyncExitStack, engine: ServedEngine, options: ServerOptions
+    stack: AsyncExitStack,
+    engine: ServedEngine,
+    repository: ModelRepository,
+    options: ServerOptions,
 ) -> tuple[GrpcEndpoint, Listening]:
     """Start both endpoints; the stack stops them."""
     limits = fit_limits(options.max_connections)
@@ -165,18 +267,18 @@ async def _listen(
         max_connections=limits.grpc,
         keepalive=options.keepalive,
         reception=reception,
+        repository=repository,
+        read_options=model_options,
     )
     stack.push_async_callback(endpoint.stop, 0.0)
     http_port = await http.start(options.host, options.http_port)
     grpc_port = await endpoint.start(options.host, options.grpc_port)
-    models = [model.name for model in engine.models()]
+    models = ", ".join(repository.catalog.names()) or "no model yet"
     await endpoint.serving()
     listening = Listening(
         grpc=join_address(options.host, grpc_port), http=join_address(options.host, http_port)
     )
-    logger.info(
-        "ready: gRPC on %s, status page on http://%s/, serving %s", *listening, ", ".join(models)
-    )
+    logger.info("ready: gRPC on %s, status page on http://%s/, serving %s", *listening, models)
     return endpoint, listening
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 
 from offramp.bundle import BundleError
 from offramp.commands.completion import complete
@@ -17,8 +18,8 @@ from offramp.engine.common.errors import EngineError
 from offramp.engine.core import Engine
 from offramp.engine.onnx_files import WrappedFiles
 from offramp.engine.serving.opening import bundles_of
-from offramp.server.app import serve
-from offramp.server.arguments import Arguments, make_parser, parse_arguments
+from offramp.server.app import ModelsToServe, serve
+from offramp.server.arguments import Arguments, make_parser, parse_arguments, read_arguments
 from offramp.server.arguments.logging_setup import flush_log, set_up_logging
 from offramp.server.common.errors import StartError
 from offramp.server.common.served import ServedEngine
@@ -43,11 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         with using_libraries(arguments.custom_ops):
             if arguments.self_check:
                 return self_check(arguments)
-            return serve(open_engine, arguments.server)
+            models = ModelsToServe(named=arguments.models, engine=arguments.engine)
+            read_again = partial(_read_again, argv) if arguments.has_file else None
+            return serve(open_engine, arguments.server, models, read_again=read_again)
     except (BundleError, EngineError, StartError) as error:
         flush_log()
         sys.stderr.write(f"eeserve: {error}\n")
         return EXIT_CANNOT_START
+
+
+def _read_again(argv: Sequence[str] | None) -> ModelsToServe:
+    """Read the command line and the configuration file once more; ValueError if it is wrong."""
+    arguments = read_arguments(argv)
+    return ModelsToServe(named=arguments.models, engine=arguments.engine)
 
 
 def self_check(arguments: Arguments) -> int:

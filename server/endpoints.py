@@ -18,12 +18,16 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from offramp.proto.descriptors import FILE, SERVICE
 from offramp.server.arguments.options import MAX_CONNECTIONS, KeepaliveOptions
+from offramp.server.common.catalog import Catalog
 from offramp.server.common.errors import StartError
 from offramp.server.common.served import ServedEngine
 from offramp.server.pages.metrics import CONTENT_TYPE, render_metrics
 from offramp.server.pages.status import render_status
+from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.reception import Reception
-from offramp.server.service import GuardedServer, inference_handler
+from offramp.server.requests.shared_memory import SharedRegions
+from offramp.server.services.management import ManagementService, OptionsReader
+from offramp.server.services.service import GuardedServer, InferenceService, inference_handler
 from offramp.server.sockets import (
     MAX_HTTP_CONNECTIONS,
     HttpConnections,
@@ -54,10 +58,11 @@ class HealthReporter:
     Watchers are told of changes. To be used on the event loop's thread.
     """
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine, catalog: Catalog) -> None:
         self.servicer: Final = health.aio.HealthServicer()
         """To be added to the server."""
         self._engine = engine
+        self._catalog = catalog
         self._reported: dict[str, bool] = {}
         self._following: asyncio.Task[None] | None = None
 
@@ -87,7 +92,9 @@ class HealthReporter:
             logger.exception("health is no longer followed")
 
     async def _report(self) -> None:
-        for name, ready in self._readiness():
+        readiness = dict(self._readiness())
+        gone = self._reported.keys() - readiness.keys()
+        for name, ready in [*readiness.items(), *dict.fromkeys(gone, False).items()]:
             if self._reported.get(name) != ready:
                 if name in self._reported:
                     logger.warning("%s: %s", name or "server", "ready" if ready else "not ready")
@@ -97,8 +104,8 @@ class HealthReporter:
     def _readiness(self) -> Iterator[tuple[str, bool]]:
         for name in ("", SERVICE):
             yield name, self._engine.ready()
-        for model in self._engine.models():
-            yield model.name, self._engine.ready(model.name)
+        for name in self._catalog.names():
+            yield name, self._catalog.ready(name)
 
 
 QUIET_S: Final = 1.0
@@ -110,8 +117,11 @@ _PAUSE_S: Final = 0.05
 _LOOK_S: Final = 1.0
 """Between two looks for connections whose clients do not read."""
 
-SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-"""What reflection lists."""
+REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
+"""The service without its preview version, whose messages are the same."""
+
+SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1)
+"""Names of services that reflection lists."""
 
 
 class GrpcEndpoint:
@@ -125,9 +135,13 @@ class GrpcEndpoint:
         max_connections: int = MAX_CONNECTIONS,
         keepalive: KeepaliveOptions | None = None,
         reception: Reception | None = None,
+        repository: ModelRepository | None = None,
+        read_options: OptionsReader | None = None,
     ) -> None:
         self._reception = reception = reception or Reception()
-        self._health = HealthReporter(engine)
+        repository = repository or ModelRepository(engine)
+        self._regions = SharedRegions()
+        self._health = HealthReporter(engine, repository.catalog)
         self._port: int | None = None
         self._closing: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
@@ -138,11 +152,15 @@ class GrpcEndpoint:
                 *_keepalive_options(keepalive or KeepaliveOptions()),
             ]
         )
-        self._server.add_generic_rpc_handlers((inference_handler(engine, reception),))
+        inference = InferenceService(engine, reception, repository.catalog, self._regions)
+        management = ManagementService(engine, repository, reception, self._regions, read_options)
+        handler = inference_handler(inference, management, reception)
+        self._server.add_generic_rpc_handlers((handler,))
         guarded = GuardedServer(self._server, reception)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, guarded)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
-            reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()), guarded
+            reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()),
+            GuardedServer(self._server, reception, also=(REFLECTION_V1,)),
         )
 
     @property
@@ -216,6 +234,7 @@ class GrpcEndpoint:
                 await asyncio.sleep(_PAUSE_S)
             hang_up(port)
         await self._server.stop(None)
+        self._regions.close()
 
 
 MAX_CALLS: Final = 1024

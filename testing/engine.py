@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +29,7 @@ from offramp.engine.common.errors import (
 )
 from offramp.engine.common.validation import check_tensors
 from offramp.engine.control.controller import ControlStatus, Evidence
+from offramp.engine.models.options import ModelOptions
 from offramp.engine.requests.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.requests.statistics import (
     BATCH_BOUNDS,
@@ -147,9 +149,13 @@ class FakeEngine:
     hurried: bool = False
     """From now on every sample leaves at exit 0, sure enough or not."""
     unready: set[str] = field(default_factory=set)
+    """Models that are out of service."""
     given_up: bool = False
     """Whether no model will be in service again."""
-    """Models that are out of service."""
+    loads: list[tuple[str, Path, ModelOptions | None]] = field(default_factory=list)
+    """Arguments of :meth:`load`, in order."""
+    load_failure: Exception | None = None
+    """Raised by every load from now on."""
     hold: asyncio.Event | None = None
     """Requests wait for it; draining sets it."""
     hold_final: asyncio.Event | None = None
@@ -236,6 +242,19 @@ class FakeEngine:
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Counts of all models together, under each name."""
         return {info.name: self._statistics() for info in self.served}
+
+    async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
+        """Serve the fake model under a name, or raise ``load_failure``."""
+        self.loads.append((name, path, options))
+        if self.load_failure is not None:
+            raise self.load_failure
+        others = tuple(info for info in self.served if info.name != name)
+        self.served = (*others, fake_model(name))
+
+    async def unload(self, name: str) -> None:
+        """Serve a name no more, or raise ModelNotServedError."""
+        gone = self.model(name)
+        self.served = tuple(info for info in self.served if info is not gone)
 
     def leave(self) -> None:
         """Be not ready any more."""

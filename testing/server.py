@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from offramp.server.arguments.options import MIB, ServerOptions
+from offramp.server.arguments.configuration import model_options
+from offramp.server.arguments.options import MIB, ModelRepositoryOptions, ServerOptions
 from offramp.server.common.served import ServedEngine
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.reception import Reception
 from offramp.testing.engine import FakeEngine
 
@@ -38,6 +41,7 @@ class FakeServer(Generic[_Engine]):
         """What is served; its settings may be changed at any time."""
         self.reception = Reception(options)
         """Knows what was refused."""
+        self._repository_options = options.repository if options else ModelRepositoryOptions()
         self._max_message_mib = options.max_message_mib if options else 1
         self.loop = asyncio.new_event_loop()
         """The server's; it runs on a thread of its own."""
@@ -45,6 +49,8 @@ class FakeServer(Generic[_Engine]):
         """``host:port`` of the gRPC side."""
         self.url = ""
         """Of the HTTP side: metrics and the status page."""
+        self.repository: ModelRepository
+        """The models, those of the engine at first."""
         self.grpc: GrpcEndpoint
         self.http: HttpEndpoint
         self._thread = threading.Thread(target=self.loop.run_forever, name="server")
@@ -80,8 +86,15 @@ class FakeServer(Generic[_Engine]):
         self.loop.call_soon_threadsafe(self.engine.hold.set)
 
     async def _start(self) -> None:
+        named = {model.name: Path() for model in self.engine.models()}
+        self.repository = ModelRepository(self.engine, self._repository_options, named=named)
+        await self.repository.start()
         self.grpc = GrpcEndpoint(
-            self.engine, max_message_bytes=self._max_message_mib * MIB, reception=self.reception
+            self.engine,
+            max_message_bytes=self._max_message_mib * MIB,
+            reception=self.reception,
+            repository=self.repository,
+            read_options=model_options,
         )
         self.http = HttpEndpoint(self.engine, self.reception)
         self.address = f"127.0.0.1:{await self.grpc.start('127.0.0.1', 0)}"
@@ -89,5 +102,6 @@ class FakeServer(Generic[_Engine]):
         await self.grpc.serving()
 
     async def _stop(self) -> None:
+        await self.repository.stop()
         await self.grpc.stop(0.0)
         await self.http.stop()

@@ -66,7 +66,7 @@ class ModelLearner:
         ``arguments`` are options of ``eecompile``, ``least`` the fewest samples that a promise
         takes.
         """
-        self.name, self._model, self._folder, self._options = name, model, folder, options
+        self.name, self.model, self._folder, self._options = name, model, folder, options
         self._arguments, self._least = arguments, least
         self._start_process, self._clock = start_compilation, time.monotonic
         self._state = state
@@ -90,7 +90,7 @@ class ModelLearner:
     def path(self) -> Path:
         """What to serve at the start: the learned bundle, or the model's file."""
         serving = self._state.serving
-        return self._folder.bundle(serving) if serving else self._model
+        return self._folder.bundle(serving) if serving else self.model
 
     @property
     def compiling(self) -> bool:
@@ -250,7 +250,7 @@ class ModelLearner:
         await self._save()  # if killed from here on, the next server finds what was finished
         self._folder.progress.unlink(missing_ok=True)
         arguments = compile_arguments(
-            model=self._model,
+            model=self.model,
             data=self._folder.path,
             output=self._folder.bundle(number),
             progress=self._folder.progress,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
@@ -33,9 +34,12 @@ PERIOD_S: Final = 0.5
 class Learning:
     """The learners of an engine's models; used on the event loop but for :meth:`prepare`."""
 
-    def __init__(self, learners: Mapping[str, ModelLearner]) -> None:
-        """Use :meth:`prepare`."""
-        self._learners = learners
+    def __init__(
+        self, learners: Mapping[str, ModelLearner], options: EngineOptions | None = None
+    ) -> None:
+        """Use :meth:`prepare`; ``options`` are those of models that come later."""
+        self._learners = dict(learners)
+        self._options = options
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -54,22 +58,18 @@ class Learning:
             )
         try:
             for name, model in models.items():
-                if not options.of(name).learn:
-                    continue
-                if is_onnx_file(model):
-                    learners[name] = prepare_learner(name, model, options.of(name), learning)
-                else:
-                    _log.warning("%s: not learned, as %s is a bundle", name, model)
+                if (learner := _learner_of(name, model, options.of(name), learning)) is not None:
+                    learners[name] = learner
         except BaseException:
             for learner in learners.values():
                 learner.release()
             raise
-        if not learners:
+        if models and not learners:
             raise OptionsError(
                 "there is nothing to learn: all models are bundles, which have their exits "
                 "already; name the ONNX file that one was compiled from, or leave out --learn"
             )
-        return cls(learners)
+        return cls(learners, options)
 
     def paths(self, models: Mapping[str, Path]) -> dict[str, Path]:
         """Return what to serve at the start: of models that were learned, their bundles."""
@@ -80,9 +80,50 @@ class Learning:
         """Begin, with an engine that serves :meth:`paths`; OptionsError."""
         for learner in self._learners.values():
             await learner.start(engine)
-        if not self._learners:
+        if self._options is not None:
+            self._task = asyncio.create_task(self._work(), name="learning")
+
+    @asynccontextmanager
+    async def changed(
+        self, engine: LearningEngine, name: str, model: Path, options: ModelOptions | None
+    ) -> AsyncIterator[Path]:
+        """Yield the path to load for a model that comes, or comes in the place of another.
+
+        Its learning begins once it is loaded. If that fails, the learning of what was served before
+        goes on.
+        """
+        if self._options is None or self._options.learning is None:
+            yield model
             return
-        self._task = asyncio.create_task(self._work(), name="learning")
+        before = self._learners.pop(name, None)
+        if before is not None:
+            await before.close()  # lets go of the folder
+        of_model, learning = options or self._options.of(name), self._options.learning
+        learner = None
+        try:
+            learner = await asyncio.to_thread(_learner_of, name, model, of_model, learning)
+            yield model if learner is None else learner.path
+        except BaseException:
+            if learner is not None:
+                learner.release()
+            if before is not None:
+                of_name = self._options.of(name)
+                again = await asyncio.to_thread(
+                    prepare_learner, name, before.model, of_name, learning
+                )
+                await self._begin(engine, name, again)
+            raise
+        if learner is not None:
+            await self._begin(engine, name, learner)
+
+    async def forget(self, name: str) -> None:
+        """Learn nothing more of a model; what was recorded is kept."""
+        if (learner := self._learners.pop(name, None)) is not None:
+            await learner.close()
+
+    async def _begin(self, engine: LearningEngine, name: str, learner: ModelLearner) -> None:
+        await learner.start(engine)
+        self._learners[name] = learner
 
     def status(self, model: str) -> LearningStatus | None:
         """Return what is known of a model's learning; ``None`` where it does not learn."""
@@ -102,9 +143,21 @@ class Learning:
     async def _work(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            for learner in self._learners.values():
+            for learner in tuple(self._learners.values()):
                 busy = any(other.compiling for other in self._learners.values())
                 await learner.look(may_compile=not busy)
+
+
+def _learner_of(
+    name: str, model: Path, options: ModelOptions, learning: LearnOptions
+) -> ModelLearner | None:
+    """Return the learner of a model; ``None`` where it is a bundle, or is not to be learned."""
+    if not options.learn:
+        return None
+    if not is_onnx_file(model):
+        _log.warning("%s: not learned, as %s is a bundle", name, model)
+        return None
+    return prepare_learner(name, model, options, learning)
 
 
 def prepare_learner(

@@ -44,6 +44,11 @@ class WrappedFiles:
         """Return whether a bundle is one of these."""
         return self._folder is not None and bundle.parent.parent == self._folder
 
+    def remove(self, bundle: Path) -> None:
+        """Remove a bundle if it is one of these."""
+        if self.holds(bundle):
+            shutil.rmtree(bundle.parent, ignore_errors=True)
+
     def close(self) -> None:
         """Remove all bundles."""
         if self._folder is not None:

@@ -67,7 +67,7 @@ class Availability:
         """Note since when no model is served."""
         if self.stopped:
             return
-        if any(map(self.serves, self._models)):
+        if not self._models or any(map(self.serves, self._models)):
             self._out_since_s = math.inf
         elif self._out_since_s == math.inf:
             self._out_since_s = self._clock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.common.errors import BackendError, OptionsError
 from offramp.engine.models.devices import ModelSplits
-from offramp.engine.models.options import EngineOptions
+from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.models.plain_serving import served_mode
 from offramp.engine.models.served_model import ServedModel, warm_slots
 from offramp.engine.onnx_files import OnnxFileError, WrappedFiles, is_onnx_file
@@ -110,7 +110,7 @@ async def _open_bundles(
     if backend is None:
         backend = await in_thread(backend_for, models, options)
     parallel = ParallelLimit(
-        max(options.of(name).max_batch_size for name in models),
+        _largest_batch(models, options),
         fixed=options.parallel_below,
         max_violations=options.max_violations,
     )
@@ -138,21 +138,30 @@ async def load_model(
     name: str,
     path: Path,
     mode: Mode | None,
+    of_model: ModelOptions | None = None,
     *,
     backend: Backend,
     options: EngineOptions,
     parallel: ParallelLimit,
+    wrapped: WrappedFiles,
 ) -> LoadedModel:
-    """Load, check and warm up a bundle beside serving, in threads.
+    """Load, check and warm up a bundle or an ONNX file while others are served, in threads.
 
-    It is served with the options that ``name`` has, in another ``mode`` if one is given. Raises
-    what :meth:`.Engine.open` does.
+    It is served with the options that ``name`` has unless ``of_model`` is given, and in another
+    ``mode`` if one is given. Raises what :meth:`.Engine.open` does.
     """
-    _log.info("%s: loading %s, to replace what is served", name, path)
-    bundle = await in_thread(_open_held, path)
-    options = replace(options, mode=mode or options.mode)
-    served = await in_thread(ServedModel.load, name, bundle, backend, options, parallel)
-    return LoadedModel(served, lambda: None)
+    _check_names({name: path})
+    _log.info("%s: loading %s", name, path)
+    models = options.models if of_model is None else {**options.models, name: of_model}
+    options = replace(options, mode=mode or options.mode, models=models)
+    found = await _bundle_of(name, path, options, wrapped)
+    try:
+        bundle = await in_thread(_open_held, found)
+        served = await in_thread(ServedModel.load, name, bundle, backend, options, parallel)
+    except BaseException:
+        wrapped.remove(found)
+        raise
+    return LoadedModel(served, partial(wrapped.remove, found))
 
 
 def _check_names(models: Mapping[str, Path]) -> None:
@@ -163,6 +172,12 @@ def _check_names(models: Mapping[str, Path]) -> None:
                 f"{str(path)!r} would be served as {name!r}, which clients cannot ask for; "
                 "expected printable Unicode: rename its folder, or add --model NAME=PATH"
             )
+
+
+def _largest_batch(models: Iterable[str], options: EngineOptions) -> int:
+    """Return the most rows of a batch of any model; the default's where none is served yet."""
+    sizes = (options.of(name).max_batch_size for name in models)
+    return max(sizes, default=options.defaults.max_batch_size)
 
 
 def _open_held(path: Path) -> Bundle:
@@ -182,7 +197,7 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
         device=parse_device(options.device),
         precision=options.precision,
         graphs=options.graphs,
-        max_rows=max(options.of(name).max_batch_size for name in models),
+        max_rows=_largest_batch(models, options),
         bundles=tuple(models.values()),
     )
     if backend.name in CPU_RUNTIMES:

@@ -1,8 +1,8 @@
 """Versions of the served models: each name is answered by one, until another replaces it.
 
-A replacement is loaded beside serving, and takes over in one step of the event loop. Requests that
-came before, and their audits, end with the version that took them; then it is removed. So no
-request is lost, answered twice, or answered by two versions.
+A model is loaded while others are served, and takes over its name in one step of the event loop.
+Requests that came before, and their audits, end with the version that took them; then that is
+removed. So no request is lost, answered twice, or answered by two versions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from offramp.engine.common.errors import DrainingError, ModelNotServedError, OptionsError
+from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.requests.statistics import CountersSnapshot
 from offramp.engine.serving.executor import Executor
@@ -36,8 +37,10 @@ POLL_S: Final = 0.01
 class ModelLoading(Protocol):
     """Loads a model beside serving; see :func:`.opening.load_model`."""
 
-    def __call__(self, name: str, path: Path, mode: Mode | None) -> Awaitable[LoadedModel]:
-        """Load a model to be served under a name."""
+    def __call__(
+        self, name: str, path: Path, mode: Mode | None, options: ModelOptions | None = None
+    ) -> Awaitable[LoadedModel]:
+        """Load a model to be served under a name, with the options of the name or with others."""
         ...
 
 
@@ -78,10 +81,12 @@ class ModelVersions:
         self._executor = executor
         self._beside = tuple(beside)
         self._load = load
+        self._numbers = dict.fromkeys(models, 1)
+        """By name, the number of its last version."""
         self._ends = False
-        """Whether nothing is replaced any more."""
+        """Whether nothing is loaded or unloaded any more."""
         self._turn = asyncio.Lock()
-        """Held while a model is replaced: one after the other."""
+        """Held while a model is loaded: one after the other."""
         self._finishing: dict[str, ModelVersion] = {}
         """By key, the versions that were replaced and have requests or audits in flight."""
         self._earlier: dict[str, CountersSnapshot] = {}
@@ -110,34 +115,61 @@ class ModelVersions:
     async def replace(self, name: str, path: Path, mode: Mode | None = None) -> None:
         """Replace a model: see :meth:`.Engine.replace`."""
         async with self._turn:
-            self._check(name)
-            assert self._load is not None
-            began_s = time.monotonic()
-            loaded = await self._load(name, path, mode)
-            number = self.current[name].number + 1
-            version = ModelVersion(
-                name=name,
-                number=number,
-                key=f"{name}\n{number}",  # no name has a line feed in it
-                model=loaded.model,
-                release=loaded.release,
+            self._check_open(name)
+            await self._put(self[name].name, path, mode, None)
+
+    async def load(self, name: str, path: Path, options: ModelOptions | None = None) -> None:
+        """Serve a model under a name that may be new: see :meth:`.Engine.load`."""
+        async with self._turn:
+            self._check_open(name)
+            await self._put(name, path, None, options)
+
+    async def unload(self, name: str) -> None:
+        """Serve a name no more: see :meth:`.Engine.unload`."""
+        async with self._turn:
+            self._check_open(name)
+            self._check(name, self[name].model)
+            self._finish(self.current.pop(name))
+
+    async def _put(
+        self, name: str, path: Path, mode: Mode | None, options: ModelOptions | None
+    ) -> None:
+        if name in self.current:
+            self._check(name, self.current[name].model)
+        if self._load is None:
+            raise OptionsError(
+                f"{name}: this engine loads no models while it serves; open it with Engine.open"
             )
-            try:
-                await self._prepare(version)
-            except BaseException:
-                version.release()
-                raise
-            self._switch(version)
-            took_s = time.monotonic() - began_s
-            _log.info("%s: version %d answers from now on, loaded from %s in %.1f s", name, number,
-                      path, took_s)  # fmt: skip
+        began_s = time.monotonic()
+        loaded = await self._load(name, path, mode, options)
+        number = self._numbers.get(name, 0) + 1
+        version = ModelVersion(
+            name=name,
+            number=number,
+            key=f"{name}\n{number}",  # no name has a line feed in it
+            model=loaded.model,
+            release=loaded.release,
+        )
+        try:
+            await self._prepare(version)
+        except BaseException:
+            version.release()
+            raise
+        self._numbers[name] = number
+        before = self.current.get(name)
+        self.current[name] = version
+        if before is not None:
+            self._finish(before)
+        took_s = time.monotonic() - began_s
+        _log.info("%s: version %d answers from now on, loaded from %s in %.1f s", name, number,
+                  path, took_s)  # fmt: skip
 
     def end(self) -> None:
         """Replace nothing from now on; a replacement that is under way gives up."""
         self._ends = True
 
     async def close(self) -> None:
-        """End, and wait until nothing is under way; the loops may be stopped then."""
+        """End, and wait until nothing is in progress; the loops may be stopped then."""
         self.end()
         async with self._turn:
             pass
@@ -148,23 +180,17 @@ class ModelVersions:
         for version in (*self.current.values(), *self._finishing.values()):
             version.release()
 
-    def _check(self, name: str) -> None:
-        """Raise why a model cannot be replaced."""
-        self._check_open(name)
-        if self[name].model.split_by is not None:
+    def _check(self, name: str, model: ServedModel) -> None:
+        """Raise why a served model cannot be replaced or unloaded."""
+        if model.split_by is not None:
             raise OptionsError(
                 f"{name} is split among workers by a plan, and cannot be replaced while it is "
                 "served; start the server again with the other model, or serve without a plan"
             )
-        if self._load is None:
-            raise OptionsError(
-                f"{name} was not loaded by this engine, which cannot replace it; open it with "
-                "Engine.open"
-            )
 
     def _check_open(self, name: str) -> None:
         if self._ends:
-            raise DrainingError(f"{name} is not replaced: the server is shutting down")
+            raise DrainingError(f"{name} is not changed: the server is shutting down")
 
     async def _prepare(self, version: ModelVersion) -> None:
         """Do all that comes before the switch; whatever fails, the old version serves on."""
@@ -184,15 +210,13 @@ class ModelVersions:
                 self._executor.remove(version.key)
             raise
 
-    def _switch(self, version: ModelVersion) -> None:
-        """Have a version answer new requests; the one before finishes what it has."""
-        before = self.current[version.name]
-        self.current[version.name] = version
-        self._finishing[before.key] = before
+    def _finish(self, version: ModelVersion) -> None:
+        """Let a version that takes no more requests finish what it has, and remove it then."""
+        self._finishing[version.key] = version
         for task in self._beside:
-            task.retire(before.key)
-        self._executor.flush(before.key)
-        removal = asyncio.create_task(self._remove(before), name=f"removing {before.name}")
+            task.retire(version.key)
+        self._executor.flush(version.key)
+        removal = asyncio.create_task(self._remove(version), name=f"removing {version.name}")
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
 

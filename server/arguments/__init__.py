@@ -1,5 +1,10 @@
 """The command line of ``eeserve``: its options, by what they are about."""
 
-from offramp.server.arguments.command_line import Arguments, make_parser, parse_arguments
+from offramp.server.arguments.command_line import (
+    Arguments,
+    make_parser,
+    parse_arguments,
+    read_arguments,
+)
 
-__all__ = ["Arguments", "make_parser", "parse_arguments"]
+__all__ = ["Arguments", "make_parser", "parse_arguments", "read_arguments"]

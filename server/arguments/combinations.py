@@ -168,7 +168,8 @@ def _refuse(
 ) -> None:
     """Refuse combinations in which one of some options has no effect."""
     rows = [row for row in combinations() if row.option in options]
-    onnx_files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
+    may_have_onnx = any(map(is_onnx_file, models)) or "--model-repository" in flags
+    onnx_files = {ONNX_FILE} if may_have_onnx else set()
     refuse_illegal(rows, values, {*flags, *onnx_files})
 
 

@@ -25,15 +25,18 @@ from offramp.server.arguments.logging_setup import FORMATS, LEVELS
 from offramp.server.arguments.option_groups import (
     add_control,
     add_execution,
-    add_keepalive,
     add_learning,
-    add_network,
     add_scheduling,
     learning_in,
     named_path,
     settings_in,
 )
-from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
+from offramp.server.arguments.options import (
+    KeepaliveOptions,
+    ModelRepositoryOptions,
+    ServerOptions,
+)
+from offramp.server.arguments.server_groups import add_keepalive, add_network, add_repository
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
@@ -124,10 +127,12 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
+def name_models(
+    bundles: Sequence[Path], named: Sequence[tuple[str, Path]], *, may_be_none: bool = False
+) -> dict[str, Path]:
     """Return paths of models by name: as given, or the path's name without ``.ee`` or ``.onnx``.
 
-    Raises ValueError if there is none, or two have the same name.
+    Raises ValueError if two have the same name, or there is none unless ``may_be_none``.
     """
     unnamed = [(_name_of(path), path) for path in bundles]
     models: dict[str, Path] = {}
@@ -138,7 +143,7 @@ def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> d
                 f"give one another name, for instance --model {name}-2={path}"
             )
         models[name] = path
-    if not models:
+    if not models and not may_be_none:
         raise ValueError(
             "no model to serve; name a bundle that eecompile wrote, or an ONNX file: eeserve "
             "model.ee, eeserve model.onnx"
@@ -211,6 +216,8 @@ class Arguments:
     server: ServerOptions
     log_level: str
     log_format: str
+    has_file: bool = False
+    """Whether a configuration file says more than the command line."""
     self_check: bool = False
     """Whether to check, and serve nothing."""
     json: Path | None = None
@@ -228,13 +235,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         SystemExit: With code 2 and the reason on stderr, or with 0 after ``--help``.
     """
     parser = make_parser()
-    given = parser.parse_args(argv)
     try:
-        return _understand(parser, given, parser.given(argv))
+        return _understand(parser, argv)
     except (ConfigurationError, SettingError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")  # --help says nothing about a file
     except ValueError as error:
         parser.error(str(error))
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Read ``argv``, which was understood before, and its file once more.
+
+    Raises:
+        ConfigurationError, SettingError, ValueError: The file is wrong now.
+    """
+    return _understand(make_parser(), argv)
 
 
 def make_parser() -> LayeredParser:
@@ -253,6 +268,7 @@ def make_parser() -> LayeredParser:
         help="show the version and end",
     )
     add_models(parser)
+    add_repository(parser)
     add_learning(parser)
     add_network(parser)
     add_control(parser)
@@ -266,12 +282,16 @@ def make_parser() -> LayeredParser:
     return parser
 
 
-def _understand(
-    parser: LayeredParser, given: argparse.Namespace, flags: frozenset[str]
-) -> Arguments:
+def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
+    given, flags = parser.parse_args(argv), parser.given(argv)
     file = Configuration() if given.config is None else read_configuration(given.config)
     configured = [(name, model.path) for name, model in file.models.items()]
-    models = name_models(given.bundles, [*given.model, *configured])
+    server = _server_options(given)
+    models = name_models(
+        given.bundles,
+        [*given.model, *configured],
+        may_be_none=server.repository.model_repository is not None,
+    )
     refuse_illegal_settings(parser, given, flags, file, models.values())
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
     learns = engine.pop("learning", False)
@@ -286,9 +306,10 @@ def _understand(
     return Arguments(
         models=models,
         engine=options,
-        server=_server_options(given),
+        server=server,
         log_level=given.log_level,
         log_format=given.log_format,
+        has_file=given.config is not None,
         self_check=given.self_check,
         json=given.json,
         custom_ops=tuple(given.custom_ops),
@@ -298,4 +319,7 @@ def _understand(
 
 def _server_options(given: argparse.Namespace) -> ServerOptions:
     keepalive = KeepaliveOptions(**settings_in(given, KeepaliveOptions))
-    return ServerOptions(**settings_in(given, ServerOptions), keepalive=keepalive)
+    repository = ModelRepositoryOptions(**settings_in(given, ModelRepositoryOptions))
+    return ServerOptions(
+        **settings_in(given, ServerOptions), keepalive=keepalive, repository=repository
+    )

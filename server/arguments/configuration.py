@@ -23,7 +23,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
@@ -146,6 +146,18 @@ def read_configuration(path: Path) -> Configuration:
         models={name: _model(path.parent, models, name) for name in models.content},
         learning=_learning(path, document) if "learning" in document else None,
     )
+
+
+def model_options(where: str, settings: Mapping[str, Any], base: ModelOptions) -> ModelOptions:
+    """Return options of a model with other settings, as a table ``[models.NAME]`` has them.
+
+    ``where`` they are from is for the message of the ConfigurationError.
+    """
+    changed = _settings((ModelOptions,), _Table(where, settings))
+    try:
+        return replace(base, **changed)
+    except ValueError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
 
 
 def _learning(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:

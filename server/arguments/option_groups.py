@@ -1,7 +1,4 @@
-"""Groups of options of ``eeserve``: control, scheduling, execution, learning, network, keepalive.
-
-All but the last two are settings that a configuration file may make as well.
-"""
+"""Groups of options of ``eeserve`` that a configuration file may set as well."""
 
 from __future__ import annotations
 
@@ -28,10 +25,6 @@ from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.stages.plan import Mode
 from offramp.server.arguments.options import (
     DEFAULT_MODE,
-    MAX_COUNT,
-    MAX_MESSAGE_MIB,
-    KeepaliveOptions,
-    ServerOptions,
 )
 
 
@@ -464,98 +457,3 @@ def add_learning(parser: argparse.ArgumentParser) -> None:
 def learning_in(given: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of :class:`LearnOptions` that the command line sets."""
     return {f: getattr(given, name) for name, f in _FIELDS.items() if hasattr(given, name)}
-
-
-def add_network(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`ServerOptions`."""
-    options = OptionGroup(
-        parser,
-        "network",
-        "Both ports listen on one interface; *, 0.0.0.0 and :: are all of them, by IPv4\n"
-        "and IPv6. Port 0 is any free one.",
-        ServerOptions(),
-    )
-    options.add("--host", "interface, or * for all", metavar="ADDRESS")
-    options.add("--grpc-port", "port of gRPC", metavar="PORT", type=port)
-    options.add("--http-port", "port of status page and metrics", metavar="PORT", type=port)
-    options.add(
-        "--max-message-mib",
-        "largest request; a larger one gets RESOURCE_EXHAUSTED",
-        metavar="MIB",
-        type=integer(1, MAX_MESSAGE_MIB),
-    )
-    options.add(
-        "--max-queue-mib",
-        "memory for the messages of requests that are being answered; more requests get "
-        "RESOURCE_EXHAUSTED",
-        metavar="MIB",
-        type=integer(1, MAX_COUNT),
-    )
-    options.add(
-        "--max-concurrent-requests",
-        "most requests that are being answered; more get RESOURCE_EXHAUSTED",
-        metavar="N",
-        type=integer(1, MAX_COUNT),
-    )
-    options.add(
-        "--max-connections",
-        "most connections of gRPC; a further one is closed at once",
-        metavar="N",
-        type=integer(1, MAX_COUNT),
-    )
-    options.add(
-        "--drain-delay-s",
-        "after SIGTERM or SIGHUP readiness ends at once; new requests are answered for so long, "
-        "until load balancers have noticed (after SIGINT: not at all)",
-        metavar="S",
-        type=number(0.0),
-    )
-    options.add(
-        "--shutdown-timeout-s",
-        "after that, longest wait for requests in flight",
-        metavar="S",
-        type=number(0.0),
-    )
-
-
-def add_keepalive(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`KeepaliveOptions`."""
-    options = OptionGroup(
-        parser,
-        "keepalive",
-        "HTTP/2 pings on the gRPC port; the options have Triton's names.",
-        KeepaliveOptions(),
-    )
-    milliseconds: Mapping[str, Any] = {"metavar": "MS", "type": integer(1, MAX_COUNT)}
-    count: Mapping[str, Any] = {"metavar": "N", "type": integer(0, MAX_COUNT)}
-    options.add(
-        "--grpc-keepalive-time-ms",
-        "the server pings a connection that has been silent for so long",
-        **milliseconds,
-    )
-    options.add(
-        "--grpc-keepalive-timeout-ms",
-        "the server closes a connection that does not answer a ping within this time",
-        **milliseconds,
-    )
-    options.add(
-        "--grpc-keepalive-permit-without-calls",
-        "send and accept pings on connections without a call too",
-        action=argparse.BooleanOptionalAction,
-    )
-    options.add(
-        "--grpc-http2-max-pings-without-data",
-        "pings that the server sends while it has no data to send; 0: no limit",
-        **count,
-    )
-    options.add(
-        "--grpc-http2-min-recv-ping-interval-without-data-ms",
-        "shortest time between two pings of a client to which the server sends no data",
-        metavar="MS",
-        type=integer(0, MAX_COUNT),
-    )
-    options.add(
-        "--grpc-http2-max-ping-strikes",
-        "earlier pings than that until the client gets GOAWAY (too_many_pings); 0: no limit",
-        **count,
-    )

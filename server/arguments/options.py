@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, Self
 
 from offramp.engine.stages.plan import Mode
 
@@ -89,6 +92,78 @@ class KeepaliveOptions:
                 raise ValueError(f"{name} is 0; expected a time, for instance 60000")
 
 
+class RepositoryControl(StrEnum):
+    """What loads and unloads models while the server runs; named as in Triton."""
+
+    NONE = "none"
+    """Nothing: what was there at the start is served."""
+    EXPLICIT = "explicit"
+    """Clients, by load and unload."""
+    POLL = "poll"
+    """The folder: what is added, changed or removed there is loaded or unloaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionChoice:
+    """Which versions of a model are served, as in Triton's version policy."""
+
+    latest: int = 1
+    """How many of the newest."""
+    named: tuple[str, ...] = ()
+    """Exactly these instead."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``latest``, ``latest:2``, ``all`` or ``1,3``; ValueError."""
+        if text == "all":
+            return cls(latest=2**31 - 1)
+        kind, _, count = text.partition(":")
+        if kind == "latest" and (not count or (count.isdigit() and int(count) > 0)):
+            return cls(latest=int(count or 1))
+        names = [part.strip() for part in text.split(",")]
+        if all(name.isascii() and name.isdigit() and int(name) > 0 for name in names):
+            return cls(named=tuple(str(int(name)) for name in names))
+        raise ValueError(
+            f"versions {text!r:.80} are not latest, latest:N, all, or numbers such as 1,3"
+        )
+
+    def choose(self, versions: Mapping[str, Path]) -> Sequence[str]:
+        """Return the versions to serve of those that are there, the newest first; ValueError."""
+        if missing := [name for name in self.named if name not in versions]:
+            there = ", ".join(versions) or "none"
+            raise ValueError(f"there is no version {', '.join(missing)}; there are: {there}")
+        if self.named:
+            return sorted(self.named, key=int, reverse=True)
+        return list(versions)[: self.latest]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRepositoryOptions:
+    """The folder of a server's models, and what changes them while it runs."""
+
+    model_repository: Path | None = None
+    """Holds a folder for each model; ``None`` where models are named by their paths alone."""
+    model_control: RepositoryControl = RepositoryControl.NONE
+    repository_poll_s: float = 15.0
+    """Between two looks at the folder, with control ``poll``."""
+    load_model: tuple[str, ...] = ()
+    """With explicit control: the models to load at the start."""
+    model_versions: VersionChoice = VersionChoice()
+    """Which versions of a model are served."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "load_model", tuple(self.load_model))
+        if not self.repository_poll_s > 0:
+            raise ValueError(f"repository_poll_s {self.repository_poll_s} is not above 0")
+        if self.model_repository is None and self.model_control is RepositoryControl.POLL:
+            raise ValueError("--model-control poll needs a folder to look at: --model-repository")
+        if self.load_model and self.model_control is not RepositoryControl.EXPLICIT:
+            raise ValueError(
+                "--load-model chooses models of --model-control explicit; with the others, all "
+                "models of the repository are loaded"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """The addresses that a server listens on, and its limits."""
@@ -109,6 +184,8 @@ class ServerOptions:
     a model's queue takes by default: that one fills first."""
     max_queue_mib: int = 1024
     """Messages of the requests being answered; more are refused. 16 of the largest by default."""
+    repository: ModelRepositoryOptions = field(default_factory=ModelRepositoryOptions)
+    """The folder of the models."""
     keepalive: KeepaliveOptions = field(default_factory=KeepaliveOptions)
     """Pings of the gRPC port."""
     access_log: bool = False

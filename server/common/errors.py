@@ -47,6 +47,18 @@ class HeldBytesError(QueueFullError):
     """The messages of the requests that are being answered take all the memory they may."""
 
 
+class ModelControlError(EngineError):
+    """Clients may not load or unload models here."""
+
+
+class ModelLoadError(EngineError):
+    """A model could not be loaded; what was served before is served on."""
+
+
+class UnsupportedError(EngineError):
+    """The server has no such function."""
+
+
 class Refusal(NamedTuple):
     """What an error is answered with."""
 
@@ -62,6 +74,9 @@ REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
         UndecodableError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "undecodable"),
         RequestLimitError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "too_many_fields"),
         InvalidRequestError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+        ModelControlError: Refusal(grpc.StatusCode.UNAVAILABLE, "model_control"),
+        ModelLoadError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "model_load"),
+        UnsupportedError: Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported"),
         RequestCountError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "concurrency"),
         HeldBytesError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "bytes"),
         QueueFullError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue_full"),

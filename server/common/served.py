@@ -7,10 +7,12 @@ does the stub that the tests serve.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from offramp.engine.models.options import ModelOptions
 from offramp.engine.requests.results import EngineResult, ModelInfo, StreamResult
 from offramp.engine.requests.statistics import ModelStatistics
 
@@ -55,6 +57,12 @@ class ServedEngine(Protocol):
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """A snapshot per model."""
+
+    async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
+        """Serve a model under a name, new or in the place of what it has."""
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests under a name; those submitted before are answered."""
 
     def leave(self) -> None:
         """Be not ready from now on, but answer requests all the same, until ``drain``."""

@@ -15,16 +15,17 @@ only if the final answer was lost: all other last responses say that they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.engine.common.errors import BadInputError, ModelNotServedError
+from offramp.engine.common.errors import BadInputError
 from offramp.engine.requests.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.proto.messages import (
     InferParameter,
@@ -36,13 +37,15 @@ from offramp.proto.messages import (
     ModelOutput,
     ModelStreamInferResponse,
 )
-from offramp.proto.request_bytes import (
-    InferMessage,
+from offramp.proto.request_bytes import InferMessage
+from offramp.proto.tensors import (
+    TensorError,
+    datatype_of,
+    decode_tensors,
+    encode_strings,
+    encode_tensor,
 )
-from offramp.proto.tensors import TensorError, datatype_of, decode_tensors, encode_tensor
-
-MODEL_VERSION: Final = "1"
-"""A served model has this one version; an empty one in a request means it."""
+from offramp.server.requests.shared_memory import RegionPart, SharedRegions
 
 DEFAULT_PRIORITY_LEVEL: Final = 5
 """Triton's level that a request without one has: 1 to 4 are served before it, 6 and on after it.
@@ -52,6 +55,8 @@ Triton leaves the default level to each model's configuration.
 
 DECOUPLED: Final = "offramp_decoupled"
 """Parameter of a request on a stream that wants all its answers, and wants them at once."""
+CLASSIFICATION: Final = "classification"
+"""Parameter of an output: how many of the largest values to answer with."""
 EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
 """Parameter of a request that wants to be told if no more answers come; see above."""
 
@@ -59,13 +64,23 @@ _LOWEST_PRIORITY_LEVEL: Final = 2**31
 """Levels beyond it count as it: the parameter is uint64, the engine sorts machine integers."""
 
 
+class WantedOutput(NamedTuple):
+    """An output to answer with."""
+
+    name: str
+    classes: int = 0
+    """Answer with so many of the largest values and their indices; 0 is all of the tensor."""
+    part: RegionPart | None = None
+    """Where to write it; ``None`` is in the response."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferCall:
     """The arguments of an engine call and the outputs to answer with, read from a request."""
 
     inputs: Mapping[str, NDArray[Any]]
-    outputs: tuple[str, ...]
-    """Names of the outputs to answer with, in this order."""
+    outputs: tuple[WantedOutput, ...]
+    """The outputs to answer with, in this order."""
     deadline_s: float | None
     """Absolute, on the clock of ``now_s``."""
     priority: int
@@ -80,64 +95,76 @@ def is_decoupled(request: ModelInferRequest) -> bool:
 
 
 def read_request(
-    message: InferMessage, model: ModelInfo, *, now_s: float, time_remaining_s: float | None
+    message: InferMessage,
+    model: ModelInfo,
+    *,
+    now_s: float,
+    time_remaining_s: float | None,
+    regions: SharedRegions | None = None,
 ) -> InferCall:
     """Decode a request to ``model``; ``now_s`` is ``time.monotonic()``.
 
     Raises:
-        ModelNotServedError: It names another version than ours.
         BadInputError: A tensor, an output name or a parameter is wrong.
     """
-    request = message.head
-    check_version(request.model_name, request.model_version)
+    request, regions = message.head, regions or SharedRegions()
     _flag(request.parameters, DECOUPLED)
     return InferCall(
-        inputs=_inputs(message),
-        outputs=_requested_outputs(request, model),
+        inputs=_inputs(message, regions),
+        outputs=_requested_outputs(request, model, regions),
         deadline_s=_deadline_s(request.parameters, now_s, time_remaining_s),
         priority=_priority(request.parameters),
         empty_final_response=_flag(request.parameters, EMPTY_FINAL_RESPONSE),
     )
 
 
-def check_version(model: str, version: str) -> None:
-    """Refuse any version but ours with ModelNotServedError."""
-    if version not in {"", MODEL_VERSION}:
-        raise ModelNotServedError(
-            f"model {model!r} has no version {version!r}; "
-            f"leave the version empty or send {MODEL_VERSION!r}"
-        )
-
-
-def _inputs(message: InferMessage) -> dict[str, NDArray[Any]]:
-    for tensor in message.head.inputs:
-        _refuse(tensor.parameters, f"input {tensor.name!r}", ("shared_memory_region",))
+def _inputs(message: InferMessage, regions: SharedRegions) -> dict[str, NDArray[Any]]:
+    tensors = message.head.inputs
     try:
-        return decode_tensors(message.head.inputs, message.raw_contents, message.floats)
+        raw = _raw_contents(message, regions)
+        return decode_tensors(tensors, raw, message.floats)
     except TensorError as error:
         raise BadInputError(str(error)) from error
 
 
-def _requested_outputs(request: ModelInferRequest, model: ModelInfo) -> tuple[str, ...]:
+def _raw_contents(
+    message: InferMessage, regions: SharedRegions
+) -> Sequence[bytes | memoryview | None]:
+    """Return the elements of all inputs, those in shared memory where they are in the order.
+
+    Clients send raw contents of the other inputs alone.
+    """
+    parts = [regions.part(t.parameters, f"input {t.name!r}") for t in message.head.inputs]
+    if not any(parts):
+        return message.raw_contents
+    sent = iter(message.raw_contents)
+    filled = [next(sent, None) if part is None else part.read() for part in parts]
+    if next(sent, None) is not None:
+        raise BadInputError(
+            f"there are {len(message.raw_contents)} raw contents, and "
+            f"{parts.count(None)} inputs that are not in shared memory; send one for each of these"
+        )
+    return filled
+
+
+def _requested_outputs(
+    request: ModelInferRequest, model: ModelInfo, regions: SharedRegions
+) -> tuple[WantedOutput, ...]:
     known = tuple(tensor.name for tensor in model.outputs)
     for tensor in request.outputs:
         if tensor.name not in known:
             raise BadInputError(
                 f"model {model.name!r} has no output {tensor.name!r}; it has {', '.join(known)}"
             )
-        refused = ("shared_memory_region", "classification")
-        _refuse(tensor.parameters, f"output {tensor.name!r}", refused)
-    return tuple(dict.fromkeys(tensor.name for tensor in request.outputs)) or known
-
-
-def _refuse(parameters: Mapping[str, InferParameter], what: str, names: Sequence[str]) -> None:
-    """Refuse the parameters that change where or what a tensor is; others are hints."""
-    for name in names:
-        if name in parameters:
-            raise BadInputError(
-                f"{what} has the parameter {name!r}, which is not supported; "
-                "tensors travel whole, inside the message"
-            )
+    wanted = {
+        tensor.name: WantedOutput(
+            name=tensor.name,
+            classes=_integer(tensor.parameters, CLASSIFICATION, "classes; 0 is the whole tensor"),
+            part=regions.part(tensor.parameters, f"output {tensor.name!r}"),
+        )
+        for tensor in request.outputs
+    }
+    return tuple(wanted.values()) or tuple(map(WantedOutput, known))
 
 
 def _deadline_s(
@@ -181,44 +208,76 @@ def _flag(parameters: Mapping[str, InferParameter], name: str) -> bool:
 
 
 def write_response(
-    request: ModelInferRequest, result: EngineResult, outputs: Sequence[str]
+    request: ModelInferRequest, result: EngineResult, call: InferCall, version: str
 ) -> ModelInferResponse:
-    """The response to ``request``: the named outputs, raw, and where each sample's came from.
+    """Return the response: the outputs wanted, raw, and where each sample's answer came from.
 
     BadInputError if the model that answered does not have all of the outputs.
     """
-    response = _response_to(request)
-    if gone := [name for name in outputs if name not in result.outputs]:
+    response = _response_to(request, version)
+    if gone := [each.name for each in call.outputs if each.name not in result.outputs]:
         raise BadInputError(
             f"model {request.model_name!r} was replaced while the request was read, and has no "
             f"output {gone[0]!r} any more; it has {', '.join(result.outputs)}: ask for its metadata"
         )
-    for name in outputs:
-        raw = encode_tensor(response.outputs.add(), name, result.outputs[name])
-        response.raw_output_contents.append(raw)
+    for each in call.outputs:
+        _write_output(response, each, result.outputs[each.name])
     _write_parameters(response, result)
     return response
 
 
+def _write_output(response: ModelInferResponse, wanted: WantedOutput, array: NDArray[Any]) -> None:
+    """Write an output into the response, or into shared memory; its raw contents are empty then."""
+    tensor = response.outputs.add()
+    if wanted.classes:
+        raw = encode_strings(tensor, wanted.name, largest(array, wanted.classes))
+    else:
+        raw = encode_tensor(tensor, wanted.name, array)
+    if (part := wanted.part) is not None:
+        part.write(raw, wanted.name)
+        tensor.parameters["shared_memory_region"].string_param = part.region.name
+        tensor.parameters["shared_memory_offset"].int64_param = part.offset
+        tensor.parameters["shared_memory_byte_size"].int64_param = len(raw)
+        raw = b""
+    response.raw_output_contents.append(raw)
+
+
+def largest(array: NDArray[Any], count: int) -> NDArray[np.object_]:
+    """Return the largest values of each sample as Triton's ``class_count`` has them.
+
+    [n, k] of ``value:index``, the largest first, k being ``count`` or, if that is fewer, the
+    elements of a sample [n, …].
+    """
+    rows = array.reshape(len(array), math.prod(array.shape[1:]))
+    order = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]
+    return np.array(
+        [
+            [f"{row[index]:f}:{index}".encode() for index in indices]
+            for row, indices in zip(rows, order, strict=True)
+        ],
+        dtype=np.object_,
+    ).reshape(order.shape)
+
+
 def write_only(
-    request: ModelInferRequest, result: EngineResult, outputs: Sequence[str]
+    request: ModelInferRequest, result: EngineResult, call: InferCall, version: str
 ) -> ModelStreamInferResponse:
     """The one response to a request on a stream that is not decoupled."""
-    response = write_response(request, result, outputs)
+    response = write_response(request, result, call, version)
     response.parameters["offramp_answer"].string_param = ResultKind.ANSWER.value
     _end(response, final=True)
     return ModelStreamInferResponse(infer_response=response)
 
 
 def write_streamed(
-    request: ModelInferRequest, result: StreamResult, outputs: Sequence[str]
+    request: ModelInferRequest, result: StreamResult, call: InferCall, version: str
 ) -> ModelStreamInferResponse:
     """The response that carries one of the results of a decoupled request.
 
     ``offramp_corrected``, 0 or 1 a sample, is there only where something was corrected. Whose
     answer is the unmodified model's is told by ``offramp_exits``.
     """
-    response = write_response(request, result, outputs)
+    response = write_response(request, result, call, version)
     response.parameters["offramp_answer"].string_param = result.kind.value
     _end(response, final=result.kind is not ResultKind.EARLY)
     if result.corrected.any():
@@ -226,9 +285,9 @@ def write_streamed(
     return ModelStreamInferResponse(infer_response=response)
 
 
-def write_end(request: ModelInferRequest) -> ModelStreamInferResponse:
+def write_end(request: ModelInferRequest, version: str) -> ModelStreamInferResponse:
     """The empty last response to a decoupled request, where no answer follows after all."""
-    response = _response_to(request)
+    response = _response_to(request, version)
     _end(response, final=True)
     return ModelStreamInferResponse(infer_response=response)
 
@@ -237,27 +296,27 @@ def write_failure(
     request: ModelInferRequest, code: grpc.StatusCode, message: str
 ) -> ModelStreamInferResponse:
     """The error that a request on a stream has instead of an answer."""
-    response = _response_to(request)
+    response = _response_to(request, request.model_version)
     _end(response, final=True)
     response.parameters["offramp_status"].string_param = code.name
     return ModelStreamInferResponse(error_message=message, infer_response=response)
 
 
-def write_metadata(model: ModelInfo) -> ModelMetadataResponse:
-    """A model's inputs and outputs as a response."""
+def write_metadata(name: str, versions: Sequence[str], model: ModelInfo) -> ModelMetadataResponse:
+    """Return a model's name, served versions, inputs and outputs."""
     return ModelMetadataResponse(
-        name=model.name,
-        versions=[MODEL_VERSION],
+        name=name,
+        versions=versions,
         platform=model.platform,
         inputs=[_tensor_metadata(tensor) for tensor in model.inputs],
         outputs=[_tensor_metadata(tensor) for tensor in model.outputs],
     )
 
 
-def write_config(model: ModelInfo) -> ModelConfig:
-    """The fields of Triton's model configuration that mean something here."""
+def write_config(name: str, model: ModelInfo) -> ModelConfig:
+    """Return the fields of Triton's model configuration that mean something here."""
     return ModelConfig(
-        name=model.name,
+        name=name,
         platform=model.platform,
         max_batch_size=model.max_batch_size,
         input=[
@@ -278,10 +337,8 @@ def _configured(tensor: TensorSpec) -> dict[str, Any]:
     }
 
 
-def _response_to(request: ModelInferRequest) -> ModelInferResponse:
-    return ModelInferResponse(
-        model_name=request.model_name, model_version=MODEL_VERSION, id=request.id
-    )
+def _response_to(request: ModelInferRequest, version: str) -> ModelInferResponse:
+    return ModelInferResponse(model_name=request.model_name, model_version=version, id=request.id)
 
 
 def _end(response: ModelInferResponse, *, final: bool) -> None:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from offramp.engine.requests.results import ModelInfo
 from offramp.proto.request_bytes import (
     MAX_FIELDS,
+    QUICK_BYTES,
     SMALL_BYTES,
     InferMessage,
     MessageError,
@@ -24,6 +25,7 @@ from offramp.proto.request_bytes import (
 )
 from offramp.server.common.errors import RequestLimitError, UndecodableError
 from offramp.server.requests.codec import InferCall, read_request
+from offramp.server.requests.shared_memory import SharedRegions, shared_bytes
 
 _SMALL_MESSAGE_BYTES: Final = 4096
 _MANY_FIELDS: Final = 64
@@ -40,7 +42,9 @@ class RequestDecoder:
     millisecond: between two of those whatever else the loop has to do gets its turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, regions: SharedRegions | None = None) -> None:
+        """``regions`` are shared memory that requests may have tensors in."""
+        self._regions = regions or SharedRegions()
         self._turn = asyncio.Lock()
         self._turn_on_loop = asyncio.Lock()
 
@@ -73,15 +77,24 @@ class RequestDecoder:
                     await asyncio.sleep(0)
 
     async def call(
-        self, message: InferMessage, model: ModelInfo, *, time_remaining_s: float | None
+        self,
+        message: InferMessage,
+        model: ModelInfo,
+        *,
+        time_remaining_s: float | None,
     ) -> InferCall:
         """Decode the tensors and parameters of a request, as :func:`read_request` does."""
-        now_s = time.monotonic()
-        if not message.slow:
-            return read_request(message, model, now_s=now_s, time_remaining_s=time_remaining_s)
-        return await self._run(
-            partial(read_request, message, model, now_s=now_s, time_remaining_s=time_remaining_s)
+        read = partial(
+            read_request,
+            message,
+            model,
+            now_s=time.monotonic(),
+            time_remaining_s=time_remaining_s,
+            regions=self._regions,
         )
+        if message.slow or shared_bytes(message.head) > QUICK_BYTES:
+            return await self._run(read)
+        return read()
 
     async def _run(self, work: Callable[[], _T]) -> _T:
         async with self._turn:

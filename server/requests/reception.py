@@ -240,6 +240,8 @@ class Reception:
         """Requests that were admitted so far."""
         self.streams = 0
         """Open now."""
+        self.last_answers: dict[str, float] = {}
+        """By model, the time of its last answer: seconds since the epoch."""
         self._watches: Counter[str] = Counter()
         """Open now, by peer."""
         self.held_bytes = 0
@@ -287,6 +289,13 @@ class Reception:
         self.held_bytes += size_bytes
         visit.admitted = True
         visit.size_bytes = size_bytes
+
+    def hold_more(self, visit: Visit, size_bytes: int) -> None:
+        """Hold what a request has beside its message, in shared memory; HeldBytesError."""
+        if self.held_bytes + size_bytes > self._max_bytes:
+            raise self._full(size_bytes)
+        self.held_bytes += size_bytes
+        visit.size_bytes += size_bytes
 
     def open_stream(self, visit: Visit) -> None:
         """Take a stream; RequestCountError if as many of its kind are open as may be."""
@@ -351,6 +360,8 @@ class Reception:
         """The call is answered, refused, or its caller has left."""
         if visit.answer is None:
             self._release(visit)
+        if visit.rows:
+            self.last_answers[visit.model] = time.time()
         stream = visit.kind is not CallKind.REQUEST
         if self._access_log and not (stream and visit.code is grpc.StatusCode.OK):
             self._log_access(visit)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -13,6 +14,7 @@ import grpc
 from offramp.engine.requests.results import ResultKind
 from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.proto.request_bytes import InferMessage
+from offramp.server.common.catalog import Catalog, ServedName
 from offramp.server.common.served import ServedEngine
 from offramp.server.requests.codec import (
     InferCall,
@@ -24,6 +26,7 @@ from offramp.server.requests.codec import (
 )
 from offramp.server.requests.decoding import RequestDecoder
 from offramp.server.requests.reception import Reception, Visit
+from offramp.server.requests.shared_memory import shared_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class RequestStream:
         *,
         reception: Reception | None = None,
         decoder: RequestDecoder | None = None,
+        catalog: Catalog | None = None,
         peer: str = "",
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
@@ -60,6 +64,7 @@ class RequestStream:
         self._write = write
         self._reception = reception or Reception()
         self._decoder = decoder or RequestDecoder()
+        self._catalog = catalog or Catalog(engine)
         self._peer = peer
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(max_in_flight)
@@ -126,17 +131,17 @@ class RequestStream:
         request = message.head
         with self._visit(request) as visit:
             try:
-                call = await self._read_call(visit, message, size_bytes)
+                served, call = await self._read_call(visit, message, size_bytes)
                 del message
                 result = await self._engine.infer(
-                    request.model_name,
+                    served.engine_name,
                     call.inputs,
                     deadline_s=call.deadline_s,
                     priority=call.priority,
                     source=visit.source,
                 )
                 visit.rows = len(result.exits)
-                return write_only(request, result, call.outputs)
+                return write_only(request, result, call, served.version)
             except Exception as error:
                 return self._failure(visit, request, error)
 
@@ -155,17 +160,22 @@ class RequestStream:
         request = message.head
         with self._visit(request) as visit:
             try:
-                call = await self._read_call(visit, message, size_bytes)
+                served, call = await self._read_call(visit, message, size_bytes)
                 del message
-                await self._send_all(visit, request, call, send)
+                await self._send_all(visit, request, served, call, send)
             except Exception as error:
                 send(self._failure(visit, request, error))
 
     async def _send_all(
-        self, visit: Visit, request: ModelInferRequest, call: InferCall, send: _Send
+        self,
+        visit: Visit,
+        request: ModelInferRequest,
+        served: ServedName,
+        call: InferCall,
+        send: _Send,
     ) -> None:
         results = self._engine.infer_stream(
-            request.model_name,
+            served.engine_name,
             call.inputs,
             deadline_s=call.deadline_s,
             priority=call.priority,
@@ -176,9 +186,9 @@ class RequestStream:
             async for result in results:
                 more = result.kind is ResultKind.EARLY
                 visit.rows = len(result.exits)
-                send(write_streamed(request, result, call.outputs))
+                send(write_streamed(request, result, call, served.version))
         if more and call.empty_final_response:  # the final answer was lost
-            send(write_end(request))
+            send(write_end(request, served.version))
 
     @contextmanager
     def _visit(self, request: ModelInferRequest) -> Iterator[Visit]:
@@ -192,11 +202,17 @@ class RequestStream:
         finally:
             self._reception.leave(visit)
 
-    async def _read_call(self, visit: Visit, message: InferMessage, size_bytes: int) -> InferCall:
+    async def _read_call(
+        self, visit: Visit, message: InferMessage, size_bytes: int
+    ) -> tuple[ServedName, InferCall]:
+        """Return the version that answers, and what to call the engine with."""
         self._reception.hold(visit, size_bytes)
-        model = self._engine.model(message.head.model_name)
+        self._reception.hold_more(visit, shared_bytes(message.head))
+        find = partial(self._catalog.find, message.head.model_name, message.head.model_version)
+        model = self._engine.model(find().engine_name)
         # gRPC's deadline is the whole stream's, and says nothing about one request of it.
-        return await self._decoder.call(message, model, time_remaining_s=None)
+        call = await self._decoder.call(message, model, time_remaining_s=None)
+        return find(), call  # another version may have come in the meantime
 
     def _failure(
         self, visit: Visit, request: ModelInferRequest, error: Exception

@@ -238,7 +238,7 @@ def _described(channel: grpc.Channel) -> Json:
                 request = getattr(triton, f"{method}Request")(name=name, version=version)
                 answer = _call(channel, method, request.SerializeToString())
                 found[f"{method} {name or 'nothing'} {version}".strip()] = answer
-    for method in ("ServerLive", "ServerReady", "RepositoryIndex", "ModelStatistics"):
+    for method in ("ServerLive", "ServerReady", "RepositoryIndex"):
         found[method] = _call(channel, method, b"")
     found["broken"] = _call(channel, "ModelMetadata", BROKEN)
     found["ServerMetadata"] = _call(channel, "ServerMetadata", b"", without=("version",))

@@ -15,7 +15,7 @@ from offramp.server.arguments.command_line import make_parser
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.endpoints import MAX_CALLS
 from offramp.server.requests.streaming import MAX_IN_FLIGHT
-from offramp.server.service import ARRIVAL_S
+from offramp.server.services.service import ARRIVAL_S
 
 TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|]+) \| (\d+)(?: \w+)? \| (?:`(--[\w-]+)`|–) \|", TEXT, re.MULTILINE)

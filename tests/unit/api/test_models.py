@@ -387,6 +387,8 @@ NOT_KEYWORDS = {
     *("--grpc-port", "--http-port"),  # arguments of serve, with defaults of their own
     *("--model", "--config"),  # models are an argument
     *("--cluster", "--ray-address"),  # for servers
+    *("--model-repository", "--model-control", "--load-model", "--model-versions"),  # likewise
+    "--repository-poll-s",
     *("--custom-ops", "--criterion-module"),  # code: using_libraries and register
     "--drain-delay-s",  # nobody looks for another server
 }

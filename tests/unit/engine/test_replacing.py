@@ -32,6 +32,7 @@ from offramp.engine.common.errors import (
     OutOfServiceError,
 )
 from offramp.engine.core import Engine
+from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.requests.results import ResultKind
 from offramp.engine.scheduling import DeviceScheduler
@@ -54,13 +55,17 @@ class Loader:
 
     make: Callable[[], ServedModel]
     asked: list[tuple[str, Path, Mode | None]] = field(default_factory=list)
+    options: list[ModelOptions | None] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     gate: Callable[[], None] = lambda: None
     loading: int = 0
     most_loading: int = 0
 
-    async def __call__(self, name: str, path: Path, mode: Mode | None) -> LoadedModel:
+    async def __call__(
+        self, name: str, path: Path, mode: Mode | None, options: ModelOptions | None = None
+    ) -> LoadedModel:
         self.asked.append((name, path, mode))
+        self.options.append(options)
         self.loading += 1
         self.most_loading = max(self.most_loading, self.loading)
         number = len(self.asked)
@@ -134,6 +139,54 @@ def test_new_requests_go_to_the_new_version_and_old_ones_end_with_the_old() -> N
 
 def partial_model(backend: FakeBackend, *given: Any, **options: Any) -> Callable[[], ServedModel]:
     return lambda: fake_model(backend, *given, **options)
+
+
+def test_a_model_comes_and_goes_while_another_is_served() -> None:
+    """What it has in flight is answered, and its counts are kept until it comes again."""
+    gate, backend = Gate(), FakeBackend()
+    options = ModelOptions(max_batch_size=7)
+
+    async def body() -> None:
+        first = fake_model(backend, streams=2)
+        second = partial_model(backend, (0.6,), streams=2)
+        async with serving(first, backend, second, streams=2) as (engine, load):
+            await engine.load("other", PATH, options=options)
+            assert (load.asked, load.options) == ([("other", PATH, None)], [options])
+            assert [m.name for m in engine.models()] == ["fake", "other"]
+            assert (await engine.infer("other", HALF_SURE)).exits.tolist() == [0]
+            backend.on_run = lambda stage, rows: (
+                None if gate.entered.is_set() else gate(stage, rows)
+            )
+            running = asyncio.create_task(engine.infer("other", HALF_SURE))
+            await gate.wait_entered()
+            await engine.unload("other")
+            with pytest.raises(ModelNotServedError, match="no model 'other' is served here"):
+                await engine.infer("other", HALF_SURE)
+            assert await exit_of(engine) == -1
+            gate.open()
+            assert (await running).exits.tolist() == [0]
+            await until(removed(engine))
+            await engine.load("other", PATH)
+            again = engine.statistics()["other"]
+            assert again.earlier is not None
+            assert (again.version, again.requests, again.earlier.answered) == (2, 0, 2)
+
+    asyncio.run(body())
+
+
+def test_all_models_may_be_unloaded_and_none_need_be_there_at_the_start() -> None:
+    async def body() -> None:
+        backend = FakeBackend()
+        async with serving(fake_model(backend), backend, partial_model(backend)) as (engine, _):
+            await engine.unload("fake")
+            await until(lambda: not engine._executor._models)
+            assert (engine.models(), engine.live()) == ((), True)
+            with pytest.raises(ModelNotServedError):
+                await engine.unload("fake")
+            await engine.load("fake", PATH)
+            assert await exit_of(engine) == -1
+
+    asyncio.run(body())
 
 
 def test_versions_follow_each_other_and_their_counts_add_up() -> None:

@@ -21,8 +21,9 @@ from tests.unit.server.test_connections import is_open, wait_until
 from offramp.client import Client
 from offramp.client.conversion import build_request
 from offramp.proto.descriptors import method_path
-from offramp.server import endpoints, reception
+from offramp.server import endpoints
 from offramp.server.arguments.options import ServerOptions
+from offramp.server.requests import reception
 from offramp.server.requests.reception import (
     CROWDED_S,
     MAX_RESETS,

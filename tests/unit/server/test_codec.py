@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.engine.common.errors import BadInputError, ModelNotServedError
+from offramp.engine.common.errors import BadInputError
 from offramp.engine.requests.results import EngineResult
 from offramp.proto.messages import ModelInferRequest
 from offramp.proto.request_bytes import InferMessage
 from offramp.server.common.errors import UndecodableError
 from offramp.server.requests.codec import (
     InferCall,
-    check_version,
+    WantedOutput,
     is_decoupled,
+    largest,
     read_request,
     write_response,
 )
@@ -125,37 +126,34 @@ def test_outputs_keep_the_order_asked_for() -> None:
     for name in "caca":
         asked.outputs.add(name=name)
     how: Any = {"now_s": 0.0, "time_remaining_s": None}
-    assert read_request(whole(asked), model, **how).outputs == ("c", "a")
-    assert read_request(whole(request()), model, **how).outputs == ("a", "b", "c")
+    assert [o.name for o in read_request(whole(asked), model, **how).outputs] == ["c", "a"]
+    assert [o.name for o in read_request(whole(request()), model, **how).outputs] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("parameter", ["shared_memory_region", "classification"])
-def test_outputs_in_another_form_are_refused(parameter: str) -> None:
-    asked = request()
-    asked.outputs.add(name="logits").parameters[parameter].int64_param = 1
-    with pytest.raises(BadInputError, match=f"'logits' has the parameter '{parameter}'"):
-        read(asked)
-
-
-def test_inputs_in_shared_memory_are_refused() -> None:
+def test_a_region_that_is_not_registered_is_refused() -> None:
     asked = request()
     asked.inputs.add(name="x").parameters["shared_memory_region"].string_param = "r"
-    with pytest.raises(BadInputError, match="'x' has the parameter 'shared_memory_region'"):
+    with pytest.raises(BadInputError, match="no shared memory region 'r'; registered: none"):
         read(asked)
 
 
-def test_there_is_one_version() -> None:
-    check_version("fake", "")
-    check_version("fake", "1")
-    with pytest.raises(ModelNotServedError, match="no version '2'; leave the version empty"):
-        check_version("fake", "2")
+@pytest.mark.parametrize(
+    ("array", "count", "expected"),
+    [
+        ([[0.5, 2.0, -1.0]], 2, [[b"2.000000:1", b"0.500000:0"]]),
+        ([[1.0, 1.0], [0.0, 3.0]], 1, [[b"1.000000:0"], [b"3.000000:1"]]),
+        ([[[1.0, 4.0], [3.0, 2.0]]], 9,
+         [[b"4.000000:1", b"3.000000:2", b"2.000000:3", b"1.000000:0"]]),
+    ],
+)  # fmt: skip
+def test_classes_are_the_largest_values_with_their_indices(
+    array: Any, count: int, expected: Any
+) -> None:
+    assert largest(np.array(array, np.float32), count).tolist() == expected
 
 
-def test_a_request_for_another_version_is_refused() -> None:
-    asked = request()
-    asked.model_version = "2"
-    with pytest.raises(ModelNotServedError, match="model 'fake' has no version '2'"):
-        read(asked)
+def test_classes_of_no_samples_are_none() -> None:
+    assert largest(np.zeros((0, 3), np.float32), 2).shape == (0, 2)
 
 
 def test_an_output_that_went_with_the_model_that_had_it_is_named() -> None:
@@ -167,6 +165,9 @@ def test_an_output_that_went_with_the_model_that_had_it_is_named() -> None:
         policy_version=1,
         variants=np.zeros(1, np.int16),
     )
-    assert write_response(request(), result, ("scores",)).outputs[0].name == "scores"
+    call = read(request())
+    scores = dataclasses.replace(call, outputs=(WantedOutput("scores"),))
+    response = write_response(request(), result, scores, "3")
+    assert (response.outputs[0].name, response.model_version) == ("scores", "3")
     with pytest.raises(BadInputError, match=r"'fake' was replaced.*no output 'logits'.*scores"):
-        write_response(request(), result, ("logits",))
+        write_response(request(), result, call, "3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from offramp.proto.descriptors import FILE, SERVICE
-from offramp.testing.engine import FakeEngine, fake_model
+from offramp.testing.engine import FakeEngine
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -46,7 +47,7 @@ def test_a_watcher_is_told(served: Any) -> None:
 
 def test_health_follows_the_engine_while_serving(served: Any) -> None:
     """Watchers are told, each of its own: the engine itself tells nobody."""
-    served.engine.served = (*served.engine.served, fake_model("other"))
+    served.run(served.repository.change({"fake": Path(), "other": Path()}, {}))
     with grpc.insecure_channel(served.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watches = {
@@ -101,6 +102,7 @@ def test_reflection_lists_the_services(served: Any) -> None:
     listed = reflect(served.address, list_services="").list_services_response.service
     assert [service.name for service in listed] == [
         "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
         "inference.GRPCInferenceService",
     ]

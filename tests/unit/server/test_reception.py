@@ -282,7 +282,7 @@ def test_calls_whose_message_never_comes_keep_nobody_out(
 
 
 def test_a_message_has_to_arrive_in_time(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.server.service.ARRIVAL_S", 0.05)
+    monkeypatch.setattr("offramp.server.services.service.ARRIVAL_S", 0.05)
     with grpc.insecure_channel(served.address) as channel:
         call: Any = channel.stream_unary(INFER).future(silent(), timeout=30)
         assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED

@@ -125,7 +125,9 @@ def test_metadata_and_readiness(served: Any) -> None:
     assert metadata.outputs["logits"].shape == (-1, 3)
     request = messages.ServerMetadataRequest()
     server = call(served.address, "ServerMetadata", request, messages.ServerMetadataResponse)
-    assert (server.name, list(server.extensions)) == ("offramp", [])
+    assert server.name == "offramp"
+    assert list(server.extensions) == sorted(server.extensions)
+    assert "system_shared_memory" in server.extensions
     live = call(
         served.address, "ServerLive", messages.ServerLiveRequest(), messages.ServerLiveResponse
     )
@@ -140,7 +142,7 @@ def test_metadata_and_readiness(served: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs", "error", "message"),
     [
-        ("fak", {"x": X}, None, UnknownModelError, "no model 'fak' is served; served: fake"),
+        ("fak", {"x": X}, None, UnknownModelError, "did you mean 'fake'[?] served: 'fake'"),
         ("fake", {"y": X}, None, InvalidInputError, "no input 'y'"),
         ("fake", {}, None, InvalidInputError, "input 'x' is missing"),
         ("fake", {"x": X[:, :3]}, None, InvalidInputError, r"float32 \[2, 3\]"),
@@ -234,7 +236,7 @@ def test_a_client_that_hangs_up_withdraws_its_request_alone(served: Any) -> None
 def test_a_method_that_is_not_there_is_unimplemented(served: Any) -> None:
     request = messages.ModelReadyRequest(name="fake")
     with pytest.raises(grpc.RpcError) as caught:
-        call(served.address, "ModelStatistics", request, messages.ModelReadyResponse)
+        call(served.address, "ModelTrain", request, messages.ModelReadyResponse)
     error: Any = caught.value
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 

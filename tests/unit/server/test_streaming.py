@@ -311,7 +311,7 @@ def test_decoupled_answers_come_as_they_are_ready_and_errors_leave_the_stream_op
         )
         for response in responses
     ]
-    refused = "no model 'no' is served; served: fake"
+    refused = "no model 'no' is served here; served: 'fake'"
     assert sorted(told[:3]) == [
         ("a", "", "early", False), ("b", refused, "", True), ("c", "", "answer", True),
     ]  # fmt: skip

@@ -7,8 +7,8 @@ decode it answers with UNKNOWN, and with a traceback in the log.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import wraps
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
@@ -16,25 +16,34 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
 from offramp import __version__
-from offramp.engine.common.errors import DeadlineExceededError, ModelNotServedError
+from offramp.engine.common.errors import DeadlineExceededError
 from offramp.proto import messages
 from offramp.proto.descriptors import FILE, SERVICE
+from offramp.server.common.catalog import Catalog
 from offramp.server.common.errors import UndecodableError
 from offramp.server.common.served import ServedEngine
-from offramp.server.requests.codec import (
-    check_version,
-    write_config,
-    write_metadata,
-    write_response,
-)
+from offramp.server.requests.codec import write_config, write_metadata, write_response
 from offramp.server.requests.decoding import RequestDecoder, Turns, decode_small
 from offramp.server.requests.reception import CallKind, Method, Reception, Visit, answering_errors
+from offramp.server.requests.shared_memory import SharedRegions, shared_bytes
 from offramp.server.requests.streaming import RequestStream
+from offramp.server.services.management import ManagementService
 
 _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVER_NAME: Final = "offramp"
+
+EXTENSIONS: Final = (
+    "classification",
+    "logging",
+    "model_configuration",
+    "model_repository",
+    "statistics",
+    "system_shared_memory",
+    "trace",
+)
+"""Extensions of the protocol that are implemented, by Triton's names."""
 
 SLO_METADATA: Final = ("offramp-deadline", "slo")
 """Of a call that leaves its deadline to the model's SLO, whatever gRPC's is."""
@@ -53,10 +62,17 @@ class InferenceService:
     withdraws that request alone.
     """
 
-    def __init__(self, engine: ServedEngine, reception: Reception) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        reception: Reception,
+        catalog: Catalog | None = None,
+        regions: SharedRegions | None = None,
+    ) -> None:
         self._engine = engine
         self._reception = reception
-        self._decoder = RequestDecoder()
+        self._catalog = catalog or Catalog(engine)
+        self._decoder = RequestDecoder(regions)
         self._turns = Turns()
 
     async def ServerLive(  # noqa: N802 - the protocol's name
@@ -75,34 +91,31 @@ class InferenceService:
         self, request: messages.ModelReadyRequest, _context: _Context
     ) -> messages.ModelReadyResponse:
         """Not ready, rather than an error, for a model that is not there, as in Triton."""
-        try:
-            check_version(request.name, request.version)
-            self._engine.model(request.name)
-        except ModelNotServedError:
-            return messages.ModelReadyResponse(ready=False)
-        return messages.ModelReadyResponse(ready=self._engine.ready(request.name))
+        ready = self._catalog.ready(request.name, request.version)
+        return messages.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(  # noqa: N802
         self, _request: messages.ServerMetadataRequest, _context: _Context
     ) -> messages.ServerMetadataResponse:
-        """No extensions: perf_analyzer stops at one that is named and not implemented."""
-        return messages.ServerMetadataResponse(name=SERVER_NAME, version=__version__)
+        """Name the extensions of the protocol that are implemented."""
+        return messages.ServerMetadataResponse(
+            name=SERVER_NAME, version=__version__, extensions=EXTENSIONS
+        )
 
     async def ModelMetadata(  # noqa: N802
         self, request: messages.ModelMetadataRequest, _context: _Context
     ) -> messages.ModelMetadataResponse:
         """Inputs and outputs of a model."""
-        model = self._engine.model(request.name)
-        check_version(request.name, request.version)
-        return write_metadata(model)
+        model = self._catalog.model(request.name, request.version)
+        versions = [served.version for served in self._catalog.served(request.name)]
+        return write_metadata(request.name, versions, model)
 
     async def ModelConfig(  # noqa: N802
         self, request: messages.ModelConfigRequest, _context: _Context
     ) -> messages.ModelConfigResponse:
         """The configuration that perf_analyzer reads: batch size, and one answer a request."""
-        model = self._engine.model(request.name)
-        check_version(request.name, request.version)
-        return messages.ModelConfigResponse(config=write_config(model))
+        model = self._catalog.model(request.name, request.version)
+        return messages.ModelConfigResponse(config=write_config(request.name, model))
 
     async def ModelInfer(  # noqa: N802
         self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
@@ -115,18 +128,21 @@ class InferenceService:
         del data  # the arrays refer to it, for as long as they live
         request = message.head
         visit.model = request.model_name
-        model = self._engine.model(request.model_name)
+        find = partial(self._catalog.find, request.model_name, request.model_version)
+        model = self._engine.model(find().engine_name)
+        self._reception.hold_more(visit, shared_bytes(request))
         call = await self._decoder.call(message, model, time_remaining_s=_time_remaining_s(context))
         del message
+        served = find()  # another version may have come in the meantime
         result = await self._engine.infer(
-            request.model_name,
+            served.engine_name,
             call.inputs,
             deadline_s=call.deadline_s,
             priority=call.priority,
             source=visit.source,
         )
         visit.rows = len(result.exits)
-        return write_response(request, result, call.outputs)
+        return write_response(request, result, call, served.version)
 
     async def ModelStreamInfer(  # noqa: N802
         self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
@@ -143,6 +159,7 @@ class InferenceService:
             write,
             reception=self._reception,
             decoder=self._decoder,
+            catalog=self._catalog,
             peer=visit.peer,
         )
         await stream.serve(self._messages(context))
@@ -182,19 +199,21 @@ def _time_remaining_s(context: _Context) -> float | None:
     return context.time_remaining()
 
 
-def inference_handler(engine: ServedEngine, reception: Reception) -> grpc.GenericRpcHandler:
-    """The service as grpc takes it; methods that it lacks are answered UNIMPLEMENTED."""
-    service = InferenceService(engine, reception)
+def inference_handler(
+    inference: InferenceService, management: ManagementService, reception: Reception
+) -> grpc.GenericRpcHandler:
+    """Return the service as grpc takes it."""
     methods = FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
-    return grpc.method_handlers_generic_handler(
-        SERVICE, {method.name: _method_handler(service, reception, method) for method in methods}
-    )
+    handlers = {}
+    for method in methods:
+        owner = inference if hasattr(inference, method.name) else management
+        handlers[method.name] = _method_handler(getattr(owner, method.name), reception, method)
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
 def _method_handler(
-    service: InferenceService, reception: Reception, method: MethodDescriptor
+    call: Callable[..., Awaitable[Any]], reception: Reception, method: MethodDescriptor
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    call = getattr(service, method.name)
     serialize = getattr(messages, method.output_type.name).SerializeToString
     if method.client_streaming:
         answer = answering_errors(reception, method.name, call, kind=CallKind.STREAM)
@@ -226,9 +245,13 @@ _Handler: TypeAlias = Any
 class GuardedServer:
     """Stands in for a server where generated code adds a service to it."""
 
-    def __init__(self, server: grpc.aio.Server, reception: Reception) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, reception: Reception, *, also: Sequence[str] = ()
+    ) -> None:
+        """``also`` are further names that a service is added under."""
         self._server = server
         self._reception = reception
+        self._also = also
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
         """Do nothing: the same handlers come once more, by name."""
@@ -239,9 +262,10 @@ class GuardedServer:
         """Add the methods of a service."""
         reception = self._reception
         guarded = {name: _guarded(name, made, reception) for name, made in handlers.items()}
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, guarded),)
-        )
+        for name in (service, *self._also):
+            self._server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(name, guarded),)
+            )
 
 
 def _guarded(name: str, handler: _Handler, reception: Reception) -> _Handler:

@@ -1,0 +1,167 @@
+"""Groups of options of ``eeserve`` for the server itself: network, model repository, keepalive."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offramp.server.arguments.option_groups import OptionGroup, integer, number, port
+from offramp.server.arguments.options import (
+    MAX_COUNT,
+    MAX_MESSAGE_MIB,
+    KeepaliveOptions,
+    ModelRepositoryOptions,
+    RepositoryControl,
+    ServerOptions,
+    VersionChoice,
+)
+
+
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`ServerOptions`."""
+    options = OptionGroup(
+        parser,
+        "network",
+        "Both ports listen on one interface; *, 0.0.0.0 and :: are all of them, by IPv4\n"
+        "and IPv6. Port 0 is any free one.",
+        ServerOptions(),
+    )
+    options.add("--host", "interface, or * for all", metavar="ADDRESS")
+    options.add("--grpc-port", "port of gRPC", metavar="PORT", type=port)
+    options.add("--http-port", "port of status page and metrics", metavar="PORT", type=port)
+    options.add(
+        "--max-message-mib",
+        "largest request; a larger one gets RESOURCE_EXHAUSTED",
+        metavar="MIB",
+        type=integer(1, MAX_MESSAGE_MIB),
+    )
+    options.add(
+        "--max-queue-mib",
+        "memory for the messages of requests that are being answered; more requests get "
+        "RESOURCE_EXHAUSTED",
+        metavar="MIB",
+        type=integer(1, MAX_COUNT),
+    )
+    options.add(
+        "--max-concurrent-requests",
+        "most requests that are being answered; more get RESOURCE_EXHAUSTED",
+        metavar="N",
+        type=integer(1, MAX_COUNT),
+    )
+    options.add(
+        "--max-connections",
+        "most connections of gRPC; a further one is closed at once",
+        metavar="N",
+        type=integer(1, MAX_COUNT),
+    )
+    options.add(
+        "--drain-delay-s",
+        "after SIGTERM readiness ends at once; new requests are answered for so long, "
+        "until load balancers have noticed (after SIGINT: not at all)",
+        metavar="S",
+        type=number(0.0),
+    )
+    options.add(
+        "--shutdown-timeout-s",
+        "after that, longest wait for requests in flight",
+        metavar="S",
+        type=number(0.0),
+    )
+
+
+def model_versions(text: str) -> VersionChoice:
+    """Read which versions of a model are served."""
+    try:
+        return VersionChoice.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_repository(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`ModelRepositoryOptions`."""
+    options = OptionGroup(
+        parser,
+        "model repository",
+        "A folder with a folder for each model, and in it a version each: NAME/1.ee,\n"
+        "NAME/1.onnx, or as Triton has it NAME/1/model.onnx.",
+        ModelRepositoryOptions(),
+    )
+    options.add(
+        "--model-repository",
+        "serve the models in this folder, besides those that are named",
+        metavar="DIR",
+        type=Path,
+    )
+    options.add(
+        "--model-control",
+        "what loads and unloads models while the server runs: none; explicit, clients; or poll, "
+        "changes in the folder",
+        metavar="MODE",
+        type=RepositoryControl,
+        choices=tuple(RepositoryControl),
+    )
+    options.add(
+        "--load-model",
+        "with --model-control explicit: load this model at the start; may be repeated (default: "
+        "no model)",
+        metavar="NAME",
+        action="append",
+    )
+    options.add(
+        "--model-versions",
+        "versions of each model that are served: latest:N, all, or numbers such as 1,3 (default: "
+        "latest:1)",
+        metavar="WHICH",
+        type=model_versions,
+    )
+    options.add(
+        "--repository-poll-s",
+        "with --model-control poll: time between two looks at the folder",
+        metavar="S",
+        type=number(0.0, above=True),
+    )
+
+
+def add_keepalive(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`KeepaliveOptions`."""
+    options = OptionGroup(
+        parser,
+        "keepalive",
+        "HTTP/2 pings on the gRPC port; the options have Triton's names.",
+        KeepaliveOptions(),
+    )
+    milliseconds: Mapping[str, Any] = {"metavar": "MS", "type": integer(1, MAX_COUNT)}
+    count: Mapping[str, Any] = {"metavar": "N", "type": integer(0, MAX_COUNT)}
+    options.add(
+        "--grpc-keepalive-time-ms",
+        "the server pings a connection that has been silent for so long",
+        **milliseconds,
+    )
+    options.add(
+        "--grpc-keepalive-timeout-ms",
+        "the server closes a connection that does not answer a ping within this time",
+        **milliseconds,
+    )
+    options.add(
+        "--grpc-keepalive-permit-without-calls",
+        "send and accept pings on connections without a call too",
+        action=argparse.BooleanOptionalAction,
+    )
+    options.add(
+        "--grpc-http2-max-pings-without-data",
+        "pings that the server sends while it has no data to send; 0: no limit",
+        **count,
+    )
+    options.add(
+        "--grpc-http2-min-recv-ping-interval-without-data-ms",
+        "shortest time between two pings of a client to which the server sends no data",
+        metavar="MS",
+        type=integer(0, MAX_COUNT),
+    )
+    options.add(
+        "--grpc-http2-max-ping-strikes",
+        "earlier pings than that until the client gets GOAWAY (too_many_pings); 0: no limit",
+        **count,
+    )

@@ -1,0 +1,74 @@
+"""The layout of a model repository on disk, as Triton's: a folder a model, an entry a version.
+
+::
+
+    DIR/resnet/1.ee               bundle that eecompile wrote
+    DIR/resnet/2.onnx             ONNX file, served as it is
+    DIR/bert/1/model.onnx         the same, where Triton has it
+    DIR/bert/1/model.ee
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from offramp.engine.onnx_files import is_onnx_file
+
+_SUFFIXES: Final = (".ee", ".onnx")
+_MANIFEST: Final = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStamp:
+    """What tells whether a file is still the one that was loaded."""
+
+    modified_ns: int
+    size_bytes: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        """Return the stamp of an ONNX file, or of a bundle's manifest; ``None`` if it is absent."""
+        try:
+            status = (path if is_onnx_file(path) else path / _MANIFEST).stat()
+        except OSError:
+            return None
+        return cls(modified_ns=status.st_mtime_ns, size_bytes=status.st_size, inode=status.st_ino)
+
+
+def find_models(folder: Path) -> dict[str, dict[str, Path]]:
+    """Return the paths of all versions in a repository, by model and version.
+
+    What is no model is left out: files beside the folders of models, names that start with a dot,
+    and versions that are no number.
+    """
+    models = {}
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and not entry.name.startswith(".") and (found := find_versions(entry)):
+            models[entry.name] = found
+    return models
+
+
+def find_versions(folder: Path) -> dict[str, Path]:
+    """Return the paths of a model's versions, the newest first; empty if there is no such folder.
+
+    Versions are numbers from 1 on, and 3 is newer than 2.
+    """
+    if not folder.is_dir():
+        return {}
+    found = {}
+    for entry in folder.iterdir():
+        name = entry.stem if entry.suffix in _SUFFIXES else entry.name
+        path = _model_in(entry)
+        if path is not None and name.isascii() and name.isdigit() and int(name) > 0:
+            found[str(int(name))] = path
+    return {version: found[version] for version in sorted(found, key=int, reverse=True)}
+
+
+def _model_in(entry: Path) -> Path | None:
+    if entry.suffix in _SUFFIXES:
+        return entry
+    inside = (entry / f"model{suffix}" for suffix in _SUFFIXES)
+    return next((path for path in inside if path.exists()), None)

@@ -1,0 +1,311 @@
+"""The model repository: loads, replaces and unloads models while the server answers requests.
+
+A model is loaded while its former version serves; once it is ready, it takes the new requests, and
+the former one answers those that it has. Where loading fails, the former one serves on, and the
+index has the reason (as Triton's ``RepositoryIndex``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from offramp.bundle import BundleError
+from offramp.engine.common.errors import EngineError
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.onnx_files import OnnxFileError
+from offramp.server.arguments.options import ModelRepositoryOptions, RepositoryControl
+from offramp.server.common.catalog import ONLY_VERSION, Catalog, ServedName
+from offramp.server.common.errors import ModelControlError, ModelLoadError
+from offramp.server.common.served import ServedEngine
+from offramp.server.repository.layout import FileStamp, find_models, find_versions
+
+logger = logging.getLogger(__name__)
+
+
+class ModelState(StrEnum):
+    """The states of a version in the index; Triton's words."""
+
+    READY = "READY"
+    LOADING = "LOADING"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexEntry:
+    """A version of a model as the index lists it."""
+
+    name: str
+    version: str
+    state: ModelState
+    reason: str = ""
+    """Why it is not ready, or why its newest file is not served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """The file that a served version was loaded from."""
+
+    path: Path
+    stamp: FileStamp | None
+    options: ModelOptions
+
+
+class ModelRepository:
+    """The models of a server; used on the event loop's thread.
+
+    ``named`` are models that are served already, by their paths; ``options`` are those of each
+    model, and of ``""`` for all others.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        settings: ModelRepositoryOptions | None = None,
+        *,
+        named: Mapping[str, Path] | None = None,
+        options: Mapping[str, ModelOptions] | None = None,
+    ) -> None:
+        self.catalog: Final = Catalog(engine)
+        self._engine = engine
+        self._settings = settings or ModelRepositoryOptions()
+        self._named = dict(named or {})
+        self._options = {"": ModelOptions(), **(options or {})}
+        self._loaded: dict[tuple[str, str], _Loaded] = {
+            (name, ONLY_VERSION): _Loaded(
+                path=path, stamp=FileStamp.of(path), options=self.options_of(name)
+            )
+            for name, path in self._named.items()
+        }
+        self._changing: dict[tuple[str, str], ModelState] = {}
+        self._reasons: dict[tuple[str, str], str] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        """By model: one change at a time."""
+        self._polling: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Load what is to be served at the start, and begin to poll.
+
+        Raises:
+            ModelLoadError: A model of ``--load-model`` cannot be loaded. Others are left out, and
+                the log and the index have the reason.
+        """
+        settings = self._settings
+        if settings.model_repository is not None:
+            if settings.model_control is RepositoryControl.EXPLICIT:
+                for name in settings.load_model:
+                    await self._load(name)
+            else:
+                await self._follow_folder()
+        if settings.model_control is RepositoryControl.POLL:
+            self._polling = asyncio.create_task(self._poll(), name="repository")
+
+    async def stop(self) -> None:
+        """Poll no more."""
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.wait((self._polling,))
+            self._polling = None
+
+    async def index(self, *, ready: bool = False) -> Sequence[IndexEntry]:
+        """List all versions of all models that are served, or that the repository has."""
+        known = await asyncio.to_thread(self._found)
+        known |= {(served.name, served.version) for served in self.catalog}
+        known |= self._changing.keys() | self._reasons.keys()
+        entries = [self._entry(name, version) for name, version in sorted(known, key=_order)]
+        return [entry for entry in entries if not ready or entry.state is ModelState.READY]
+
+    async def load(self, name: str, override: ModelOptions | None = None) -> None:
+        """Load a model, or load it again if its files or its options have changed.
+
+        Raises:
+            ModelControlError: Clients may not load models here.
+            ModelLoadError: There is no such model, or it cannot be loaded.
+        """
+        self._check_control("loaded")
+        await self._load(name, override)
+
+    async def unload(self, name: str) -> None:
+        """Serve a model no more; requests that came before are answered.
+
+        Raises:
+            ModelControlError: Clients may not unload models here.
+            ModelNotServedError: No such model is served.
+        """
+        self._check_control("unloaded")
+        async with self._turn(name):
+            await self._unload(name, reason="unloaded")
+
+    async def change(self, named: Mapping[str, Path], options: Mapping[str, ModelOptions]) -> None:
+        """Serve other named models, by other options: what a configuration file says now.
+
+        Models that are gone are unloaded, those that changed are loaded again; where that fails,
+        the log has the reason, and what was served before is served on.
+        """
+        gone = self._named.keys() - named.keys()
+        self._named, self._options = dict(named), {"": ModelOptions(), **options}
+        for name in gone:
+            async with self._turn(name):
+                await self._unload(name, reason="not in the configuration file any more")
+        for name in (*named, *self._names_in_folder()):
+            if name in named or name in self.catalog.names():
+                await self._try_load(name)
+
+    def options_of(self, name: str) -> ModelOptions:
+        """Return the options that a model is loaded with, unless others are given."""
+        return self._options.get(name, self._options[""])
+
+    def _check_control(self, done: str) -> None:
+        if self._settings.model_control is not RepositoryControl.EXPLICIT:
+            raise ModelControlError(
+                f"models are not {done} by clients here (--model-control is "
+                f"{self._settings.model_control}); start the server with --model-control explicit"
+            )
+
+    async def _load(self, name: str, override: ModelOptions | None = None) -> None:
+        async with self._turn(name):
+            versions = await asyncio.to_thread(self._versions, name)
+            try:
+                chosen = self._chosen(name, versions)
+            except ValueError as error:
+                raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from None
+            before = {served.version: served for served in self.catalog.served(name)}
+            try:
+                for version in chosen:
+                    await self._refresh(name, version, versions[version], override)
+            except ModelLoadError:
+                new = {v for model, v in self._loaded if model == name} - before.keys()
+                await self._drop(self._named_in_engine(name, new))
+                raise
+            self.catalog.put(name, {v: self._engine_name(name, v) for v in chosen})
+            await self._drop(served for v, served in before.items() if v not in chosen)
+
+    async def _refresh(
+        self, name: str, version: str, path: Path, override: ModelOptions | None
+    ) -> None:
+        """Load a version unless it is served as it is."""
+        options = override or self.options_of(name)
+        stamp = await asyncio.to_thread(FileStamp.of, path)
+        now = _Loaded(path=path, stamp=stamp, options=options)
+        if self._loaded.get((name, version)) != now:
+            await self._load_version(name, version, now)
+
+    async def _load_version(self, name: str, version: str, now: _Loaded) -> None:
+        key, engine_name = (name, version), self._engine_name(name, version)
+        self._changing[key] = ModelState.LOADING
+        try:
+            await self._engine.load(engine_name, now.path, options=now.options)
+        except (BundleError, OnnxFileError, EngineError, OSError, ValueError) as error:
+            self._reasons[key] = str(error)
+            raise ModelLoadError(
+                f"model {name!r}, version {version}, cannot be loaded: {error}"
+            ) from error
+        finally:
+            self._changing.pop(key, None)
+        self._reasons.pop(key, None)
+        self._loaded[key] = now
+
+    async def _unload(self, name: str, *, reason: str) -> None:
+        self.catalog.find(name)  # raises why it is not served
+        served = self.catalog.served(name)
+        self.catalog.remove(name)
+        await self._drop(served, reason)
+
+    async def _drop(self, versions: Iterable[ServedName], reason: str = "") -> None:
+        """Have the engine unload versions that the catalog does not have any more."""
+        for served in versions:
+            key = (served.name, served.version)
+            self._changing[key] = ModelState.UNLOADING
+            try:
+                await self._engine.unload(served.engine_name)
+            finally:
+                self._changing.pop(key, None)
+            self._loaded.pop(key, None)
+            if reason:
+                self._reasons[key] = reason
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.repository_poll_s)
+            try:
+                await self._follow_folder()
+            except OSError as error:
+                logger.warning("the model repository cannot be read: %s", error)
+
+    async def _follow_folder(self) -> None:
+        """Load what is new or changed in the folder, and unload what is gone."""
+        there = set(await asyncio.to_thread(self._names_in_folder))
+        for name in set(self.catalog.names()) - there - self._named.keys():
+            async with self._turn(name):
+                await self._unload(name, reason="removed from the repository")
+        for name in sorted(there - self._named.keys()):
+            await self._try_load(name)
+
+    async def _try_load(self, name: str) -> None:
+        try:
+            await self._load(name)
+        except ModelLoadError as error:
+            logger.warning("%s", error)
+
+    def _names_in_folder(self) -> Sequence[str]:
+        folder = self._settings.model_repository
+        return () if folder is None else tuple(find_models(folder))
+
+    def _found(self) -> set[tuple[str, str]]:
+        """Return all versions in the folder."""
+        folder = self._settings.model_repository
+        models = {} if folder is None else find_models(folder)
+        return {(name, version) for name, versions in models.items() for version in versions}
+
+    def _versions(self, name: str) -> Mapping[str, Path]:
+        """Return the paths of a model's versions, the newest first."""
+        if name in self._named:
+            return {ONLY_VERSION: self._named[name]}
+        folder = self._settings.model_repository
+        plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
+        return {} if folder is None or not plain else find_versions(folder / name)
+
+    def _chosen(self, name: str, versions: Mapping[str, Path]) -> Sequence[str]:
+        if name in self._named:
+            return (ONLY_VERSION,)
+        if not versions:
+            folder = self._settings.model_repository
+            where = "" if folder is None else f"; expected for instance {folder}/{name}/1.ee"
+            raise ValueError(f"there is no version of it{where}")
+        return self._settings.model_versions.choose(versions)
+
+    def _named_in_engine(self, name: str, versions: Iterable[str]) -> Sequence[ServedName]:
+        return [ServedName(name, v, self._engine_name(name, v)) for v in versions]
+
+    def _engine_name(self, name: str, version: str) -> str:
+        """Return the name in the engine: a version's own, but for models that are named."""
+        return name if name in self._named else f"{name}:{version}"
+
+    def _entry(self, name: str, version: str) -> IndexEntry:
+        key = (name, version)
+        served = any((s.name, s.version) == key for s in self.catalog)
+        state = self._changing.get(key)
+        if state is None:
+            ready = served and self.catalog.ready(name, version)
+            state = ModelState.READY if ready else ModelState.UNAVAILABLE
+        reason = self._reasons.get(key, "")
+        if state is ModelState.UNAVAILABLE and not reason:
+            reason = "out of service" if served else "not loaded"
+        return IndexEntry(name=name, version=version, state=state, reason=reason)
+
+    @asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[None]:
+        lock = self._turns.setdefault(name, asyncio.Lock())
+        async with lock:
+            yield
+
+
+def _order(key: tuple[str, str]) -> tuple[str, int]:
+    return key[0], int(key[1])
