@@ -30,6 +30,7 @@ from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.message_memory import keep_large_blocks
 from offramp.server.requests.reception import Reception
+from offramp.server.services.protocol_services import ProtocolServices
 from offramp.server.sockets import check_free, fit_limits, join_address, raise_descriptors
 
 logger = logging.getLogger(__name__)
@@ -258,17 +259,21 @@ async def _listen(
 ) -> tuple[GrpcEndpoint, Listening]:
     """Start both endpoints; the stack stops them."""
     limits = fit_limits(options.max_connections)
-    reception = Reception(options)
-    http = HttpEndpoint(engine, reception, max_connections=limits.http)
-    stack.push_async_callback(http.stop)
-    endpoint = GrpcEndpoint(
+    services = ProtocolServices(
         engine,
-        max_message_bytes=options.max_message_mib * MIB,
-        max_connections=limits.grpc,
-        keepalive=options.keepalive,
-        reception=reception,
+        reception=Reception(options),
         repository=repository,
         read_options=model_options,
+    )
+    stack.callback(services.close)
+    max_message_bytes = options.max_message_mib * MIB
+    http = HttpEndpoint(services, max_message_bytes=max_message_bytes, max_connections=limits.http)
+    stack.push_async_callback(http.stop)
+    endpoint = GrpcEndpoint(
+        services,
+        max_message_bytes=max_message_bytes,
+        max_connections=limits.grpc,
+        keepalive=options.keepalive,
     )
     stack.push_async_callback(endpoint.stop, 0.0)
     http_port = await http.start(options.host, options.http_port)

@@ -23,11 +23,9 @@ from offramp.server.common.errors import StartError
 from offramp.server.common.served import ServedEngine
 from offramp.server.pages.metrics import CONTENT_TYPE, render_metrics
 from offramp.server.pages.status import render_status
-from offramp.server.repository.repository import ModelRepository
-from offramp.server.requests.reception import Reception
-from offramp.server.requests.shared_memory import SharedRegions
-from offramp.server.services.management import ManagementService, OptionsReader
-from offramp.server.services.service import GuardedServer, InferenceService, inference_handler
+from offramp.server.rest.routes import RestApi
+from offramp.server.services.protocol_services import ProtocolServices
+from offramp.server.services.service import GuardedServer, inference_handler
 from offramp.server.sockets import (
     MAX_HTTP_CONNECTIONS,
     HttpConnections,
@@ -129,19 +127,14 @@ class GrpcEndpoint:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        services: ProtocolServices,
         *,
         max_message_bytes: int,
         max_connections: int = MAX_CONNECTIONS,
         keepalive: KeepaliveOptions | None = None,
-        reception: Reception | None = None,
-        repository: ModelRepository | None = None,
-        read_options: OptionsReader | None = None,
     ) -> None:
-        self._reception = reception = reception or Reception()
-        repository = repository or ModelRepository(engine)
-        self._regions = SharedRegions()
-        self._health = HealthReporter(engine, repository.catalog)
+        self._reception = reception = services.reception
+        self._health = HealthReporter(services.engine, services.repository.catalog)
         self._port: int | None = None
         self._closing: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
@@ -152,9 +145,7 @@ class GrpcEndpoint:
                 *_keepalive_options(keepalive or KeepaliveOptions()),
             ]
         )
-        inference = InferenceService(engine, reception, repository.catalog, self._regions)
-        management = ManagementService(engine, repository, reception, self._regions, read_options)
-        handler = inference_handler(inference, management, reception)
+        handler = inference_handler(services.method, reception)
         self._server.add_generic_rpc_handlers((handler,))
         guarded = GuardedServer(self._server, reception)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, guarded)
@@ -234,7 +225,6 @@ class GrpcEndpoint:
                 await asyncio.sleep(_PAUSE_S)
             hang_up(port)
         await self._server.stop(None)
-        self._regions.close()
 
 
 MAX_CALLS: Final = 1024
@@ -307,13 +297,18 @@ class HttpEndpoint:
 
     def __init__(
         self,
-        engine: ServedEngine,
-        reception: Reception | None = None,
+        services: ProtocolServices,
         *,
+        max_message_bytes: int,
         max_connections: int = MAX_HTTP_CONNECTIONS,
     ) -> None:
-        application = make_application(engine, reception or Reception())
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_LAST_PAGES_S)
+        application = make_application(services, max_message_bytes)
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            shutdown_timeout=_LAST_PAGES_S,
+            handler_cancellation=True,  # a client that hangs up withdraws its request
+        )
         self._backlog = max_connections  # accepted together, before those that give room are closed
         self._connections = HttpConnections(self._running_server, most=max_connections)
         application.middlewares.append(self._connections.note_use)
@@ -349,8 +344,9 @@ class HttpEndpoint:
         return self._runner.server
 
 
-def make_application(engine: ServedEngine, reception: Reception) -> web.Application:
-    """The routes over an engine."""
+def make_application(services: ProtocolServices, max_message_bytes: int) -> web.Application:
+    """Return the pages, and the protocol over HTTP."""
+    engine, reception = services.engine, services.reception
     application = web.Application(middlewares=[_one_a_turn()])
     routes = {
         "/": lambda: web.Response(text=render_status(engine), content_type="text/html"),
@@ -363,6 +359,7 @@ def make_application(engine: ServedEngine, reception: Reception) -> web.Applicat
     }
     for path, respond in routes.items():
         application.router.add_get(path, _handler(respond))
+    RestApi(services, max_body_bytes=max_message_bytes).add_to(application)
     return application
 
 
@@ -378,6 +375,8 @@ def _one_a_turn() -> Middleware:
     async def wait_and_handle(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        if request.path.startswith("/v2/"):  # requests for inference wait for nobody
+            return await handler(request)
         async with turn:
             await asyncio.sleep(0)
             return await handler(request)

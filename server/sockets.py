@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import errno
 import logging
+import math
 import os
 import resource
 import socket
@@ -286,12 +287,11 @@ SPARE_DESCRIPTORS: Final = 32
 LEAST_CONNECTIONS: Final = 16
 """A server that may have fewer of a kind is not started."""
 
-MAX_HTTP_CONNECTIONS: Final = 64
-"""Probes, scrapers and people; one more takes the place of the one that idles longest."""
+MAX_HTTP_CONNECTIONS: Final = 256
+"""Connections of HTTP at once; one more takes the place of the one that idles longest."""
 
 HTTP_IDLE_S: Final = 20.0
-"""An HTTP connection on which no request begins for so long is closed: no head of a request, and
-no reader of a page, is as slow."""
+"""Time without a request after which an HTTP connection is closed."""
 
 
 _LOOK_S: Final = 1.0
@@ -355,18 +355,26 @@ class HttpConnections:
         self._server = server
         self._most = most
         self._used_s: dict[web.RequestHandler, float] = {}
-        """When the last request of each began, or when it was accepted; in that order."""
+        """When the last request of each ended, or when it was accepted; in that order. Infinity
+        while a request is being answered."""
 
     def accept(self) -> web.RequestHandler:
-        """The protocol of a new connection; where there is no room, the idlest one is closed."""
+        """Return the protocol of a new connection.
+
+        Where there is no room, the idlest one is closed, or the new one if all are in use.
+        """
+        loop = asyncio.get_running_loop()
+        new = self._server()()
         if len(self._used_s) >= self._most:
             self._forget_closed()
         while len(self._used_s) >= self._most:
-            idlest = next(iter(self._used_s))
+            idle = (one for one, used_s in self._used_s.items() if used_s < math.inf)
+            if (idlest := next(idle, None)) is None:
+                loop.call_soon(_abort, new)
+                return new
             del self._used_s[idlest]
             _abort(idlest)
-        new = self._server()()
-        self._used_s[new] = asyncio.get_running_loop().time()
+        self._used_s[new] = loop.time()
         return new
 
     @web.middleware
@@ -376,9 +384,14 @@ class HttpConnections:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """A middleware by which connections with requests count as used."""
-        if self._used_s.pop(request.protocol, None) is not None:
-            self._used_s[request.protocol] = asyncio.get_running_loop().time()
-        return await handler(request)
+        one, loop = request.protocol, asyncio.get_running_loop()
+        if one in self._used_s:
+            self._used_s[one] = math.inf
+        try:
+            return await handler(request)
+        finally:
+            if self._used_s.pop(one, None) is not None:
+                self._used_s[one] = loop.time()
 
     async def close_idle(self) -> None:
         """Close what idles for too long, as long as nobody cancels this."""

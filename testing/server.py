@@ -14,6 +14,7 @@ from offramp.server.common.served import ServedEngine
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.reception import Reception
+from offramp.server.services.protocol_services import ProtocolServices
 from offramp.testing.engine import FakeEngine
 
 _T = TypeVar("_T")
@@ -89,14 +90,15 @@ class FakeServer(Generic[_Engine]):
         named = {model.name: Path() for model in self.engine.models()}
         self.repository = ModelRepository(self.engine, self._repository_options, named=named)
         await self.repository.start()
-        self.grpc = GrpcEndpoint(
+        self._services = ProtocolServices(
             self.engine,
-            max_message_bytes=self._max_message_mib * MIB,
             reception=self.reception,
             repository=self.repository,
             read_options=model_options,
         )
-        self.http = HttpEndpoint(self.engine, self.reception)
+        limit = self._max_message_mib * MIB
+        self.grpc = GrpcEndpoint(self._services, max_message_bytes=limit)
+        self.http = HttpEndpoint(self._services, max_message_bytes=limit)
         self.address = f"127.0.0.1:{await self.grpc.start('127.0.0.1', 0)}"
         self.url = f"http://127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
         await self.grpc.serving()
@@ -105,3 +107,4 @@ class FakeServer(Generic[_Engine]):
         await self.repository.stop()
         await self.grpc.stop(0.0)
         await self.http.stop()
+        self._services.close()

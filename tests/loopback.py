@@ -18,7 +18,7 @@ from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.stages.plan import Mode
 from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.requests.reception import Reception
+from offramp.server.services.protocol_services import ProtocolServices
 from tests.padded import Arrays, answers
 
 MODEL = "served"
@@ -32,7 +32,7 @@ async def serving(
     settings = {"max_queue_delay_ms": 20.0, "controller": "static", **options}
     how = EngineOptions(mode=mode, keep_state=False, defaults=ModelOptions(**settings))
     engine = await Engine.open({MODEL: bundle.path}, how, backend=OnnxRuntimeBackend())
-    endpoint = GrpcEndpoint(engine, max_message_bytes=2**20, reception=Reception())
+    endpoint = GrpcEndpoint(ProtocolServices(engine), max_message_bytes=2**20)
     try:
         port = await endpoint.start("127.0.0.1", 0)
         await endpoint.serving()

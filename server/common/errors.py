@@ -59,6 +59,10 @@ class UnsupportedError(EngineError):
     """The server has no such function."""
 
 
+class ForbiddenOriginError(EngineError):
+    """A web page of another site sent the request."""
+
+
 class Refusal(NamedTuple):
     """What an error is answered with."""
 
@@ -76,6 +80,7 @@ REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
         InvalidRequestError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
         ModelControlError: Refusal(grpc.StatusCode.UNAVAILABLE, "model_control"),
         ModelLoadError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "model_load"),
+        ForbiddenOriginError: Refusal(grpc.StatusCode.PERMISSION_DENIED, "origin"),
         UnsupportedError: Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported"),
         RequestCountError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "concurrency"),
         HeldBytesError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "bytes"),

@@ -92,9 +92,12 @@ class RequestDecoder:
             time_remaining_s=time_remaining_s,
             regions=self._regions,
         )
-        if message.slow or shared_bytes(message.head) > QUICK_BYTES:
-            return await self._run(read)
-        return read()
+        slow = message.slow or shared_bytes(message.head) > QUICK_BYTES
+        return await self.run(read, slow=slow)
+
+    async def run(self, work: Callable[[], _T], *, slow: bool) -> _T:
+        """Do what decodes or encodes, on a thread if it is slow: one such at a time."""
+        return await self._run(work) if slow else work()
 
     async def _run(self, work: Callable[[], _T]) -> _T:
         async with self._turn:

@@ -288,7 +288,7 @@ class Reception:
         self.admitted += 1
         self.held_bytes += size_bytes
         visit.admitted = True
-        visit.size_bytes = size_bytes
+        visit.size_bytes += size_bytes
 
     def hold_more(self, visit: Visit, size_bytes: int) -> None:
         """Hold what a request has beside its message, in shared memory; HeldBytesError."""

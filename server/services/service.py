@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
@@ -22,12 +22,11 @@ from offramp.proto.descriptors import FILE, SERVICE
 from offramp.server.common.catalog import Catalog
 from offramp.server.common.errors import UndecodableError
 from offramp.server.common.served import ServedEngine
-from offramp.server.requests.codec import write_config, write_metadata, write_response
+from offramp.server.requests.codec import write_config, write_metadata
 from offramp.server.requests.decoding import RequestDecoder, Turns, decode_small
 from offramp.server.requests.reception import CallKind, Method, Reception, Visit, answering_errors
-from offramp.server.requests.shared_memory import SharedRegions, shared_bytes
 from offramp.server.requests.streaming import RequestStream
-from offramp.server.services.management import ManagementService
+from offramp.server.services.answering import RequestAnswering
 
 _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -66,13 +65,15 @@ class InferenceService:
         self,
         engine: ServedEngine,
         reception: Reception,
-        catalog: Catalog | None = None,
-        regions: SharedRegions | None = None,
+        catalog: Catalog,
+        decoder: RequestDecoder,
+        answering: RequestAnswering,
     ) -> None:
         self._engine = engine
         self._reception = reception
-        self._catalog = catalog or Catalog(engine)
-        self._decoder = RequestDecoder(regions)
+        self._catalog = catalog
+        self._decoder = decoder
+        self._answering = answering
         self._turns = Turns()
 
     async def ServerLive(  # noqa: N802 - the protocol's name
@@ -126,23 +127,11 @@ class InferenceService:
         self._reception.hold(visit, len(data))
         message = await self._decoder.message(data)
         del data  # the arrays refer to it, for as long as they live
-        request = message.head
-        visit.model = request.model_name
-        find = partial(self._catalog.find, request.model_name, request.model_version)
-        model = self._engine.model(find().engine_name)
-        self._reception.hold_more(visit, shared_bytes(request))
-        call = await self._decoder.call(message, model, time_remaining_s=_time_remaining_s(context))
-        del message
-        served = find()  # another version may have come in the meantime
-        result = await self._engine.infer(
-            served.engine_name,
-            call.inputs,
-            deadline_s=call.deadline_s,
-            priority=call.priority,
-            source=visit.source,
+        answering = self._answering.answer(
+            visit, message, time_remaining_s=_time_remaining_s(context)
         )
-        visit.rows = len(result.exits)
-        return write_response(request, result, call, served.version)
+        del message
+        return await answering
 
     async def ModelStreamInfer(  # noqa: N802
         self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
@@ -200,14 +189,11 @@ def _time_remaining_s(context: _Context) -> float | None:
 
 
 def inference_handler(
-    inference: InferenceService, management: ManagementService, reception: Reception
+    method: Callable[[str], Callable[..., Awaitable[Any]]], reception: Reception
 ) -> grpc.GenericRpcHandler:
-    """Return the service as grpc takes it."""
+    """Return the service as grpc takes it; ``method`` returns one by its name."""
     methods = FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
-    handlers = {}
-    for method in methods:
-        owner = inference if hasattr(inference, method.name) else management
-        handlers[method.name] = _method_handler(getattr(owner, method.name), reception, method)
+    handlers = {each.name: _method_handler(method(each.name), reception, each) for each in methods}
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 

@@ -20,6 +20,7 @@ from offramp.engine.stages.plan import Mode
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
 from offramp.server.endpoints import GrpcEndpoint
+from offramp.server.services.protocol_services import ProtocolServices
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.subject import ALLOWED, METHODS, MODEL, Subject, method_of, mutate
 
@@ -156,7 +157,7 @@ def _handler(engine: Engine, method: str) -> Any:
     )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(grpc.aio, "server", lambda **_: server)
-        GrpcEndpoint(engine, max_message_bytes=2**20)
+        GrpcEndpoint(ProtocolServices(engine), max_message_bytes=2**20)
     details = _Details(method_path(method))
     (found,) = (h for one in registered if (h := one.service(details)) is not None)
     return found

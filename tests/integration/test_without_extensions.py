@@ -103,6 +103,7 @@ def test_types_are_right(core: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three thousand tests in one process
 def test_unit_tests_pass(core: Path) -> None:
     unit = core / "tests" / "unit"
     folders = [str(each) for each in unit.iterdir() if each.name not in (*USERS, "__pycache__")]

@@ -15,7 +15,7 @@ from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.stages.plan import Mode
 from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.requests.reception import Reception
+from offramp.server.services.protocol_services import ProtocolServices
 from tests.zoo.exits import Arrays, draw_policy, give_exits
 from tests.zoo.trial import bundle_with, original_answers, right_answers, sliced
 from tests.zoo.variants import Variant, export
@@ -70,7 +70,7 @@ async def _asked(path: Path, inputs: Arrays, requests: list[NDArray[np.intp]]) -
         defaults=ModelOptions(max_batch_size=64, controller="static"),
     )
     async with await Engine.open({MODEL: path}, options) as engine:
-        endpoint = GrpcEndpoint(engine, max_message_bytes=2**24, reception=Reception())
+        endpoint = GrpcEndpoint(ProtocolServices(engine), max_message_bytes=2**24)
         port = await endpoint.start("127.0.0.1", 0)
         await endpoint.serving()
         try:

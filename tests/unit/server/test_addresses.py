@@ -15,7 +15,7 @@ from offramp.client import Client
 from offramp.server.arguments.options import MIB, ServerOptions, parse_host
 from offramp.server.common.errors import StartError
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.requests.reception import Reception
+from offramp.server.services.protocol_services import ProtocolServices
 from offramp.server.sockets import bind, join_address
 from offramp.testing.engine import FakeEngine
 
@@ -58,9 +58,9 @@ def test_what_is_no_host_is_refused_with_examples(host: str) -> None:
 @pytest.mark.parametrize("host", ["::", "0.0.0.0"])
 def test_every_interface_is_served_by_ipv4_and_ipv6_on_both_ports(host: str) -> None:
     async def scenario() -> None:
-        engine, reception = FakeEngine(), Reception()
-        grpc = GrpcEndpoint(engine, max_message_bytes=MIB, reception=reception)
-        http = HttpEndpoint(engine, reception)
+        services = ProtocolServices(FakeEngine())
+        grpc = GrpcEndpoint(services, max_message_bytes=MIB)
+        http = HttpEndpoint(services, max_message_bytes=MIB)
         grpc_port, http_port = await grpc.start(host, 0), await http.start(host, 0)
         await grpc.serving()
         for address in ("127.0.0.1", "[::1]"):

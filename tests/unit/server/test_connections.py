@@ -181,7 +181,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer[FakeEngine]]:
     monkeypatch.setattr(endpoints, "_CONNECTION_OPTIONS", options)
     monkeypatch.setattr(
         "offramp.testing.server.GrpcEndpoint",
-        lambda engine, **known: GrpcEndpoint(engine, **known, max_connections=20),
+        lambda services, **known: GrpcEndpoint(services, **known, max_connections=20),
     )
     with FakeServer(FakeEngine()) as server:
         yield server

@@ -16,6 +16,7 @@ from offramp.certify.decision import MODEL_END
 from offramp.engine.common.errors import BackendError, DeadlineExceededError, QueueFullError
 from offramp.server.arguments.options import MIB
 from offramp.server.endpoints import GrpcEndpoint
+from offramp.server.services.protocol_services import ProtocolServices
 from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.load.alarm import LoopAlarm, make_alarm
@@ -61,7 +62,7 @@ def task(
 
 @asynccontextmanager
 async def channel_to(engine: FakeEngine) -> AsyncIterator[grpc.aio.Channel]:
-    endpoint = GrpcEndpoint(engine, max_message_bytes=MIB)
+    endpoint = GrpcEndpoint(ProtocolServices(engine), max_message_bytes=MIB)
     port = await endpoint.start("127.0.0.1", 0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

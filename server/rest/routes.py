@@ -1,0 +1,401 @@
+"""The routes of the protocol over HTTP (KServe's v2 protocol with Triton's extensions).
+
+Every route calls the method that gRPC calls, so that both give the same answers. Statuses follow
+from gRPC's codes as in Triton's ``http_server.cc``; RESOURCE_EXHAUSTED, which Triton does not have,
+is 429, and health that fails is 400.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import grpc
+from aiohttp import web
+from google.protobuf.message import Message
+
+from offramp.engine.common.errors import BadInputError, DeadlineExceededError, EngineError
+from offramp.proto import messages
+from offramp.server.common.errors import (
+    ERROR_METADATA_KEY,
+    ForbiddenOriginError,
+    RequestLimitError,
+    wire_name,
+)
+from offramp.server.requests.reception import SLOWEST_BYTES_PER_S, UNREAD_S, Visit
+from offramp.server.rest.json_requests import JsonRequest, decode_object
+from offramp.server.rest.json_responses import (
+    HEADER_LENGTH,
+    JsonBody,
+    to_document,
+    write_inference,
+)
+from offramp.server.services.protocol_services import ProtocolServices
+from offramp.server.services.service import ARRIVAL_S
+
+STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+"""HTTP statuses by gRPC's codes; 500 for all others."""
+
+_NOT_HEALTHY: Final = 400
+_MAX_SMALL_BYTES: Final = 64 * 1024
+"""Bytes of a body that has names and settings alone."""
+_QUICK_JSON_BYTES: Final = 64 * 1024
+"""Bodies up to this size are decoded within a few milliseconds."""
+_COMPRESSED_FROM_BYTES: Final = 1024
+"""Bodies from this size on are compressed, for clients that take it."""
+
+Answer = Callable[[Any], Any]
+"""From the response of a method to what is written as JSON."""
+RequestFields = Callable[[Mapping[str, str], dict[str, Any]], Mapping[str, Any]]
+"""From the names in the path, and the body, to the fields of a method's request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A route that is answered by a method of the protocol with small messages."""
+
+    verb: str
+    path: str
+    method: str
+    """Name of the method."""
+    answer: Answer = to_document
+    request: RequestFields = lambda _path, _body: {}
+    """From the names in the path, and the body, to the fields of the method's request."""
+
+
+def _model(path: Mapping[str, str], _body: dict[str, Any]) -> Mapping[str, Any]:
+    return {"name": path.get("model", ""), "version": path.get("version", "")}
+
+
+def _region(path: Mapping[str, str], body: dict[str, Any]) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {"name": path.get("region", "")}
+    return fields | {name: body[name] for name in ("key", "offset", "byte_size") if name in body}
+
+
+def _load(path: Mapping[str, str], body: dict[str, Any]) -> Mapping[str, Any]:
+    parameters = body.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise BadInputError("the body has parameters that are no object")
+    return {
+        "model_name": path["model"],
+        "parameters": {
+            name: messages.ModelRepositoryParameter(**{_choice(value): value})
+            for name, value in parameters.items()
+        },
+    }
+
+
+def _choice(value: object) -> str:
+    kinds = {bool: "bool_param", int: "int64_param", str: "string_param"}
+    if type(value) not in kinds:
+        raise BadInputError(f"a parameter is {value!r:.80}, expected a boolean, number or string")
+    return kinds[type(value)]
+
+
+def _trace(path: Mapping[str, str], body: dict[str, Any]) -> Mapping[str, Any]:
+    settings = {}
+    for name, value in body.items():
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        settings[name] = messages.TraceSettingRequest.SettingValue(value=map(str, values))
+    return {"model_name": path.get("model", ""), "settings": settings}
+
+
+def _log(_path: Mapping[str, str], body: dict[str, Any]) -> Mapping[str, Any]:
+    settings = {}
+    for name, value in body.items():
+        choice = "uint32_param" if type(value) is int else _choice(value)
+        settings[name] = messages.LogSettingsRequest.SettingValue(**{choice: value})
+    return {"settings": settings}
+
+
+def _nothing(_response: Any) -> dict[str, Any]:
+    return {}
+
+
+def _traces(response: messages.TraceSettingResponse) -> dict[str, Any]:
+    values = {name: list(response.settings[name].value) for name in response.settings}
+    return {name: value if name == "trace_level" else value[0] for name, value in values.items()}
+
+
+def _logs(response: messages.LogSettingsResponse) -> dict[str, Any]:
+    found = {}
+    for name in response.settings:
+        setting = response.settings[name]
+        found[name] = getattr(setting, setting.WhichOneof("parameter_choice") or "bool_param")
+    return found
+
+
+def _regions(response: Any) -> list[Any]:
+    return [to_document(response.regions[name]) for name in response.regions]
+
+
+_MODEL: Final = "/v2/models/{model}"
+_VERSION: Final = f"{_MODEL}/versions/{{version}}"
+
+
+def _of_models(verb: str, rest: str, method: str, answer: Answer = to_document) -> list[Route]:
+    """Return the routes of a method that is asked about a model, or a version of it."""
+    return [
+        Route(verb=verb, path=f"{path}{rest}", method=method, answer=answer, request=_model)
+        for path in (_MODEL, _VERSION)
+    ]
+
+
+def _of_memory(kind: str, method: str) -> list[Route]:
+    """Return the routes of shared memory of a kind."""
+    one, all_of_them = f"/v2/{kind}/region/{{region}}", f"/v2/{kind}"
+    return [
+        *(
+            Route(verb="GET", path=f"{path}/status", method=f"{method}Status", answer=_regions,
+                  request=_region)
+            for path in (one, all_of_them)
+        ),
+        *(
+            Route(verb="POST", path=f"{path}/unregister", method=f"{method}Unregister",
+                  answer=_nothing, request=_region)
+            for path in (one, all_of_them)
+        ),
+        Route(verb="POST", path=f"{one}/register", method=f"{method}Register", answer=_nothing,
+              request=_region),
+    ]  # fmt: skip
+
+
+ROUTES: Final = (
+    Route(verb="GET", path="/v2", method="ServerMetadata"),
+    Route(verb="GET", path="/v2/health/live", method="ServerLive"),
+    Route(verb="GET", path="/v2/health/ready", method="ServerReady"),
+    Route(verb="GET", path="/v2/models/stats", method="ModelStatistics", request=_model),
+    *_of_models("GET", "", "ModelMetadata"),
+    *_of_models("GET", "/ready", "ModelReady"),
+    *_of_models("GET", "/config", "ModelConfig", lambda response: to_document(response.config)),
+    *_of_models("GET", "/stats", "ModelStatistics"),
+    Route(verb="POST", path="/v2/repository/index", method="RepositoryIndex",
+          answer=lambda response: [to_document(model) for model in response.models],
+          request=lambda _, body: {"ready": body.get("ready") is True}),
+    Route(verb="POST", path="/v2/repository/models/{model}/load", method="RepositoryModelLoad",
+          answer=_nothing, request=_load),
+    Route(verb="POST", path="/v2/repository/models/{model}/unload",
+          method="RepositoryModelUnload", answer=_nothing, request=_load),
+    *_of_memory("systemsharedmemory", "SystemSharedMemory"),
+    *_of_memory("cudasharedmemory", "CudaSharedMemory"),
+    *(
+        Route(verb=verb, path=path, method="TraceSetting", answer=_traces, request=_trace)
+        for verb in ("GET", "POST")
+        for path in ("/v2/trace/setting", f"{_MODEL}/trace/setting")
+    ),
+    *(
+        Route(verb=verb, path="/v2/logging", method="LogSettings", answer=_logs, request=_log)
+        for verb in ("GET", "POST")
+    ),
+)  # fmt: skip
+"""All routes but that of inference."""
+
+INFER_PATHS: Final = (f"{_MODEL}/infer", f"{_VERSION}/infer")
+"""POST: inference."""
+
+
+class RestApi:
+    """Adds the routes to an application; used on the event loop's thread."""
+
+    def __init__(
+        self,
+        services: ProtocolServices,
+        *,
+        max_body_bytes: int,
+    ) -> None:
+        self._services = services
+        self._decoder = services.decoder
+        self._reception = services.reception
+        self._max_body_bytes = max_body_bytes
+
+    def add_to(self, application: web.Application) -> None:
+        """Add all routes."""
+        for route in ROUTES:
+            call = self._services.method(route.method)
+            handler = self._handler(route.method, partial(self._call, route, call))
+            application.router.add_route(route.verb, route.path, handler)
+        for path in INFER_PATHS:
+            application.router.add_post(path, self._handler("ModelInfer", self._infer))
+        application.router.add_route("*", "/v2{rest:.*}", self._handler("unknown", _unknown))
+
+    def _handler(
+        self,
+        method: str,
+        answer: Callable[[Visit, web.Request], Awaitable[web.Response]],
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            visit = self._reception.enter(f"rest/{method}", _peer(request))
+            try:
+                _check_origin(request)
+                response = await answer(visit, request)
+                return await _written(request, response)
+            except (EngineError, web.HTTPException) as error:
+                return self._refused(visit, error)
+            except asyncio.CancelledError:
+                visit.code = grpc.StatusCode.CANCELLED
+                raise
+            except Exception as error:
+                return self._refused(visit, error)
+            finally:
+                self._reception.leave(visit)
+
+        return handle
+
+    def _refused(self, visit: Visit, error: Exception) -> web.Response:
+        if isinstance(error, web.HTTPException):  # aiohttp's own, of a body that it cannot read
+            error = BadInputError(f"the body cannot be read: {error.reason}")
+        code, message = self._reception.refuse(visit, error)
+        response = _json({"error": message}, status=STATUSES.get(code, 500))
+        response.headers[ERROR_METADATA_KEY] = wire_name(error)
+        return response
+
+    async def _call(
+        self, route: Route, call: Callable[..., Awaitable[Message]], visit: Visit,
+        request: web.Request,
+    ) -> web.Response:  # fmt: skip
+        body = {}
+        if route.verb == "POST":
+            body = decode_object(await self._body(visit, request, _MAX_SMALL_BYTES))
+        kind = getattr(messages, f"{route.method}Request")
+        try:
+            message = kind(**route.request(request.match_info, body))
+        except (TypeError, ValueError) as error:
+            raise BadInputError(f"the body has a value of another type: {error}") from None
+        response = await call(message, None)
+        document = route.answer(response)
+        ill = isinstance(document, dict) and False in (document.get("live"), document.get("ready"))
+        return _json(document, status=_NOT_HEALTHY if ill else 200)
+
+    async def _infer(self, visit: Visit, request: web.Request) -> web.Response:
+        self._reception.check_room()
+        body = await self._body(visit, request, self._max_body_bytes)
+        self._reception.hold(visit, 0)
+        path = request.match_info
+        decode = partial(
+            JsonRequest, memoryview(body), _header_bytes(request, len(body)), path["model"],
+            path.get("version", ""),
+        )  # fmt: skip
+        asked = await self._decoder.run(decode, slow=len(body) > _QUICK_JSON_BYTES)
+        del body, decode
+        response = await self._services.answering.answer(
+            visit, asked.message, time_remaining_s=None
+        )
+        write = partial(write_inference, response, asked.wants_binary)
+        size = sum(map(len, response.raw_output_contents))
+        written = await self._decoder.run(write, slow=size > _QUICK_JSON_BYTES)
+        return _body_of(written)
+
+    async def _body(self, visit: Visit, request: web.Request, most: int) -> bytes:
+        """Receive a body, decompressed; what is here is held from then on."""
+        if (request.content_length or 0) > most:
+            raise _too_large(request.content_length or 0, most)
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(ARRIVAL_S):
+                async for part in request.content.iter_any():
+                    size += len(part)
+                    if size > most:
+                        raise _too_large(size, most)
+                    self._reception.hold_more(visit, len(part))
+                    parts.append(part)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the body did not arrive within {ARRIVAL_S:g} s; send it at once, or a smaller one"
+            ) from None
+        return b"".join(parts)
+
+
+def _too_large(size: int, most: int) -> RequestLimitError:
+    return RequestLimitError(
+        f"the body has {size} bytes or more, decompressed, expected at most {most}; send fewer "
+        "samples at a time (the limit of inference is --max-message-mib)"
+    )
+
+
+def _header_bytes(request: web.Request, size: int) -> int:
+    """Return how many bytes of a body are JSON."""
+    text = request.headers.get(HEADER_LENGTH)
+    if text is None:
+        return size
+    if not (text.isascii() and text.isdigit() and int(text) <= size):
+        raise BadInputError(
+            f"{HEADER_LENGTH} is {text!r:.40}, and the body has {size} bytes; send the length of "
+            "the JSON before the binary data"
+        )
+    return int(text)
+
+
+def _check_origin(request: web.Request) -> None:
+    """Refuse what a web page of another site sends by its reader's browser."""
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc != request.host:
+        raise ForbiddenOriginError(
+            f"requests of web pages of another origin ({origin:.80}) are refused; call the server "
+            "from that site's own server"
+        )
+
+
+async def _unknown(_visit: Visit, request: web.Request) -> web.Response:
+    known = sorted({route.path for route in ROUTES} | set(INFER_PATHS))
+    same = [route.verb for route in ROUTES if route.path == request.path]
+    if same:
+        text = f"{request.path} takes {' and '.join(same)}, not {request.method}"
+        return _json({"error": text}, status=405)
+    text = f"there is no {request.method} {request.path:.200}; there are: {', '.join(known)}"
+    return _json({"error": text}, status=404)
+
+
+def _json(document: Any, *, status: int = 200) -> web.Response:
+    body = json.dumps(document, separators=(",", ":")).encode()
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _body_of(written: JsonBody) -> web.Response:
+    if written.header_bytes is None:
+        return web.Response(body=written.data, content_type="application/json")
+    return web.Response(
+        body=written.data,
+        content_type="application/octet-stream",
+        headers={HEADER_LENGTH: str(written.header_bytes)},
+    )
+
+
+async def _written(request: web.Request, response: web.Response) -> web.StreamResponse:
+    """Write a response; the connection of a client that does not read it is closed."""
+    body = response.body
+    size = len(body) if isinstance(body, bytes) else 0
+    if size >= _COMPRESSED_FROM_BYTES:
+        response.enable_compression()
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    try:
+        async with asyncio.timeout(UNREAD_S + size / SLOWEST_BYTES_PER_S):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+def _peer(request: web.Request) -> str:
+    """Return the client's address as gRPC names it."""
+    name = request.transport.get_extra_info("peername") if request.transport else None
+    if not name:
+        return ""
+    host, port = name[:2]
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -1,0 +1,58 @@
+"""The answer to one inference request, however it arrived."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from offramp.proto.messages import ModelInferResponse
+from offramp.proto.request_bytes import InferMessage
+from offramp.server.common.catalog import Catalog
+from offramp.server.common.served import ServedEngine
+from offramp.server.requests.codec import write_response
+from offramp.server.requests.decoding import RequestDecoder
+from offramp.server.requests.reception import Reception, Visit
+from offramp.server.requests.shared_memory import shared_bytes
+
+
+class RequestAnswering:
+    """Answers requests for inference whose message was received."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        reception: Reception,
+        catalog: Catalog,
+        decoder: RequestDecoder,
+    ) -> None:
+        self._engine = engine
+        self._reception = reception
+        self._catalog = catalog
+        self._decoder = decoder
+
+    async def answer(
+        self, visit: Visit, message: InferMessage, *, time_remaining_s: float | None
+    ) -> ModelInferResponse:
+        """Decode the tensors, ask the engine, and return the response.
+
+        Cancelling withdraws the request.
+
+        Raises:
+            EngineError: There is no answer.
+        """
+        request = message.head
+        visit.model = request.model_name
+        find = partial(self._catalog.find, request.model_name, request.model_version)
+        model = self._engine.model(find().engine_name)
+        self._reception.hold_more(visit, shared_bytes(request))
+        call = await self._decoder.call(message, model, time_remaining_s=time_remaining_s)
+        del message
+        served = find()  # another version may have come in the meantime
+        result = await self._engine.infer(
+            served.engine_name,
+            call.inputs,
+            deadline_s=call.deadline_s,
+            priority=call.priority,
+            source=visit.source,
+        )
+        visit.rows = len(result.exits)
+        return write_response(request, result, call, served.version)
