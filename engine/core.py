@@ -25,6 +25,7 @@ from offramp.engine.onnx_files import WrappedFiles
 from offramp.engine.requests.request_table import Request
 from offramp.engine.requests.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.requests.statistics import ModelStatistics
+from offramp.engine.requests.timeline import RequestTimeline
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.serving.control_loop import ControlLoop
 from offramp.engine.serving.engine_upgrades import EngineUpgrades
@@ -163,6 +164,7 @@ class Engine:
         deadline_s: float | None = None,
         priority: int = 0,
         source: str = "",
+        timeline: RequestTimeline | None = None,
     ) -> EngineResult:
         """Answer a request of n samples (first dimension of every input, n ≥ 1).
 
@@ -170,7 +172,8 @@ class Engine:
         the request; its batch mates go on. The arrays, one an input of exact dtype, must not change
         meanwhile. The deadline is absolute on ``time.monotonic()``; ``None`` is the model's SLO. A
         higher priority is served first. ``source`` names the sender: of the evidence that control
-        learns from, one has at most the share that the options say.
+        learns from, one has at most the share that the options say. ``timeline`` takes the times of
+        the request, until it is answered.
 
         Raises:
             ModelNotServedError: No such model.
@@ -183,7 +186,12 @@ class Engine:
         """
         version = self._versions[model]
         request = self._submit(
-            version, inputs, deadline_s=deadline_s, priority=priority, source=source
+            version,
+            inputs,
+            deadline_s=deadline_s,
+            priority=priority,
+            source=source,
+            timeline=timeline,
         )
         await self._finished(version, request)
         return StreamResult.first(version.model.answer, request)
@@ -196,6 +204,7 @@ class Engine:
         deadline_s: float | None = None,
         priority: int = 0,
         source: str = "",
+        timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[StreamResult, None]:
         """Answer a request early, and once more when its samples have run to the end.
 
@@ -213,6 +222,7 @@ class Engine:
             deadline_s=deadline_s,
             priority=priority,
             source=source,
+            timeline=timeline,
             followup=followup,
         )
         try:
@@ -236,6 +246,7 @@ class Engine:
         deadline_s: float | None,
         priority: int,
         source: str,
+        timeline: RequestTimeline | None,
         followup: asyncio.Future[Request] | None = None,
     ) -> Request:
         if self._draining:
@@ -269,6 +280,7 @@ class Engine:
             deadline_s=deadline_s,
             priority=priority,
             source=source,
+            timeline=timeline,
             future=asyncio.get_running_loop().create_future(),
             followup=followup,
         )

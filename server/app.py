@@ -30,6 +30,7 @@ from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.message_memory import keep_large_blocks
 from offramp.server.requests.reception import Reception
+from offramp.server.requests.tracing import RequestTraces
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.server.sockets import check_free, fit_limits, join_address, raise_descriptors
 
@@ -261,7 +262,7 @@ async def _listen(
     limits = fit_limits(options.max_connections)
     services = ProtocolServices(
         engine,
-        reception=Reception(options),
+        reception=Reception(options, traces=_traces(stack, options)),
         repository=repository,
         read_options=model_options,
     )
@@ -285,6 +286,18 @@ async def _listen(
     )
     logger.info("ready: gRPC on %s, status page on http://%s/, serving %s", *listening, models)
     return endpoint, listening
+
+
+def _traces(stack: AsyncExitStack, options: ServerOptions) -> RequestTraces:
+    """Return what traces requests; the stack sends what is left when the server ends."""
+    if options.trace_endpoint is None:
+        return RequestTraces()
+    # Rarely asked for, and heavy.
+    from offramp.server.tracing.otlp import OtlpTraces  # noqa: PLC0415
+
+    exporter = OtlpTraces(options.trace_endpoint)
+    stack.push_async_callback(asyncio.to_thread, exporter.close)
+    return RequestTraces(exporter, rate=options.trace_rate)
 
 
 async def _leave(

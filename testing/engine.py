@@ -38,6 +38,7 @@ from offramp.engine.requests.statistics import (
     ModelStatistics,
     StageStatistics,
 )
+from offramp.engine.requests.timeline import RequestTimeline, StageTime
 from offramp.engine.stages.plan import Mode
 from offramp.server.app import serve
 from offramp.server.arguments.logging_setup import set_up_logging
@@ -185,12 +186,13 @@ class FakeEngine:
         deadline_s: float | None = None,
         priority: int = 0,
         source: str = "",
+        timeline: RequestTimeline | None = None,
     ) -> EngineResult:
         """Answer as the class says, after ``hold``."""
         call = FakeCall(
             model=model, inputs=inputs, deadline_s=deadline_s, priority=priority, source=source
         )
-        return await self._first_answer(call)
+        return await self._first_answer(call, timeline)
 
     async def infer_stream(
         self,
@@ -200,12 +202,13 @@ class FakeEngine:
         deadline_s: float | None = None,
         priority: int = 0,
         source: str = "",
+        timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[StreamResult, None]:
         """Answer as the class says, after ``hold``; and once more after ``hold_final``."""
         call = FakeCall(
             model=model, inputs=inputs, deadline_s=deadline_s, priority=priority, source=source
         )
-        first = await self._first_answer(call)
+        first = await self._first_answer(call, timeline)
         followed = self._followed(first.exits)
         if not followed.any():
             yield _streamed(first, ResultKind.ANSWER)
@@ -279,13 +282,19 @@ class FakeEngine:
         """Note that it was closed."""
         self.closed = True
 
-    async def _first_answer(self, call: FakeCall) -> EngineResult:
+    async def _first_answer(self, call: FakeCall, timeline: RequestTimeline | None) -> EngineResult:
         info = self.model(call.model)
         self.calls.append(call)
         self._check(info, call.inputs)
         x = call.inputs["x"]
+        began_s = time.monotonic()
         await self._held(len(x), call.deadline_s)
-        return self._answer(x)
+        result = self._answer(x)
+        if timeline is not None:
+            times = (began_s, time.monotonic())
+            early = int((result.exits == 0).sum())
+            timeline.stages.append(StageTime("exit 0", *times, len(x), len(x), early))
+        return result
 
     def _followed(self, exits: NDArray[np.int32]) -> NDArray[np.bool_]:
         """[n]: which samples run on after they were answered."""

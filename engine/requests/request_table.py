@@ -22,6 +22,7 @@ from offramp.engine.common.errors import BackendError, DeadlineExceededError, En
 from offramp.engine.control.evidence_window import Origin, fingerprints
 from offramp.engine.requests.lengths import BatchKey
 from offramp.engine.requests.statistics import Counters
+from offramp.engine.requests.timeline import RequestTimeline
 from offramp.engine.scheduling import DropCause, Dropped
 from offramp.engine.scheduling.decisions import Rows
 
@@ -76,6 +77,8 @@ class Request:
     priority: int
     source: str = ""
     """The sender, for bounds on its share of the evidence."""
+    timeline: RequestTimeline | None = None
+    """Where to note what stages ran; ``None`` for most requests."""
     future: asyncio.Future[Request]
     """Resolved with the request itself when it is completed."""
     followup: asyncio.Future[Request] | None = None
@@ -195,6 +198,8 @@ class RequestTable:
         self._name = name
         self._clock = clock
         self._open: dict[int, Request] = {}
+        self.traced: set[int] = set()
+        """Numbers of requests whose times are noted, and of some that have ended."""
         self._followed: dict[int, Request] = {}
         """Answered ones whose callers wait for what runs on."""
 
@@ -209,6 +214,8 @@ class RequestTable:
     def accept(self, request: Request) -> None:
         """Open a request."""
         self._open[request.number] = request
+        if request.timeline is not None:
+            self.traced.add(request.number)
         self.counters.requests += 1
         self.counters.samples += request.count
         self.counters.unseen_lengths += request.unseen

@@ -22,6 +22,7 @@ from offramp.engine.requests.statistics import (
     DepartureCounters,
     VariantStatistics,
 )
+from offramp.engine.requests.timeline import StageTime
 from offramp.engine.requests.variant_audits import AuditCounts
 from offramp.engine.scheduling import DropCause, Dropped, PlacedPlan, Run, StepOutcome
 from offramp.engine.scheduling.decisions import RowSet, all_rows
@@ -29,7 +30,7 @@ from offramp.engine.scheduling.policies import PlanPolicy
 from offramp.engine.serving.evidence import Parts, observer_of
 from offramp.engine.stages.backend_protocol import Rows, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline, StageStep
-from offramp.engine.stages.plan import StageSpec
+from offramp.engine.stages.plan import StageSpec, exit_label
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class ModelRuntime:
         clock: Callable[[], float],
     ) -> None:
         self.key, self.name, self.model = key, name, model
+        self._clock = clock
         self.scheduler = scheduler = model.scheduler
         counters = Counters([variant.name for variant in model.variants])
         self.table = RequestTable(name, counters, completions, clock)
@@ -187,6 +189,8 @@ class ModelRuntime:
         # Survivors run on: on this stream, or from a buffer that others may be given at once.
         kept = self._keep(outcome)
         self._observer.concluded(run, step, stage, outcome)
+        if self.table.traced:
+            self._note_times(run, stage, outcome, run_s)
         if len(outcome.released):
             self._answer(run, step, exit_index, outcome)
         # Rows that were answered before, and end here: the model's end has its say, or is lost.
@@ -198,6 +202,23 @@ class ModelRuntime:
                 self.table.confirm(number, rows, answer[part], confidence)
         self.follow(outcome)
         return kept
+
+    def _note_times(self, run: Run, stage: StageSpec, outcome: StepOutcome, run_s: float) -> None:
+        """Note the run in the timelines of its requests that are traced."""
+        ended_s, released = self._clock(), run.requests[outcome.released]
+        going_on = run.requests[outcome.survivors]
+        label = "split" if stage.exit is None else exit_label(stage.exit)
+        for number in tuple(self.table.traced):
+            if (request := self.table.get(number)) is None or request.timeline is None:
+                self.table.traced.discard(number)
+            elif samples := int(np.count_nonzero(run.requests == number)):
+                answered = int(np.count_nonzero(released == number))
+                times = StageTime(
+                    label, ended_s - run_s, ended_s, len(run.requests), samples, answered
+                )
+                request.timeline.stages.append(times)
+                left = int(np.count_nonzero(going_on == number))
+                request.timeline.audited |= answered + left > samples
 
     def _count_departures(self, run: Run, step: StageStep, exit_index: int, released: Rows) -> None:
         """Count rows that have their answer now; only the deepest stage of a run forces any."""

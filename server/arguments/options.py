@@ -30,6 +30,8 @@ MAX_CONNECTIONS: Final = 1024
 _LONGEST_HOST: Final = 253
 """Characters of the longest name that DNS has."""
 
+_URLS: Final = ("http://", "https://")
+
 WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - only if the operator asks for it
 """Hosts that are all interfaces, by IPv4 and IPv6."""
 
@@ -190,6 +192,10 @@ class ServerOptions:
     """Pings of the gRPC port."""
     access_log: bool = False
     """Whether every request has a line in the log."""
+    trace_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes OTLP over gRPC; ``None`` traces nothing."""
+    trace_rate: int = 1000
+    """One request of so many is traced, besides those whose caller traces them."""
     drain_delay_s: float = 5.0
     """How long new requests are answered after readiness fell, but for SIGINT."""
     shutdown_timeout_s: float = 30.0
@@ -216,6 +222,13 @@ class ServerOptions:
                 f"{self.max_message_mib}: the largest request would never be taken; "
                 f"give --max-queue-mib {self.max_message_mib} or more"
             )
+        if self.trace_endpoint is not None and not self.trace_endpoint.startswith(_URLS):
+            raise ValueError(
+                f"trace_endpoint {self.trace_endpoint!r:.80} is no URL of a collector, for "
+                "instance http://localhost:4317"
+            )
+        if not 1 <= self.trace_rate <= MAX_COUNT:
+            raise ValueError(f"trace_rate {self.trace_rate} is not in 1 to {MAX_COUNT}")
         for name in ("drain_delay_s", "shutdown_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} {getattr(self, name)} is below 0")

@@ -57,6 +57,18 @@ def add_network(parser: argparse.ArgumentParser) -> None:
         type=integer(1, MAX_COUNT),
     )
     options.add(
+        "--trace-endpoint",
+        "send traces of requests to this OpenTelemetry collector, by OTLP over gRPC, for instance "
+        "http://localhost:4317 (default: nothing is traced)",
+        metavar="URL",
+    )
+    options.add(
+        "--trace-rate",
+        "trace one request of so many, besides those whose caller traces them (traceparent)",
+        metavar="N",
+        type=integer(1, MAX_COUNT),
+    )
+    options.add(
         "--drain-delay-s",
         "after SIGTERM readiness ends at once; new requests are answered for so long, "
         "until load balancers have noticed (after SIGINT: not at all)",

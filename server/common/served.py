@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.requests.results import EngineResult, ModelInfo, StreamResult
 from offramp.engine.requests.statistics import ModelStatistics
+from offramp.engine.requests.timeline import RequestTimeline
 
 
 class ServedEngine(Protocol):
@@ -29,6 +30,7 @@ class ServedEngine(Protocol):
         deadline_s: float | None = None,
         priority: int = 0,
         source: str = "",
+        timeline: RequestTimeline | None = None,
     ) -> EngineResult:
         """Answer a request; cancelling the awaiting task withdraws it."""
 
@@ -40,6 +42,7 @@ class ServedEngine(Protocol):
         deadline_s: float | None = None,
         priority: int = 0,
         source: str = "",
+        timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[StreamResult, None]:
         """Answer a request once or twice; closing the iterator withdraws it."""
 

@@ -36,6 +36,7 @@ from offramp.server.common.errors import (
     wire_name,
 )
 from offramp.server.requests.message_memory import MemoryReturn
+from offramp.server.requests.tracing import RequestTrace, RequestTraces
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("offramp.access")
@@ -208,6 +209,8 @@ class Visit:
     model: str = ""
     rows: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
+    trace: RequestTrace | None = None
+    """``None`` for most: see :mod:`.tracing`."""
 
     @property
     def source(self) -> str:
@@ -224,8 +227,12 @@ class Reception:
     """
 
     def __init__(
-        self, options: ServerOptions | None = None, memory: MemoryReturn | None = None
+        self,
+        options: ServerOptions | None = None,
+        memory: MemoryReturn | None = None,
+        traces: RequestTraces | None = None,
     ) -> None:
+        self.traces: Final = traces or RequestTraces()
         self._memory = memory or MemoryReturn()
         options = options or ServerOptions()
         self._max_requests = options.max_concurrent_requests
@@ -360,6 +367,11 @@ class Reception:
         """The call is answered, refused, or its caller has left."""
         if visit.answer is None:
             self._release(visit)
+        if visit.trace is not None:
+            self.traces.end(
+                visit.trace, method=visit.method, model=visit.model, rows=visit.rows,
+                code=visit.code.name,
+            )  # fmt: skip
         if visit.rows:
             self.last_answers[visit.model] = time.time()
         stream = visit.kind is not CallKind.REQUEST

@@ -58,6 +58,7 @@ class RequestStream:
         decoder: RequestDecoder | None = None,
         catalog: Catalog | None = None,
         peer: str = "",
+        trace_parent: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         self._engine = engine
@@ -66,6 +67,7 @@ class RequestStream:
         self._decoder = decoder or RequestDecoder()
         self._catalog = catalog or Catalog(engine)
         self._peer = peer
+        self._trace_parent = trace_parent
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(max_in_flight)
         self._written = asyncio.Event()
@@ -139,6 +141,7 @@ class RequestStream:
                     deadline_s=call.deadline_s,
                     priority=call.priority,
                     source=visit.source,
+                    timeline=visit.trace.timeline if visit.trace else None,
                 )
                 visit.rows = len(result.exits)
                 return write_only(request, result, call, served.version)
@@ -180,6 +183,7 @@ class RequestStream:
             deadline_s=call.deadline_s,
             priority=call.priority,
             source=visit.source,
+            timeline=visit.trace.timeline if visit.trace else None,
         )
         more = False
         async with aclosing(results):  # withdraws the request, should the client leave
@@ -207,6 +211,7 @@ class RequestStream:
     ) -> tuple[ServedName, InferCall]:
         """Return the version that answers, and what to call the engine with."""
         self._reception.hold(visit, size_bytes)
+        visit.trace = self._reception.traces.begin(self._trace_parent, visit.began_s)
         self._reception.hold_more(visit, shared_bytes(message.head))
         find = partial(self._catalog.find, message.head.model_name, message.head.model_version)
         model = self._engine.model(find().engine_name)

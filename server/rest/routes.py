@@ -28,6 +28,7 @@ from offramp.server.common.errors import (
     wire_name,
 )
 from offramp.server.requests.reception import SLOWEST_BYTES_PER_S, UNREAD_S, Visit
+from offramp.server.requests.tracing import TRACE_PARENT
 from offramp.server.rest.json_requests import JsonRequest, decode_object
 from offramp.server.rest.json_responses import (
     HEADER_LENGTH,
@@ -293,7 +294,10 @@ class RestApi:
         asked = await self._decoder.run(decode, slow=len(body) > _QUICK_JSON_BYTES)
         del body, decode
         response = await self._services.answering.answer(
-            visit, asked.message, time_remaining_s=None
+            visit,
+            asked.message,
+            time_remaining_s=None,
+            trace_parent=request.headers.get(TRACE_PARENT),
         )
         write = partial(write_inference, response, asked.wants_binary)
         size = sum(map(len, response.raw_output_contents))

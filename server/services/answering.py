@@ -30,17 +30,23 @@ class RequestAnswering:
         self._decoder = decoder
 
     async def answer(
-        self, visit: Visit, message: InferMessage, *, time_remaining_s: float | None
+        self,
+        visit: Visit,
+        message: InferMessage,
+        *,
+        time_remaining_s: float | None,
+        trace_parent: str | None = None,
     ) -> ModelInferResponse:
         """Decode the tensors, ask the engine, and return the response.
 
-        Cancelling withdraws the request.
+        ``trace_parent`` is the caller's context, as W3C has it. Cancelling withdraws the request.
 
         Raises:
             EngineError: There is no answer.
         """
         request = message.head
         visit.model = request.model_name
+        visit.trace = self._reception.traces.begin(trace_parent, visit.began_s)
         find = partial(self._catalog.find, request.model_name, request.model_version)
         model = self._engine.model(find().engine_name)
         self._reception.hold_more(visit, shared_bytes(request))
@@ -53,6 +59,7 @@ class RequestAnswering:
             deadline_s=call.deadline_s,
             priority=call.priority,
             source=visit.source,
+            timeline=visit.trace.timeline if visit.trace else None,
         )
         visit.rows = len(result.exits)
         return write_response(request, result, call, served.version)

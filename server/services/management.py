@@ -18,7 +18,7 @@ from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.reception import Reception
 from offramp.server.requests.shared_memory import SharedRegions
 from offramp.server.services.model_statistics import write_statistics
-from offramp.server.services.runtime_settings import LogLevels, TraceSettings
+from offramp.server.services.runtime_settings import LogLevels
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,7 +49,6 @@ class ManagementService:
         self._reception = reception
         self._regions = regions
         self._read_options = read_options
-        self.traces: Final = TraceSettings()
         self._log_levels = LogLevels()
 
     async def ModelStatistics(  # noqa: N802 - the protocol's name
@@ -157,9 +156,10 @@ class ManagementService:
                 f"trace settings of model {request.model_name!r} cannot be changed alone: they "
                 "hold for all models; leave model_name empty"
             )
-        self.traces.change({key: list(value.value) for key, value in request.settings.items()})
+        traces = self._reception.traces
+        traces.change({key: list(value.value) for key, value in request.settings.items()})
         response = messages.TraceSettingResponse()
-        for key, values in self.traces.settings().items():
+        for key, values in traces.settings().items():
             response.settings[key].value.extend(values)
         return response
 

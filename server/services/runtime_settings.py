@@ -1,12 +1,9 @@
-"""The settings that clients may change while the server runs: its log's and its traces'.
-
-Names and values are Triton's, so that its clients can be used.
-"""
+"""The settings of the log that clients may change while the server runs, as Triton names them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from offramp.engine.common.errors import BadInputError
@@ -66,48 +63,3 @@ def _level(settings: Mapping[str, object]) -> int:
     }
     asked = (level for name, level in levels.items() if settings[name])
     return next(asked, logging.CRITICAL)
-
-
-class TraceSettings:
-    """The settings of traces: whether requests are traced, and how many of them."""
-
-    def __init__(self) -> None:
-        self.level = "OFF"
-        """``OFF``, or ``TIMESTAMPS``: a span for each request that is traced."""
-        self.rate = 1000
-        """One request of so many is traced, unless its caller asks for it."""
-
-    def settings(self) -> Mapping[str, Sequence[str]]:
-        """Return all settings, by name."""
-        return {
-            "trace_level": [self.level],
-            "trace_rate": [str(self.rate)],
-            "trace_count": ["-1"],
-            "log_frequency": ["0"],
-            "trace_file": [""],
-            "trace_mode": ["opentelemetry"],
-        }
-
-    def change(self, wanted: Mapping[str, Sequence[str]]) -> None:
-        """Change the settings that are given; BadInputError, and none is changed.
-
-        A setting without a value is set to its default, as in Triton.
-        """
-        level, rate = self.level, self.rate
-        for name, values in wanted.items():
-            value = values[0] if values else ""
-            if name == "trace_level" and value in ("", "OFF", "TIMESTAMPS"):
-                level = value or "OFF"
-            elif name == "trace_rate" and (not value or _is_rate(value)):
-                rate = int(value or 1000)
-            elif list(values) != list(self.settings().get(name, [])):
-                raise BadInputError(
-                    f"trace setting {name!r:.80} cannot be set to {value!r:.80}; trace_level is "
-                    "OFF or TIMESTAMPS, trace_rate a whole number from 1 on, and the others cannot "
-                    "be changed"
-                )
-        self.level, self.rate = level, rate
-
-
-def _is_rate(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 1 <= int(text) < 2**31

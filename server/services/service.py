@@ -26,6 +26,7 @@ from offramp.server.requests.codec import write_config, write_metadata
 from offramp.server.requests.decoding import RequestDecoder, Turns, decode_small
 from offramp.server.requests.reception import CallKind, Method, Reception, Visit, answering_errors
 from offramp.server.requests.streaming import RequestStream
+from offramp.server.requests.tracing import TRACE_PARENT
 from offramp.server.services.answering import RequestAnswering
 
 _T = TypeVar("_T")
@@ -128,7 +129,10 @@ class InferenceService:
         message = await self._decoder.message(data)
         del data  # the arrays refer to it, for as long as they live
         answering = self._answering.answer(
-            visit, message, time_remaining_s=_time_remaining_s(context)
+            visit,
+            message,
+            time_remaining_s=_time_remaining_s(context),
+            trace_parent=self._trace_parent(context),
         )
         del message
         return await answering
@@ -143,6 +147,7 @@ class InferenceService:
             async with self._reception.streaming(visit.peer, len(data)):
                 await context.write(data)
 
+        parent = self._trace_parent(context)
         stream = RequestStream(
             self._engine,
             write,
@@ -150,8 +155,17 @@ class InferenceService:
             decoder=self._decoder,
             catalog=self._catalog,
             peer=visit.peer,
+            trace_parent=parent,
         )
         await stream.serve(self._messages(context))
+
+    def _trace_parent(self, context: _Context) -> str | None:
+        """Return the caller's context of traces; not looked for where nothing is traced."""
+        if not self._reception.traces.active:
+            return None
+        metadata = dict(context.invocation_metadata() or ())
+        value = metadata.get(TRACE_PARENT)
+        return value if isinstance(value, str) else None
 
     async def _receive(self, context: _Context) -> bytes:
         """The message of a call that has one."""

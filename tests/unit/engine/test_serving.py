@@ -7,11 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from tests.fakes import fake_model, script
-from tests.unit.engine.serving import LIMIT_S, with_engine
+from tests.fakes import ScriptedController, fake_model, policy_of, script
+from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
 
 from offramp.engine.common.errors import DeadlineExceededError
 from offramp.engine.core import Engine
+from offramp.engine.requests.timeline import RequestTimeline
 from offramp.engine.scheduling import ParallelLimit
 from offramp.engine.scheduling.policies import POLICIES, PolicyName
 from offramp.testing.backend import SCRIPT, FakeBackend
@@ -179,3 +180,38 @@ def test_where_batches_are_not_limited_the_statistics_say_so() -> None:
         assert engine.statistics()["fake"].parallel_below is None
 
     with_engine(body, parallel=ParallelLimit(8))
+
+
+def test_the_times_of_a_request_are_noted_where_they_are_asked_for() -> None:
+    """Two rows of the traced request, and one of another in its batch."""
+    gate, traced = Gate(), RequestTimeline()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        first = asyncio.create_task(engine.infer("fake", {SCRIPT: script(SURE)}))
+        await gate.wait_entered()  # whatever comes now shares the next batch
+        rows = {SCRIPT: script(SURE, UNSURE)}
+        second = asyncio.create_task(engine.infer("fake", rows, timeline=traced))
+        third = asyncio.create_task(engine.infer("fake", {SCRIPT: script(UNSURE)}))
+        await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(first, second, third)
+        facts = [(s.label, s.batch, s.samples, s.answered) for s in traced.stages]
+        assert facts == [("exit 0", 3, 2, 1), ("final", 2, 1, 1)]
+        assert not traced.audited
+        times = [time_s for s in traced.stages for time_s in (s.began_s, s.ended_s)]
+        assert times == sorted(times)
+        await engine.infer("fake", {SCRIPT: script(SURE)})
+        assert not engine._executor._models["fake"].table.traced
+
+    with_engine(body, on_run=gate)
+
+
+def test_an_audit_is_noted_in_the_times_of_its_request() -> None:
+    traced = RequestTimeline()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        await engine.infer("fake", {SCRIPT: script(SURE)}, timeline=traced)
+        assert [(s.label, s.answered) for s in traced.stages] == [("exit 0", 1)]
+        assert traced.audited
+
+    with_engine(body, controller=ScriptedController(policy_of(1, e0=0.9)))

@@ -1,0 +1,1 @@
+"""The export of traces; only this package knows OpenTelemetry (extra ``otel``)."""
