@@ -25,12 +25,12 @@ from markupsafe import Markup
 from onnx import helper, numpy_helper
 from rich.table import Table
 
+from offramp.commands.svg import Scale, axes, drawing, element, path, text
 from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.cuts.exit_placement import choose_candidates
 from offramp.compiler.cuts.slicing import split
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.frontend.preparation import MOST_SIMPLIFIED
-from offramp.compiler.report.svg import Scale, axes, drawing, element, path, text
 from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 WIDTH, CLASSES = 16, 10

@@ -24,7 +24,7 @@ from rich.table import Table
 from offramp.cluster.planning.cluster import Cluster
 from offramp.cluster.planning.goal import PlanningGoal
 from offramp.cluster.planning.optimiser import make_cluster_plan
-from offramp.compiler.report.svg import Scale, axes, drawing, element, path, text
+from offramp.commands.svg import Scale, axes, drawing, element, path, text
 from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 SIZES = (8, 16, 32, 64)

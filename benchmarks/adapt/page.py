@@ -17,9 +17,10 @@ from jinja2 import Template
 from markupsafe import Markup
 
 from offramp.certify import FloatArray
+from offramp.commands import svg
 from offramp.commands.pages import page_template
-from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.svg import Scale, Tick
+from offramp.commands.svg import Scale, Tick
+from offramp.compiler.report import numbers
 from offramp.tools.bench.common.dynamics import plain, steps, stroke
 
 _WIDTH, _HEIGHT = 520.0, 132.0

@@ -10,9 +10,10 @@ from markupsafe import Markup
 
 from offramp.cluster.planning.cluster import ModelFacts
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit, Replicas
+from offramp.commands import svg
 from offramp.commands.pages import page_template
-from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.svg import Scale
+from offramp.commands.svg import Scale
+from offramp.compiler.report import numbers
 
 _WIDTH, _LEFT, _RIGHT = 1080.0, 62.0, 20.0
 _BAND, _BAND_HEIGHT = 20.0, 28.0

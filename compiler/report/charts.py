@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Manifest
 from offramp.certify.decision import NEVER, leaves
-from offramp.compiler.report import numbers, svg
+from offramp.commands import svg
+from offramp.commands.svg import Scale, Tick
+from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import FloatArray, PolicyFigures, savings_curve, thin
-from offramp.compiler.report.svg import Scale, Tick
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 300.0, 54.0, 18.0, 26.0, 44.0
 _REACH = 4.0

@@ -19,9 +19,10 @@ from offramp.calibration.choose.trade_offs import (
     trade_offs,
 )
 from offramp.certify import MODEL_END
-from offramp.compiler.report import numbers, svg
+from offramp.commands import svg
+from offramp.commands.svg import Scale
+from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import thin
-from offramp.compiler.report.svg import Scale
 
 LEVELS: Final = (0.999, 0.995, 0.99, 0.98, 0.95, 0.9)
 """Agreements that the ways are compared at, besides the promised one."""

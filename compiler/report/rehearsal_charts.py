@@ -10,8 +10,9 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from offramp.calibration.rehearsal import Candidate, Rehearsal, RehearsalStep, Rehearsed
-from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.svg import Scale
+from offramp.commands import svg
+from offramp.commands.svg import Scale
+from offramp.compiler.report import numbers
 
 _ROW, _TOP, _BOTTOM, _LEFT, _WIDTH, _GAP, _RIGHT = 19.0, 26.0, 40.0, 44.0, 390.0, 30.0, 176.0
 _SHADES = 12

@@ -13,9 +13,10 @@ from itertools import pairwise
 import numpy as np
 from markupsafe import Markup
 
-from offramp.compiler.report import numbers, svg
+from offramp.commands import svg
+from offramp.commands.svg import Scale
+from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
-from offramp.compiler.report.svg import Scale
 
 _WIDTH, _LEFT, _RIGHT = 1080.0, 62.0, 20.0
 _FLAGS_END, _BAND, _BAND_HEIGHT = 46.0, 76.0, 30.0

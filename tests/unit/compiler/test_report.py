@@ -30,12 +30,12 @@ from offramp.bundle.schema.parts import HeadScore
 from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.selection import certified_policy
 from offramp.certify import tuning_path
+from offramp.commands.svg import Scale, element, nice_values
 from offramp.compiler.graphs.weights import WeightSizes
 from offramp.compiler.report import numbers, render_report
 from offramp.compiler.report.charts import coverage, latency_rows
 from offramp.compiler.report.figures import PolicyFigures, savings_curve
 from offramp.compiler.report.route import segment_edges, spread
-from offramp.compiler.report.svg import Scale, element, nice_values
 from offramp.compiler.report.words import own_bounds
 
 HOSTILE = """<script>alert("1")</script>'&amp;{{ 7 * 7 }}\u202e"""
