@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import grpc.aio
 from aiohttp import web
@@ -21,8 +21,9 @@ from offramp.server.arguments.options import MAX_CONNECTIONS, KeepaliveOptions
 from offramp.server.common.catalog import Catalog
 from offramp.server.common.errors import StartError
 from offramp.server.common.served import ServedEngine
+from offramp.server.pages.history import History, HistoryRecorder
 from offramp.server.pages.metrics import CONTENT_TYPE, render_metrics
-from offramp.server.pages.status import render_status
+from offramp.server.pages.status import read_refresh, render_status
 from offramp.server.rest.routes import RestApi
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.server.services.service import GuardedServer, inference_handler
@@ -344,15 +345,21 @@ class HttpEndpoint:
         return self._runner.server
 
 
+_Responder: TypeAlias = Callable[[web.Request], web.Response]
+
+
 def make_application(services: ProtocolServices, max_message_bytes: int) -> web.Application:
     """Return the pages, and the protocol over HTTP."""
     engine, reception = services.engine, services.reception
     application = web.Application(middlewares=[_one_a_turn()])
-    routes = {
-        "/": lambda: web.Response(text=render_status(engine), content_type="text/html"),
-        "/health/live": lambda: _liveness(engine),
-        "/health/ready": lambda: _readiness(engine),
-        "/metrics": lambda: web.Response(
+    recorder = HistoryRecorder(engine, reception.refused)
+    application.cleanup_ctx.append(recorder.recorded)
+    routes: dict[str, _Responder] = {
+        "/": lambda request: _status(engine, recorder.history, request),
+        "/history.json": lambda _: web.json_response(recorder.history.to_json()),
+        "/health/live": lambda _: _liveness(engine),
+        "/health/ready": lambda _: _readiness(engine),
+        "/metrics": lambda _: web.Response(
             body=render_metrics(engine, reception.refused),
             headers={"Content-Type": CONTENT_TYPE},
         ),
@@ -384,15 +391,18 @@ def _one_a_turn() -> Middleware:
     return wait_and_handle
 
 
-def _handler(
-    respond: Callable[[], web.Response],
-) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def handle(_request: web.Request) -> web.Response:
-        response = respond()
+def _handler(respond: _Responder) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handle(request: web.Request) -> web.Response:
+        response = respond(request)
         response.headers.update(SECURITY_HEADERS)
         return response
 
     return handle
+
+
+def _status(engine: ServedEngine, history: History, request: web.Request) -> web.Response:
+    text = render_status(engine, history, refresh_s=read_refresh(request.query.get("refresh", "")))
+    return web.Response(text=text, content_type="text/html")
 
 
 def _readiness(engine: ServedEngine) -> web.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
@@ -21,24 +22,39 @@ from offramp.engine.requests.learning_status import LearningStatus
 from offramp.engine.requests.results import ModelInfo
 from offramp.engine.requests.statistics import ModelStatistics, StageStatistics
 from offramp.server.common.served import ServedEngine
+from offramp.server.pages.curves import describe_age, draw_model, draw_refused, short_number
+from offramp.server.pages.history import History, IntervalPoint, ModelHistory
 
 
-def render_status(engine: ServedEngine) -> str:
-    """The page at ``/`` as HTML."""
+def render_status(
+    engine: ServedEngine, history: History | None = None, *, refresh_s: int | None = None
+) -> str:
+    """The page at ``/`` as HTML; browsers load it again every ``refresh_s`` seconds, or not."""
     statistics = engine.statistics()
+    history = history or History()
     models = [
-        view_model(model, statistics[model.name], ready=engine.ready(model.name))
+        view_model(model, statistics[model.name], ready=engine.ready(model.name), history=history)
         for model in engine.models()
     ]
-    return _template().render(models=models, version=__version__)
+    return _template().render(
+        models=models, version=__version__, refresh_s=refresh_s, refused=draw_refused(history)
+    )
 
 
-def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) -> dict[str, Any]:
+def read_refresh(text: str) -> int | None:
+    """Return the seconds of ``/?refresh=SECONDS``, 1 to 3600; ``None`` for anything else."""
+    seconds = int(text) if text.isascii() and text.isdecimal() and len(text) <= 4 else 0
+    return seconds if 1 <= seconds <= 3600 else None
+
+
+def view_model(
+    model: ModelInfo, statistics: ModelStatistics, *, ready: bool, history: History | None = None
+) -> dict[str, Any]:
     """Put one model into the words and figures of the page, by the names that its template has.
 
     ``model`` and ``statistics`` are shown as they are. ``counts`` are of the version that is served
     now. ``failures`` are samples that had to leave, those without an answer (all of them, then by
-    cause), and what was tried again.
+    cause), and what was tried again. ``tiles``, ``charts`` and ``events`` are those of the history.
     """
     task = model.answer.task
     return {
@@ -80,7 +96,46 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
             ("stream restarts", statistics.restarts),
         ),
         "times": (("request", statistics.latency_s), ("queue", statistics.queue_s)),
+        **_view_history(model.name, statistics, history or History()),
     }
+
+
+def _view_history(name: str, statistics: ModelStatistics, history: History) -> dict[str, Any]:
+    """Put the last minutes into charts, the latest interval into tiles, and list the events."""
+    kept = history.models.get(name) or ModelHistory(statistics, ready=True, now_s=history.taken_s)
+    return {
+        "tiles": _tiles(kept.points[-1], statistics) if kept.points else (),
+        "charts": draw_model(kept, statistics.mode, history.taken_s),
+        "events": [
+            {
+                "age": describe_age(history.taken_s - event.time_s),
+                "time": f"{datetime.fromtimestamp(history.unix_s(event.time_s), UTC):%H:%M:%S}",
+                "change": event.change,
+            }
+            for event in reversed(kept.events)
+        ],
+    }
+
+
+def _tiles(point: IntervalPoint, statistics: ModelStatistics) -> tuple[Figure, ...]:
+    """Figures of the latest interval, and what waits now."""
+    p50, p99 = (
+        "–" if seconds is None else f"{seconds * 1000:.2f} ms"
+        for seconds in (point.latency_p50_s, point.latency_p99_s)
+    )
+    late = point.share(statistics.stages[-1].label)
+    return (
+        Figure(value=short_number(point.requests_per_s), label="requests per second"),
+        Figure(value=short_number(point.samples_per_s), label="samples per second"),
+        Figure(value=p50, label="latency, p50"),
+        Figure(value=p99, label="latency, p99"),
+        Figure(value="–" if late is None else f"{100 * (1 - late):.1f} %", label="answered early"),
+        Figure(
+            value=short_number(point.failed_per_s),
+            label="unanswered samples per second",
+            alarming=point.failed_per_s > 0,
+        ),
+    )
 
 
 def _lengths(statistics: ModelStatistics) -> Iterable[tuple[str, int]]:
