@@ -53,7 +53,7 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
 
 def path(points: Points, class_: str, title: str | None = None, *, closed: bool = False) -> Markup:
     """Draw a line through points; a closed one ends where it began."""
-    d = "M" + "L".join(f"{_short(x)},{_short(y)}" for x, y in points) + ("Z" if closed else "")
+    d = "M" + "L".join(f"{x:.5g},{y:.5g}" for x, y in points) + ("Z" if closed else "")
     return element("path", titled(title), d=d, class_=class_)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from markupsafe import Markup
@@ -57,8 +58,13 @@ class _Curve(NamedTuple):
     values: Values
 
 
+@lru_cache(maxsize=32)
 def draw_model(history: ModelHistory, mode: str, now_s: float) -> tuple[Chart, ...]:
-    """Draw rate, latency, places of answers and disagreement, each with the events."""
+    """Draw rate, latency, places of answers and disagreement, each with the events.
+
+    Drawing takes some milliseconds, and the charts are the same until the next snapshot, at
+    ``now_s``: clients that ask for page after page do not slow requests down.
+    """
     points = tuple(history.points)
     frame = _Frame(points[0].start_s if points else now_s, now_s, tuple(history.events))
     return (
@@ -261,24 +267,22 @@ def _layer(number: int, count: int) -> str:
 
 
 def _stack(x: Scale, y: Scale, points: _Points, curves: Sequence[_Curve]) -> Iterator[Markup]:
-    below = [0.0] * len(points)
+    """Draw each layer as one path: a rectangle for each interval, as shares hold for all of it."""
+    edges = [(f"{x(point.start_s):.5g}", f"{x(point.end_s):.5g}") for point in points]
+    below = [y(0)] * len(points)
     for curve in reversed(curves):
-        above = [low + (share or 0) for low, (_, share) in zip(below, curve.values, strict=True)]
-        yield _area(x, y, zip(points, below, above, strict=True), curve)
+        above = [
+            low - (y.start - y(share or 0))
+            for low, (_, share) in zip(below, curve.values, strict=True)
+        ]
+        boxes = [
+            f"M{left},{low:.5g}V{high:.5g}H{right}V{low:.5g}Z"
+            for (left, right), low, high in zip(edges, below, above, strict=True)
+            if high < low
+        ]
+        class_, title = f"layer {curve.class_}", svg.titled(curve.name)
+        yield svg.element("path", title, d="".join(boxes), class_=class_)
         below = above
-
-
-def _area(
-    x: Scale, y: Scale, bands: Iterable[tuple[IntervalPoint, float, float]], curve: _Curve
-) -> Markup:
-    """Draw a layer as one path: a rectangle for each interval, as shares hold for all of it."""
-    boxes = [
-        f"M{x(point.start_s):.1f},{y(low):.1f}V{y(high):.1f}H{x(point.end_s):.1f}V{y(low):.1f}Z"
-        for point, low, high in bands
-        if high > low
-    ]
-    title = svg.titled(curve.name)
-    return svg.element("path", title, d="".join(boxes), class_=f"layer {curve.class_}")
 
 
 def _latest(values: Values) -> str:

@@ -1,7 +1,7 @@
 """The last 15 minutes of every served model, as the status page draws them.
 
 Every 5 s a :class:`HistoryRecorder` takes a snapshot of the engine's statistics on the event loop;
-a :class:`History` keeps the differences. A model takes at most about 150 KiB: 180 points and 100
+a :class:`History` keeps the differences. A model takes at most about 200 KiB: 180 points and 100
 events. Nothing is written to disk, and a model that is unloaded is forgotten.
 """
 
