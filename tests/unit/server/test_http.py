@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import socket
 import threading
 import urllib.error
@@ -15,8 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.client import Client
 from offramp.server import endpoints
+from offramp.server.pages.history import HistoryRecorder
 from offramp.server.services.protocol_services import ProtocolServices
-from offramp.testing.engine import FakeEngine
+from offramp.testing.engine import FakeEngine, fake_model
+from offramp.testing.server import FakeServer
 
 
 def get(url: str) -> tuple[int, str, Any]:
@@ -67,10 +72,73 @@ def test_the_status_page_loads_nothing_from_elsewhere(served: Any) -> None:
     status, page, headers = get(f"{served.url}/")
     assert status == 200
     assert headers.get_content_type() == "text/html"
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["Content-Security-Policy"] == "default-src 'none'; style-src 'unsafe-inline'"
     assert "src=" not in page
-    assert "href=" not in page
+    assert "<script" not in page
+    assert re.findall('href="([^"]*)"', page) == ["history.json", "?refresh=10"]
     assert "<h2>fake" in page
+
+
+@pytest.mark.parametrize(
+    ("query", "content"),
+    [
+        ("", None),
+        ("?refresh=10", "10"),
+        ("?refresh=1", "1"),
+        ("?refresh=3600", "3600"),
+        ("?refresh=0", None),
+        ("?refresh=3601", None),
+        ("?refresh=-5", None),
+        ("?refresh=1.5", None),
+        ("?refresh=%D9%A3", None),  # a digit, but no ASCII one
+        ("?refresh=", None),
+        ("?refresh=10%22%3E%3Cscript%3E", None),
+    ],
+)
+def test_the_page_renews_itself_where_it_is_asked_to(
+    served: Any, query: str, content: str | None
+) -> None:
+    status, page, _ = get(f"{served.url}/{query}")
+    assert status == 200
+    assert re.findall('http-equiv="refresh" content="([^"]*)"', page) == [content] * bool(content)
+    assert ('href="./"' in page, 'href="?refresh=10"' in page) == (bool(content), not content)
+    assert "<script" not in page
+
+
+def test_the_history_is_recorded_from_the_start_on(served: Any) -> None:
+    served.engine.served = (fake_model("a<b"),)
+    status, text, headers = get(f"{served.url}/history.json")
+    assert status == 200
+    assert headers["Content-Type"] == "application/json; charset=utf-8"
+    assert headers["Cache-Control"] == "no-store"
+    found = json.loads(text)
+    assert found["models"] == {"fake": {"points": [], "events": []}}
+    assert found["interval_s"] == 5.0
+    page = get(f"{served.url}/")[1]  # of a model that no snapshot has yet
+    assert "a&lt;b" in page
+    assert "No interval is over yet: the first one takes 5 s." in page
+
+
+def test_nothing_is_recorded_once_the_server_has_stopped() -> None:
+    with FakeServer(FakeEngine()) as server:
+        running = [task.get_name() for task in asyncio.all_tasks(server.loop)]
+    assert "history" in running
+    assert [t.get_name() for t in asyncio.all_tasks(server.loop)] == []
+
+
+def test_a_history_that_fails_stops_no_page(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no statistics")
+
+    monkeypatch.setattr(HistoryRecorder, "record", fail)
+    with FakeServer(FakeEngine()) as server:
+        assert get(f"{server.url}/")[0] == 200
+        assert get(f"{server.url}/history.json")[0] == 200
+    assert [r.getMessage() for r in caplog.records if r.name.endswith("history")] == [
+        "the history of the status page ends here"
+    ]
 
 
 def test_the_event_loop_does_other_things_between_pages(
@@ -117,7 +185,7 @@ def receive(peer: socket.socket, end: bytes, pages: int) -> None:
         answer += more
 
 
-PATHS = ("/", "/health/live", "/health/ready", "/metrics")
+PATHS = ("/", "/history.json", "/health/live", "/health/ready", "/metrics")
 
 
 def test_every_page_only_reads() -> None:

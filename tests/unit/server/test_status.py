@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from tests.unit.server.test_metrics import PLAN
@@ -13,8 +14,11 @@ from tests.unit.server.test_metrics import PLAN
 from offramp.bundle import NEVER, TensorSpec
 from offramp.cluster.planning.batch_profile import ProfileStatus
 from offramp.engine.control.controller import Evidence
+from offramp.engine.requests.learning_status import LearningStatus
 from offramp.engine.requests.results import ModelInfo
 from offramp.engine.requests.statistics import Histogram, ModelStatistics, StageStatistics
+from offramp.server.pages.curves import describe_age, short_number
+from offramp.server.pages.history import History
 from offramp.server.pages.status import describe_duration, render_status, view_agreement, view_model
 from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
@@ -73,8 +77,8 @@ class Text(HTMLParser):
             self.parts.append(data)
 
 
-def text_of(engine: FakeEngine) -> str:
-    parsed = Text(render_status(engine))
+def text_of(engine: FakeEngine, history: History | None = None) -> str:
+    parsed = Text(render_status(engine, history))
     assert parsed.open == []
     return parsed.text
 
@@ -270,3 +274,233 @@ def test_a_model_that_was_replaced_shows_its_version() -> None:
     assert "version 2" not in text_of(Engine())
     second = dataclasses.replace(STATISTICS, version=2, earlier=STATISTICS)
     assert "exit policy 3 · version 2 · up" in text_of(Engine(now=second))
+
+
+def record(history: History, *snapshots: ModelStatistics, name: str = "fake") -> History:
+    for number, statistics in enumerate(snapshots):
+        history.record({name: statistics}, ready={name: True}, refused=0, now_s=5.0 * number,
+                       unix_s=1_800_000_000.0 + 5.0 * number)  # fmt: skip
+    return history
+
+
+def counted(number: int, **others: Any) -> ModelStatistics:
+    """Each interval 20 requests of 0.1 s at most, 60 samples, 30 + 10 answers, 5 failures."""
+    answers = (30 * number, 0, 10 * number)
+    return dataclasses.replace(
+        STATISTICS,
+        requests=20 * number,
+        samples=60 * number,
+        stages=tuple(
+            dataclasses.replace(e, answered=a) for e, a in zip(EXITS, answers, strict=True)
+        ),
+        failed={"backend_error": 5 * number},
+        latency_s=Histogram(bounds=(0.1, 0.2), counts=(20 * number, 0, 0), total=0.0),
+        uptime_s=5.0 * number,
+        **others,
+    )
+
+
+class Drawings(HTMLParser):
+    """The charts of a page: labels, elements by class, and tooltips."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self.paths: dict[str, list[str]] = {}
+        self.titles: list[str] = []
+        self.texts: list[str] = []
+        self._tag = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self._tag = tag
+        if tag == "svg" and given.get("role") == "img":
+            self.labels.append(given["aria-label"] or "")
+        if tag in {"path", "circle"}:
+            drawn = given.get("d") or given.get("cx") or ""
+            self.paths.setdefault(given.get("class") or "", []).append(drawn)
+
+    def handle_data(self, data: str) -> None:
+        if self._tag == "title" and self.labels:
+            self.titles.append(data)
+        if self._tag == "text":
+            self.texts.append(data)
+
+    def curves(self, class_: str) -> list[int]:
+        """Count the points of the curves of a class that go beyond a legend's two."""
+        return [len(d.split("L")) for d in self.paths.get(class_, []) if d != "M0,5L24,5"]
+
+
+def drawings_of(*snapshots: ModelStatistics) -> Drawings:
+    history = record(History(), *snapshots)
+    page = render_status(Engine(now=snapshots[-1]), history)
+    assert Text(page).open == []
+    return Drawings(page)
+
+
+def test_the_curves_have_a_point_for_each_interval() -> None:
+    drawn = drawings_of(*map(counted, range(8)))
+    assert drawn.curves("curve first") == [7, 7]  # requests, p50
+    assert drawn.curves("curve second") == [7, 7]  # samples, p99
+    assert drawn.curves("curve third") == [7]
+    assert [len(d.split("M")) - 1 for d in drawn.paths["layer layer-0"]] == [7]
+    assert [len(d.split("M")) - 1 for d in drawn.paths["layer layer-7"]] == [7]
+    assert drawn.labels == [
+        (
+            "Rate, per second: requests: 4 now, from 4 to 4; samples: 12 now, from 12 to 12; "
+            "samples without an answer: 1 now, from 1 to 1"
+        ),
+        "Latency of requests, ms: p50: 50 now, from 50 to 50; p99: 99 now, from 99 to 99",
+        "Answers by place, %: exit 1: 75 now, from 75 to 75; final: 25 now, from 25 to 25",
+    ]
+
+
+def test_axes_have_round_ticks_with_units() -> None:
+    drawn = drawings_of(*map(counted, range(61)))
+    rates, latencies, shares = (
+        ["0", "5", "10"],
+        ["0", "50", "100"],
+        ["0", "25", "50", "75", "100"],
+    )
+    times = ["now", "−2 min", "−4 min"]
+    assert drawn.texts == [*rates, *times, *latencies, *times, *shares, *times]
+
+
+def test_a_curve_has_a_gap_where_nothing_was_answered() -> None:
+    idle = dataclasses.replace(counted(3), uptime_s=20.0)
+    after = [dataclasses.replace(counted(n), uptime_s=5.0 * n + 5) for n in (4, 5)]
+    drawn = drawings_of(*map(counted, range(4)), idle, *after, after[-1], counted(6))
+    assert drawn.curves("curve first") == [8, 3, 2]  # requests; p50 before and after the gap
+    assert len(drawn.paths["dot first"]) == 1  # and one point alone
+    assert [len(d.split("M")) - 1 for d in drawn.paths["layer layer-0"]] == [6]
+
+
+def test_the_stack_of_shares_ends_at_100_percent() -> None:
+    drawn = drawings_of(counted(0), counted(1))
+    (below,), (above,) = drawn.paths["layer layer-7"], drawn.paths["layer layer-0"]
+    # 166 is 0 %, 16 is 100 %: the end has 25 % of 150 pixels, exit 1 the rest
+    assert below == "M355.83,166V128.5H384V166Z"
+    assert above == "M355.83,128.5V16H384V128.5Z"
+
+
+def test_disagreement_is_drawn_with_its_bound_and_the_constraint() -> None:
+    control = fake_control(Evidence.CERTIFIED)
+    unsure = dataclasses.replace(control, disagreement=None, disagreement_upper_bound=1.0)
+    drawn = drawings_of(
+        *(counted(n, control=unsure if n < 4 else control, mode="audit") for n in range(7))
+    )
+    assert drawn.curves("curve first") == [6, 6, 3]
+    assert drawn.curves("curve second") == [6, 6, 3]
+    assert drawn.curves("curve limit") == [6]
+    assert drawn.labels[3] == (
+        "Disagreement with the unmodified model, %: measured: 0.24 now, from 0.24 to 0.24; "
+        "upper bound: 0.83 now, from 0.83 to 0.83; constraint: 1 now, from 1 to 1"
+    )
+
+
+def test_a_bound_far_above_the_constraint_is_drawn_at_the_top() -> None:
+    wide = dataclasses.replace(fake_control(Evidence.CERTIFIED), disagreement_upper_bound=0.6)
+    drawn = drawings_of(*(counted(n, control=wide) for n in range(3)))
+    assert {d.rpartition(",")[2] for d in drawn.paths["curve second"][-1:]} == {"16"}
+    assert drawn.texts[-7:] == ["0", "2", "4", "now", "−20 s", "−40 s", "−1 min"]
+    assert "upper bound: 60 now" in drawn.labels[3]
+
+
+def test_events_are_marked_in_every_chart_and_listed() -> None:
+    alarm = dataclasses.replace(fake_control(Evidence.CERTIFIED), alarms=1)
+    snapshots = [
+        counted(0, control=fake_control(Evidence.CERTIFIED)),
+        counted(1, control=fake_control(Evidence.CERTIFIED), streams=3),
+        counted(2, control=alarm),
+        counted(3, control=alarm),
+    ]
+    history = record(History(), *snapshots)
+    page = render_status(Engine(now=snapshots[-1]), history)
+    words = "drift alarm; the controller is now steady"
+    assert [t for t in Drawings(page).titles if "drift" in t] == [f"5 s ago: {words}"] * 4
+    assert f"time, UTC before now kind what happened 08:00:10 5 s ago drift {words}" in text_of(
+        Engine(now=snapshots[-1]), history
+    )
+    assert "None: no drift alarm" not in page
+
+
+def test_many_events_fold_up() -> None:
+    snapshots = [counted(n, policy_version=n) for n in range(1, 13)]
+    text = text_of(Engine(now=snapshots[-1]), record(History(), *snapshots))
+    assert "now policy exit policy 12 in the place of 11" in text
+    assert "3 earlier time, UTC" in text
+
+
+def test_tiles_are_of_the_latest_interval() -> None:
+    snapshots = [counted(0), counted(1), counted(3)]
+    text = text_of(Engine(now=snapshots[-1]), record(History(), *snapshots))
+    assert (
+        "8 requests per second 24 samples per second 50.00 ms latency, p50 99.00 ms latency, p99 "
+        "75.0 % answered early 2 unanswered samples per second Rate, per second"
+    ) in text
+
+
+def test_words_stand_where_there_is_nothing_to_draw() -> None:
+    text = text_of(Engine())
+    assert text.count("No interval is over yet: the first one takes 5 s.") == 5
+    assert "None: no drift alarm" in text
+    assert "requests per second" not in text
+    text = text_of(Engine(), record(History(), counted(1), counted(1)))
+    assert text.count("No request was answered in the last 15 minutes.") == 2
+    assert "not compared with the unmodified model's in mode leave; they are with --mode" in text
+    assert "None in the time that is kept, at most 15 minutes." in text
+
+
+def test_refused_requests_of_all_models_have_a_chart() -> None:
+    history = History()
+    for second, refused in ((0, 0), (5, 0), (10, 15), (15, 15)):
+        history.record({}, ready={}, refused=refused, now_s=second, unix_s=second)
+    drawn = Drawings(render_status(Engine(served=()), history))
+    assert drawn.labels == [
+        "Requests refused or failed, per second, all models: refused or failed: 0 now, from 0 to 3"
+    ]
+    assert drawn.curves("curve third") == [3]
+
+
+def test_places_share_the_colours_where_they_are_many() -> None:
+    stages = [stage(f"exit {n}", 0.5, 10) for n in range(20)]
+    before = dataclasses.replace(
+        STATISTICS, stages=tuple(dataclasses.replace(s, answered=0) for s in stages)
+    )
+    now = dataclasses.replace(STATISTICS, stages=tuple(stages), uptime_s=4000.0)
+    layers = {name: d for name, d in drawings_of(before, now).paths.items() if "layer" in name}
+    assert layers.keys() == {f"layer layer-{n}" for n in range(8)}
+    assert sum(map(len, layers.values())) == 20
+
+
+def test_hostile_names_are_escaped_in_the_charts() -> None:
+    hostile = "<script>alert('x')</script>\"&"
+    stages = tuple(dataclasses.replace(e, label=hostile + e.label) for e in EXITS)
+    before = dataclasses.replace(STATISTICS, stages=stages[:1] + stages[2:])
+    after = dataclasses.replace(
+        before,
+        stages=tuple(dataclasses.replace(e, answered=e.answered + 1) for e in before.stages),
+        learning=LearningStatus(phase="stopped", text=hostile, recorded=0, wanted=0),
+    )
+    model = dataclasses.replace(fake_model(hostile))
+    page = render_status(
+        Engine(served=(model,), now=after), record(History(), before, after, name=hostile)
+    )
+    assert "<script" not in page
+    drawn = Drawings(page)
+    assert f"now: learning: {hostile}" in drawn.titles
+    assert f"{hostile}exit 1: 50 now" in drawn.labels[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0, "0"), (0.126, "0.126"), (99.96, "100"), (999.6, "1k"), (12_345, "12.3k"), (2.5e6, "2.5M")],
+)
+def test_numbers_have_three_digits(value: float, words: str) -> None:
+    assert short_number(value) == words
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "now"), (40, "40 s ago"), (120, "2 min ago")])
+def test_ages_in_words(seconds: float, words: str) -> None:
+    assert describe_age(seconds) == words
