@@ -1,1 +1,1 @@
-"""Parts that all commands share: help in two layers, illegal combinations, shell completion."""
+"""Parts that all commands share: help in two layers, shell completion, pages and SVG."""
