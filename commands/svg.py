@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -95,6 +96,16 @@ class Scale:
         return self.low - slack <= value <= self.high + slack
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogScale(Scale):
+    """From values above 0 to pixels, logarithmically."""
+
+    def __call__(self, value: float) -> float:
+        """Pixel of a value."""
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+
 def axes(x: Scale, y: Scale, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -> Markup:
     """Draw a horizontal grid line for each y tick, labels at both axes, and the base line."""
     parts = []
@@ -122,6 +133,19 @@ def nice_values(low: float, high: float, most: int = 5) -> list[float]:
     step = nice_step(high - low, most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
+
+
+def nice_logs(low: float, high: float, most: int = 6) -> list[float]:
+    """Values for a logarithmic axis from at most ``low`` to at least ``high``, both above 0.
+
+    They are 1, 2 and 5 × 10^k, or powers of ten alone where that would be more than ``most``.
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    powers = [10.0**k for k in range(first, max(first + 1, last) + 1)]
+    steps = sorted(power * factor for power in powers for factor in (1, 2, 5))
+    start = bisect_right(steps, low) - 1
+    inside = steps[start : max(bisect_left(steps, high) + 1, start + 2)]
+    return inside if len(inside) <= most else powers
 
 
 def _short(value: object) -> str:

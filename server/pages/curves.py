@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 from markupsafe import Markup
 
 from offramp.commands import svg
-from offramp.commands.svg import Scale, Tick
+from offramp.commands.svg import LogScale, Scale, Tick
 from offramp.server.pages.history import History, IntervalPoint, ModelEvent, ModelHistory
 
 _WIDTH, _HEIGHT = 400.0, 190.0
@@ -104,7 +104,9 @@ class _Frame:
 
     def draw(self, title: str, summary: str, y: Scale, body: str) -> Markup:
         """Draw axes, what the chart shows, and the events; ``summary`` is read aloud."""
-        y_ticks = [(value, short_number(value)) for value in svg.nice_values(y.low, y.high, 4)]
+        logarithmic = isinstance(y, LogScale)
+        values = svg.nice_logs(y.low, y.high) if logarithmic else svg.nice_values(y.low, y.high, 4)
+        y_ticks = [(value, short_number(value)) for value in values]
         return svg.drawing(
             _WIDTH,
             _HEIGHT,
@@ -144,7 +146,7 @@ def _rates(frame: _Frame, points: _Points) -> Chart:
     curves = (
         _curve("first", "requests", points, lambda point: point.requests_per_s),
         _curve("second", "samples", points, lambda point: point.samples_per_s),
-        _curve("third", "samples without an answer", points, lambda point: point.failed_per_s),
+        _curve("third", "unanswered samples", points, lambda point: point.failed_per_s),
     )
     return _lines(frame, "Rate, per second", curves, empty=_NO_INTERVAL)
 
@@ -155,7 +157,7 @@ def _latencies(frame: _Frame, points: _Points) -> Chart:
         _curve("second", "p99", points, lambda point: _scaled(point.latency_p99_s, 1000)),
     )
     empty = _NO_ANSWER if points else _NO_INTERVAL
-    return _lines(frame, "Latency of requests, ms", curves, empty=empty)
+    return _lines(frame, "Latency of requests, ms", curves, empty=empty, fit=_log_scale)
 
 
 def _disagreement(frame: _Frame, points: _Points, mode: str) -> Chart:
@@ -168,12 +170,13 @@ def _disagreement(frame: _Frame, points: _Points, mode: str) -> Chart:
         f"answers are not compared with the unmodified model's in mode {mode}; "
         "they are with --mode audit"
     )
+    most = 100 * _CONSTRAINTS * max((point.constraint or 0 for point in points), default=0)
     return _lines(
         frame,
         "Disagreement with the unmodified model, %",
         curves,
         empty=empty if points else _NO_INTERVAL,
-        most=100 * _CONSTRAINTS * max((p.constraint or 0 for p in points), default=0),
+        fit=lambda values: _scale(min(max(values), most)),
     )
 
 
@@ -193,19 +196,28 @@ def _lines(
     curves: Sequence[_Curve],
     *,
     empty: str,
-    most: float = math.inf,
+    fit: Callable[[Sequence[float]], Scale] | None = None,
 ) -> Chart:
-    """Draw curves from 0 up, at most to ``most``: what is above is drawn at the top."""
+    """Draw curves on the scale that ``fit`` makes for them, by default from 0 up.
+
+    What is above the scale is drawn at its top.
+    """
     present = [value for curve in curves for _, value in curve.values if value is not None]
     if not present:
         return Chart(title=title, words=_sentence(empty))
-    y = _y(1.08 * min(max(present), most))
+    y = _scale(max(present)) if fit is None else fit(present)
     body = svg.join(_line(frame.x, y, curve) for curve in curves)
     return _chart(frame, title, curves, y, body)
 
 
-def _y(high: float) -> Scale:
-    return Scale(low=0, high=high or 1.0, start=_HEIGHT - _BOTTOM, end=_TOP)
+def _scale(highest: float) -> Scale:
+    return Scale(low=0, high=1.08 * highest or 1.0, start=_HEIGHT - _BOTTOM, end=_TOP)
+
+
+def _log_scale(values: Sequence[float]) -> Scale:
+    """Return a scale on which p50 is legible next to the rare p99 that is 100 times as high."""
+    ticks = svg.nice_logs(min(values), max(values))
+    return LogScale(low=ticks[0], high=ticks[-1], start=_HEIGHT - _BOTTOM, end=_TOP)
 
 
 def _chart(frame: _Frame, title: str, curves: Sequence[_Curve], y: Scale, body: str) -> Chart:
@@ -248,7 +260,7 @@ def _shares(frame: _Frame, points: _Points, places: Sequence[str]) -> Chart:
     title = "Answers by place, %"
     if not places:
         return Chart(title=title, words=_sentence(_NO_ANSWER if points else _NO_INTERVAL))
-    y = _y(100.0)
+    y = Scale(low=0, high=100, start=_HEIGHT - _BOTTOM, end=_TOP)
     curves = [
         _Curve(
             _layer(number, len(places)),

@@ -125,14 +125,14 @@ def _tiles(point: IntervalPoint, statistics: ModelStatistics) -> tuple[Figure, .
     )
     late = point.share(statistics.stages[-1].label)
     return (
-        Figure(value=short_number(point.requests_per_s), label="requests per second"),
-        Figure(value=short_number(point.samples_per_s), label="samples per second"),
+        Figure(value=f"{short_number(point.requests_per_s)}/s", label="requests"),
+        Figure(value=f"{short_number(point.samples_per_s)}/s", label="samples"),
         Figure(value=p50, label="latency, p50"),
         Figure(value=p99, label="latency, p99"),
         Figure(value="–" if late is None else f"{100 * (1 - late):.1f} %", label="answered early"),
         Figure(
-            value=short_number(point.failed_per_s),
-            label="unanswered samples per second",
+            value=f"{short_number(point.failed_per_s)}/s",
+            label="unanswered samples",
             alarming=point.failed_per_s > 0,
         ),
     )

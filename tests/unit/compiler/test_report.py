@@ -30,7 +30,7 @@ from offramp.bundle.schema.parts import HeadScore
 from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.selection import certified_policy
 from offramp.certify import tuning_path
-from offramp.commands.svg import Scale, element, nice_values
+from offramp.commands.svg import LogScale, Scale, element, nice_logs, nice_values
 from offramp.compiler.graphs.weights import WeightSizes
 from offramp.compiler.report import numbers, render_report
 from offramp.compiler.report.charts import coverage, latency_rows
@@ -569,3 +569,24 @@ def test_scale_and_ticks() -> None:
     assert [scale(0), scale(1), scale(2)] == [100, 200, 300]
     assert nice_values(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1]
     np.testing.assert_allclose(nice_values(-0.02, 0.04, 6), np.arange(-2, 5) / 100, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (3.2, 22, [2, 5, 10, 20, 50]),
+        (50, 99, [50, 100]),
+        (2, 2, [2, 5]),
+        (10, 10, [10, 20]),
+        (1.9, 640, [1, 10, 100, 1000]),
+        (0.03, 0.3, [0.02, 0.05, 0.1, 0.2, 0.5]),
+    ],
+)
+def test_ticks_of_logarithmic_axes_are_nice_numbers(
+    low: float, high: float, ticks: list[float]
+) -> None:
+    np.testing.assert_allclose(nice_logs(low, high), ticks, rtol=1e-12)
+    np.testing.assert_allclose(nice_logs(ticks[0], ticks[-1]), ticks, rtol=1e-12)
+    scale = LogScale(low=ticks[0], high=ticks[-1], start=0, end=100)
+    middle = (ticks[0] * ticks[-1]) ** 0.5
+    np.testing.assert_allclose([scale(v) for v in (ticks[0], middle, ticks[-1])], [0, 50, 100])
