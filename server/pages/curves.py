@@ -157,7 +157,9 @@ def _latencies(frame: _Frame, points: _Points) -> Chart:
         _curve("second", "p99", points, lambda point: _scaled(point.latency_p99_s, 1000)),
     )
     empty = _NO_ANSWER if points else _NO_INTERVAL
-    return _lines(frame, "Latency of requests, ms", curves, empty=empty, fit=_log_scale)
+    return _lines(
+        frame, "Latency of requests, ms, logarithmic", curves, empty=empty, fit=_log_scale
+    )
 
 
 def _disagreement(frame: _Frame, points: _Points, mode: str) -> Chart:
@@ -223,7 +225,7 @@ def _log_scale(values: Sequence[float]) -> Scale:
 def _chart(frame: _Frame, title: str, curves: Sequence[_Curve], y: Scale, body: str) -> Chart:
     return Chart(
         title=title,
-        legend=tuple(LegendEntry(c.class_, c.name, _latest(c.values)) for c in curves),
+        legend=tuple(LegendEntry(c.class_, c.name, _latest(c.values, y.high)) for c in curves),
         drawing=frame.draw(title, "; ".join(map(_summary, curves)), y, body),
     )
 
@@ -297,9 +299,12 @@ def _stack(x: Scale, y: Scale, points: _Points, curves: Sequence[_Curve]) -> Ite
         below = above
 
 
-def _latest(values: Values) -> str:
+def _latest(values: Values, top: float = math.inf) -> str:
+    """Return the newest figure; an arrow says that it is above the ``top`` of the chart."""
     value = values[-1][1]
-    return "–" if value is None else short_number(value)
+    if value is None:
+        return "–"
+    return f"{short_number(value)} ↑" if value > top else short_number(value)
 
 
 def _summary(curve: _Curve) -> str:

@@ -54,7 +54,8 @@ def changes_between(before: ModelStatistics, now: ModelStatistics) -> Iterator[M
         yield ModelChange(kind=ChangeKind.VERSION, text="the model was unloaded and loaded again")
     elif now.version != before.version:
         yield ModelChange(
-            kind=ChangeKind.VERSION, text=f"the model was replaced: version {now.version} serves"
+            kind=ChangeKind.VERSION,
+            text=f"version {now.version} serves in the place of version {before.version}",
         )
     else:
         yield from _drift(before, now)

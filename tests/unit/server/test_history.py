@@ -103,7 +103,10 @@ def test_counts_go_on_when_a_model_is_replaced() -> None:
     assert point.answers == {"exit 0": 13, "final": 7}
     assert point.latency_p50_s == pytest.approx(0.075)  # 7.5 of 15: 7.5 of 10 in the first bucket
     (event,) = history.events
-    assert (event.time_s, event.change.text) == (105.0, "the model was replaced: version 2 serves")
+    assert (event.time_s, event.change.text) == (
+        105.0,
+        "version 2 serves in the place of version 1",
+    )
 
 
 def test_a_model_that_was_loaded_again_counts_from_zero() -> None:
@@ -178,7 +181,7 @@ def alarmed(count: int) -> ControlStatus:
         (
             {"version": 2, "control": alarmed(3)},
             {"version": 3, "policy_version": 1, "control": alarmed(9)},
-            [("version", "the model was replaced: version 3 serves", False)],
+            [("version", "version 3 serves in the place of version 2", False)],
         ),
         ({"version": 3}, {}, [("version", "the model was unloaded and loaded again", False)]),
         (

@@ -351,7 +351,10 @@ def test_the_curves_have_a_point_for_each_interval() -> None:
             "Rate, per second: requests: 4 now, from 4 to 4; samples: 12 now, from 12 to 12; "
             "unanswered samples: 1 now, from 1 to 1"
         ),
-        "Latency of requests, ms: p50: 50 now, from 50 to 50; p99: 99 now, from 99 to 99",
+        (
+            "Latency of requests, ms, logarithmic: p50: 50 now, from 50 to 50; "
+            "p99: 99 now, from 99 to 99"
+        ),
         "Answers by place, %: exit 1: 75 now, from 75 to 75; final: 25 now, from 25 to 25",
     ]
 
@@ -401,7 +404,10 @@ def test_disagreement_is_drawn_with_its_bound_and_the_constraint() -> None:
 
 def test_a_bound_far_above_the_constraint_is_drawn_at_the_top() -> None:
     wide = dataclasses.replace(fake_control(Evidence.CERTIFIED), disagreement_upper_bound=0.6)
-    drawn = drawings_of(*(counted(n, control=wide) for n in range(3)))
+    snapshots = [counted(n, control=wide) for n in range(3)]
+    text = text_of(Engine(now=snapshots[-1]), record(History(), *snapshots))
+    assert "measured 0.24 upper bound 60 ↑ constraint 1" in text
+    drawn = drawings_of(*snapshots)
     assert {d.rpartition(",")[2] for d in drawn.paths["curve second"][-1:]} == {"16"}
     assert drawn.texts[-7:] == ["0", "2", "4", "now", "−20 s", "−40 s", "−1 min"]
     assert "upper bound: 60 now" in drawn.labels[3]
