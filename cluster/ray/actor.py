@@ -16,11 +16,12 @@ from offramp.bundle import Bundle, BundleError
 from offramp.cluster.ray.ray_connection import node_address, tls_files
 from offramp.cluster.remote.listening import Admission, Listener
 from offramp.cluster.remote.stage_orders import BundlesByHash
-from offramp.cluster.remote.tcp import HostPort, listen_on, tls_reason
+from offramp.cluster.remote.tcp import HostPort, listen_on
 from offramp.cluster.remote.worker import libraries, make_local
 from offramp.cluster.remote.worker_messages import Hello
 from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.errors import EngineError
+from offramp.engine.common.tls import tls_reason
 from offramp.engine.stages.backend_protocol import Backend
 
 LEAVE_S: Final = 10.0

@@ -28,11 +28,12 @@ from typing import Any, Final
 from offramp.cluster.ray.actor import WorkerActor
 from offramp.cluster.ray.ray_connection import connect, connected_ray, describe_resources, tls_files
 from offramp.cluster.remote.process import START_LIMIT_S
-from offramp.cluster.remote.tcp import NetworkError, TlsTrust, parse_address
+from offramp.cluster.remote.tcp import TlsTrust, parse_address
 from offramp.cluster.remote.tcp_launcher import MOST_RESULT_BYTES, PING_S, TcpWorker, WorkerAddress
 from offramp.cluster.remote.worker_messages import Hello
 from offramp.engine.answers.criteria import criterion_modules
 from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.common.tls import NetworkError
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from offramp.bundle.optional_imports import optional_import
-from offramp.cluster.remote.tcp import NetworkError, TlsIdentity, parse_address
+from offramp.cluster.remote.tcp import parse_address
 from offramp.engine.common.errors import BackendError, EngineError
+from offramp.engine.common.tls import NetworkError, TlsIdentity
 
 _log = logging.getLogger(__name__)
 

@@ -30,14 +30,7 @@ from offramp.cluster.remote.handshake import read_token
 from offramp.cluster.remote.listening import Admission, Listener
 from offramp.cluster.remote.served_slot import Reached
 from offramp.cluster.remote.stage_orders import BundlesByHash
-from offramp.cluster.remote.tcp import (
-    HostPort,
-    NetworkError,
-    TlsIdentity,
-    listen_on,
-    parse_address,
-    tls_reason,
-)
+from offramp.cluster.remote.tcp import HostPort, listen_on, parse_address
 from offramp.cluster.remote.worker import MakeBackend, libraries, make_local
 from offramp.cluster.remote.worker_messages import Hello
 from offramp.commands.combinations import Illegal
@@ -47,6 +40,7 @@ from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.environment import available_cores
 from offramp.engine.common.errors import BackendError, EngineError
 from offramp.engine.common.job_runner import environment_of_child
+from offramp.engine.common.tls import NetworkError, TlsIdentity, tls_reason
 from offramp.engine.stages.backend_protocol import Backend
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Final
 from offramp.cluster.remote.handshake import HandshakeError, admit_router
 from offramp.cluster.remote.served_slot import Reached
 from offramp.cluster.remote.stage_orders import FindBundle
-from offramp.cluster.remote.tcp import HostPort, cut, take_leave, tls_reason, tune
+from offramp.cluster.remote.tcp import HostPort, cut, take_leave, tune
 from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
 from offramp.cluster.remote.worker import MakeBackend, Worker
 from offramp.cluster.remote.worker_messages import (
@@ -37,6 +37,7 @@ from offramp.cluster.remote.worker_messages import (
 )
 from offramp.engine.common.errors import EngineError
 from offramp.engine.common.line_limit import LineLimit, one_line
+from offramp.engine.common.tls import tls_reason
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from offramp.engine.common.errors import EngineError
+from offramp.engine.common.tls import NetworkError, load_authorities, load_certificate
 
 _IDLE_S: Final = 10
 """Seconds of silence after which the system asks the other end for a sign of life."""
@@ -23,10 +23,6 @@ _MOST_WAITING: Final = 64
 """Connections that wait for a worker to start."""
 _UNACKNOWLEDGED_MS: Final = 1000 * (_IDLE_S + _MOST_ASKED * _BETWEEN_S)
 """Time after which what was sent and not acknowledged ends a connection."""
-
-
-class NetworkError(EngineError):
-    """An address, a certificate or a key that is of no use; one line, with the remedy."""
 
 
 class HostPort(NamedTuple):
@@ -80,57 +76,6 @@ class TlsTrust:
         if self.certificate is not None:
             load_certificate(context, self.certificate, self.key)
         return context
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsIdentity:
-    """What a worker shows of itself where connections are encrypted, and whom it trusts."""
-
-    certificate: Path
-    key: Path
-    ca: Path | None = None
-    """Authorities that routers' certificates are compared with; ``None`` asks for none."""
-
-    def context(self) -> ssl.SSLContext:
-        """Make what connections are encrypted with; NetworkError."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        load_certificate(context, self.certificate, self.key)
-        context.num_tickets = 0  # nobody resumes, and the first answer is no ticket
-        if self.ca is not None:
-            load_authorities(context, self.ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-
-def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
-    """Load a certificate and its key; NetworkError."""
-    try:
-        context.load_cert_chain(certificate, key, password=lambda: "")  # never ask a terminal
-    except (OSError, ValueError) as error:
-        raise NetworkError(
-            f"certificate {certificate} with key {key or certificate} cannot be used: "
-            f"{tls_reason(error)}; expected PEM files that belong together, the key unencrypted"
-        ) from error
-
-
-def load_authorities(context: ssl.SSLContext, ca: Path) -> None:
-    """Load certificates of authorities; NetworkError."""
-    try:
-        context.load_verify_locations(ca)
-    except (OSError, ValueError) as error:
-        raise NetworkError(
-            f"authorities {ca} cannot be used: {tls_reason(error)}; expected a PEM file of "
-            "certificates"
-        ) from error
-
-
-def tls_reason(error: Exception) -> str:
-    """Say in words why TLS failed."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate is not trusted: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        return (error.reason or str(error)).replace("_", " ").lower()
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def listen_on(address: HostPort) -> socket.socket:

@@ -19,10 +19,11 @@ from offramp.cluster.remote.handshake import HandshakeError, reach_worker
 from offramp.cluster.remote.orders import Orders
 from offramp.cluster.remote.process import ORDER_LIMIT_S, START_LIMIT_S
 from offramp.cluster.remote.slot_tensors import InlineTensors, SlotLink
-from offramp.cluster.remote.tcp import HostPort, TlsTrust, cut, has_ended, tls_reason, tune
+from offramp.cluster.remote.tcp import HostPort, TlsTrust, cut, has_ended, tune
 from offramp.cluster.remote.transport import Connection
 from offramp.cluster.remote.worker_messages import Hello, JoinSlot, Message, Ping, Ready, Refused
 from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.common.tls import tls_reason
 
 REACH_LIMIT_S: Final = 5.0
 """Limit of a connection's making."""

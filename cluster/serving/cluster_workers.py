@@ -23,12 +23,13 @@ from offramp.cluster.ray.ray_connection import connect, free_cpus
 from offramp.cluster.remote.handshake import HandshakeError, read_token
 from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher
 from offramp.cluster.remote.process import WorkerCommand
-from offramp.cluster.remote.tcp import HostPort, NetworkError, TlsTrust, parse_address, tls_reason
+from offramp.cluster.remote.tcp import HostPort, TlsTrust, parse_address
 from offramp.cluster.remote.tcp_launcher import MOST_RESULT_BYTES, TcpLauncher
 from offramp.cluster.serving.cluster_serving import ServedCluster
 from offramp.cluster.serving.planning_files import read_planning, read_profiles
 from offramp.cluster.serving.worker_devices import MOST_WORKERS, WorkerDevices
 from offramp.engine.common.errors import BackendError
+from offramp.engine.common.tls import NetworkError, tls_reason
 
 RAY: Final = Path("ray")
 """What stands for a cluster file where Ray alone says what there is."""

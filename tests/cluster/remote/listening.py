@@ -15,11 +15,12 @@ from typing import Any
 import offramp
 from offramp.cluster.remote.listening import Admission, Listener
 from offramp.cluster.remote.stage_orders import BundlesByHash
-from offramp.cluster.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut, parse_address
+from offramp.cluster.remote.tcp import HostPort, TlsTrust, cut, parse_address
 from offramp.cluster.remote.tcp_launcher import PING_S, TcpLauncher, TcpWorker
 from offramp.cluster.remote.worker import MakeBackend
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.remote.worker_messages import Hello
+from offramp.engine.common.tls import TlsIdentity
 from offramp.testing.scripted_worker import ScriptedBackend
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bundle"

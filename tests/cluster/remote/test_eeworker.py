@@ -12,10 +12,11 @@ import pytest
 from tests.cluster.remote.listening import GOLDEN, HELLO, TOKEN, Worker
 
 from offramp.cluster.remote.eeworker import ILLEGAL, main, make_parser, serving_words
-from offramp.cluster.remote.tcp import NetworkError, parse_address
+from offramp.cluster.remote.tcp import parse_address
 from offramp.cluster.remote.tcp_launcher import TcpLauncher
 from offramp.commands.combinations import Illegal
 from offramp.engine.common.errors import BackendError
+from offramp.engine.common.tls import NetworkError
 
 
 @pytest.fixture

@@ -21,12 +21,13 @@ from offramp.bundle import Bundle
 from offramp.cluster.remote import handshake, tcp_launcher
 from offramp.cluster.remote.listening import MOST_UNKNOWN, Listener
 from offramp.cluster.remote.stage_orders import BundlesByHash
-from offramp.cluster.remote.tcp import HostPort, TlsIdentity, TlsTrust, cut
+from offramp.cluster.remote.tcp import HostPort, TlsTrust, cut
 from offramp.cluster.remote.tcp_launcher import TcpLauncher, WorkerAddress
 from offramp.cluster.remote.transport import Connection
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.remote.worker_messages import Hello, Prepare, encode
 from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.common.tls import TlsIdentity
 from offramp.engine.stages.plan import make_plan
 from offramp.testing.backend import SCRIPT
 from offramp.testing.scripted_worker import ScriptedBackend
