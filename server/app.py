@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from offramp.engine.common.errors import EngineError
+from offramp.engine.common.network import is_loopback
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.server.arguments.configuration import model_options
 from offramp.server.arguments.options import MIB, ServerOptions
@@ -31,6 +32,8 @@ from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.message_memory import keep_large_blocks
 from offramp.server.requests.reception import Reception
 from offramp.server.requests.tracing import RequestTraces
+from offramp.server.security.access import AccessRules
+from offramp.server.security.tls import ServerTls, open_tls
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.server.sockets import check_free, fit_limits, join_address, raise_descriptors
 
@@ -184,6 +187,7 @@ async def serve_until_stopped(
     """
     check_free(options.host, options.grpc_port, option="--grpc-port")
     check_free(options.host, options.http_port, option="--http-port")
+    access, tls = AccessRules(options.security), open_tls(options.security)
     raise_descriptors(options.max_connections + _DESCRIPTORS_OF_MODELS)  # bundles hold files
     engine = await _unless(stop.requested, open_engine())
     if engine is None:
@@ -199,7 +203,13 @@ async def serve_until_stopped(
         await repository.start()
         if read_again is not None:
             stop.reload = ConfigurationReload(repository, models, read_again).request
-        endpoint, listening = await _listen(stack, engine, repository, options)
+        services = ProtocolServices(
+            engine,
+            reception=Reception(options, access=access, traces=_traces(stack, options)),
+            repository=repository,
+            read_options=model_options,
+        )
+        endpoint, listening = await _listen(stack, services, options, tls)
         on_ready(listening)
         await stop.requested.wait()
         return await _leave(engine, endpoint, options, stop)
@@ -254,37 +264,39 @@ def _without_models(options: EngineOptions) -> EngineOptions:
 
 async def _listen(
     stack: AsyncExitStack,
-    engine: ServedEngine,
-    repository: ModelRepository,
+    services: ProtocolServices,
     options: ServerOptions,
+    tls: ServerTls | None,
 ) -> tuple[GrpcEndpoint, Listening]:
     """Start both endpoints; the stack stops them."""
     limits = fit_limits(options.max_connections)
-    services = ProtocolServices(
-        engine,
-        reception=Reception(options, traces=_traces(stack, options)),
-        repository=repository,
-        read_options=model_options,
-    )
     stack.callback(services.close)
     max_message_bytes = options.max_message_mib * MIB
-    http = HttpEndpoint(services, max_message_bytes=max_message_bytes, max_connections=limits.http)
+    http = HttpEndpoint(
+        services, max_message_bytes=max_message_bytes, max_connections=limits.http, tls=tls
+    )
     stack.push_async_callback(http.stop)
     endpoint = GrpcEndpoint(
         services,
         max_message_bytes=max_message_bytes,
         max_connections=limits.grpc,
         keepalive=options.keepalive,
+        tls=tls,
     )
     stack.push_async_callback(endpoint.stop, 0.0)
     http_port = await http.start(options.host, options.http_port)
     grpc_port = await endpoint.start(options.host, options.grpc_port)
-    models = ", ".join(repository.catalog.names()) or "no model yet"
+    models = ", ".join(services.repository.catalog.names()) or "no model yet"
     await endpoint.serving()
     listening = Listening(
         grpc=join_address(options.host, grpc_port), http=join_address(options.host, http_port)
     )
-    logger.info("ready: gRPC on %s, status page on http://%s/, serving %s", *listening, models)
+    scheme = "http" if tls is None else "https"
+    logger.info(
+        "ready: gRPC on %s, status page on %s://%s/, serving %s",
+        listening.grpc, scheme, listening.http, models,
+    )  # fmt: skip
+    _warn_if_open(options)
     return endpoint, listening
 
 
@@ -298,6 +310,18 @@ def _traces(stack: AsyncExitStack, options: ServerOptions) -> RequestTraces:
     exporter = OtlpTraces(options.trace_endpoint)
     stack.push_async_callback(asyncio.to_thread, exporter.close)
     return RequestTraces(exporter, rate=options.trace_rate)
+
+
+def _warn_if_open(options: ServerOptions) -> None:
+    """Warn of a server that others on the network can reach, without encryption or tokens."""
+    security = options.security
+    missing = {
+        "TLS (--tls-certificate)": security.tls_certificate,
+        "tokens (--token-file)": security.token_file or security.tls_client_ca,
+    }
+    without = " and without ".join(name for name, file in missing.items() if file is None)
+    if without and not is_loopback(options.host):
+        logger.warning("others on the network can reach the server without %s", without)
 
 
 async def _leave(

@@ -24,10 +24,13 @@ from offramp.server.common.served import ServedEngine
 from offramp.server.pages.history import History, HistoryRecorder
 from offramp.server.pages.metrics import CONTENT_TYPE, render_metrics
 from offramp.server.pages.status import read_refresh, render_status
+from offramp.server.requests.http_access import token_check
 from offramp.server.rest.routes import RestApi
+from offramp.server.security.tls import ServerTls
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.server.services.service import GuardedServer, inference_handler
 from offramp.server.sockets import (
+    HANDSHAKE_S,
     MAX_HTTP_CONNECTIONS,
     HttpConnections,
     addresses_of,
@@ -133,7 +136,10 @@ class GrpcEndpoint:
         max_message_bytes: int,
         max_connections: int = MAX_CONNECTIONS,
         keepalive: KeepaliveOptions | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
+        """Without ``tls`` nothing is encrypted."""
+        self._tls = tls
         self._reception = reception = services.reception
         self._health = HealthReporter(services.engine, services.repository.catalog)
         self._port: int | None = None
@@ -164,7 +170,10 @@ class GrpcEndpoint:
         """Listen, or raise StartError; return the port, which the system chooses for port 0."""
         address = join_address(host, port)
         try:
-            port = self._server.add_insecure_port(address)
+            if self._tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._tls.credentials())
         except RuntimeError as error:
             raise StartError(f"cannot listen for gRPC on {address}: {error}") from error
         await self._server.start()
@@ -183,6 +192,8 @@ class GrpcEndpoint:
     async def send_away(self, limit_s: float) -> None:
         """Have all clients open their calls elsewhere, and answer those that come all the same.
 
+        With TLS they are not told: no frame can be put between gRPC's, which alone encrypts.
+
         Until no connection is left, or no request has come for a while: streams that idle end with
         their connection. At most for ``limit_s``.
         """
@@ -192,7 +203,7 @@ class GrpcEndpoint:
         now_s = time.monotonic()
         ends_s, quiet_s, admitted = now_s + limit_s, now_s + QUIET_S, self._reception.admitted
         while (there := open_connections(self._port)).peers and now_s < min(ends_s, quiet_s):
-            if untold := there.greeted - told:
+            if self._tls is None and (untold := there.greeted - told):
                 async with self._reception.answers.held() as writing:
                     told |= send_away(self._port, untold - addresses_of(writing))
             if self._reception.requests or self._reception.admitted != admitted:
@@ -240,7 +251,7 @@ _CONNECTION_OPTIONS: Final = (
     # that are reset at once is over as much sooner. gRPC's own default is 30 s.
     ("grpc.server_max_unrequested_time_in_server", 5),
     # From accepting a connection to its first SETTINGS; gRPC's own default is 120 s.
-    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
     # Without a call; clients connect again with their next one, and hardly notice.
     ("grpc.max_connection_idle_ms", 60_000),
 )
@@ -302,7 +313,12 @@ class HttpEndpoint:
         *,
         max_message_bytes: int,
         max_connections: int = MAX_HTTP_CONNECTIONS,
+        tls: ServerTls | None = None,
     ) -> None:
+        """Without ``tls`` nothing is encrypted."""
+        self._secure: dict[str, Any] = {}
+        if tls is not None:
+            self._secure = {"ssl": tls.context(), "ssl_handshake_timeout": HANDSHAKE_S}
         application = make_application(services, max_message_bytes)
         self._runner = web.AppRunner(
             application,
@@ -311,7 +327,11 @@ class HttpEndpoint:
             handler_cancellation=True,  # a client that hangs up withdraws its request
         )
         self._backlog = max_connections  # accepted together, before those that give room are closed
-        self._connections = HttpConnections(self._running_server, most=max_connections)
+        self._connections = HttpConnections(
+            self._running_server,
+            most=max_connections,
+            handshake_s=0.0 if tls is None else HANDSHAKE_S,
+        )
         application.middlewares.append(self._connections.note_use)
         self._closing_idle: asyncio.Task[None] | None = None
         self._listeners: list[asyncio.Server] = []
@@ -323,7 +343,7 @@ class HttpEndpoint:
         loop = asyncio.get_running_loop()
         for one in sockets:
             listener = await loop.create_server(
-                self._connections.accept, sock=one, backlog=self._backlog
+                self._connections.accept, sock=one, backlog=self._backlog, **self._secure
             )
             self._listeners.append(listener)
         self._closing_idle = asyncio.create_task(self._connections.close_idle(), name="idle HTTP")
@@ -351,7 +371,7 @@ _Responder: TypeAlias = Callable[[web.Request], web.Response]
 def make_application(services: ProtocolServices, max_message_bytes: int) -> web.Application:
     """Return the pages, and the protocol over HTTP."""
     engine, reception = services.engine, services.reception
-    application = web.Application(middlewares=[_one_a_turn()])
+    application = web.Application(middlewares=[token_check(reception), _one_a_turn()])
     recorder = HistoryRecorder(engine, reception.refused)
     application.cleanup_ctx.append(recorder.recorded)
     routes: dict[str, _Responder] = {

@@ -294,6 +294,9 @@ HTTP_IDLE_S: Final = 20.0
 """Time without a request after which an HTTP connection is closed."""
 
 
+HANDSHAKE_S: Final = 5.0
+"""Time after which a connection whose TLS handshake has not ended is closed, on either port."""
+
 _LOOK_S: Final = 1.0
 """Between two looks for idle connections."""
 
@@ -351,9 +354,13 @@ class HttpConnections:
     head, without limit. To be used on the event loop's thread.
     """
 
-    def __init__(self, server: Callable[[], web.Server], *, most: int) -> None:
+    def __init__(
+        self, server: Callable[[], web.Server], *, most: int, handshake_s: float = 0.0
+    ) -> None:
+        """``handshake_s`` is how long TLS may take before a connection counts as connected."""
         self._server = server
         self._most = most
+        self._connecting_s = handshake_s + _LOOK_S
         self._used_s: dict[web.RequestHandler, float] = {}
         """When the last request of each ended, or when it was accepted; in that order. Infinity
         while a request is being answered."""
@@ -409,7 +416,7 @@ class HttpConnections:
 
     def _forget_closed(self) -> None:
         """What was accepted only now is not connected yet either."""
-        recent_s = asyncio.get_running_loop().time() - _LOOK_S
+        recent_s = asyncio.get_running_loop().time() - self._connecting_s
         self._used_s = {
             one: used_s
             for one, used_s in self._used_s.items()

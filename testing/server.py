@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from offramp.server.arguments.configuration import model_options
-from offramp.server.arguments.options import MIB, ModelRepositoryOptions, ServerOptions
+from offramp.server.arguments.options import (
+    MIB,
+    ModelRepositoryOptions,
+    SecurityOptions,
+    ServerOptions,
+)
 from offramp.server.common.served import ServedEngine
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.reception import Reception
+from offramp.server.security.tls import open_tls
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.testing.engine import FakeEngine
 
@@ -40,6 +46,8 @@ class FakeServer(Generic[_Engine]):
         """
         self.engine = engine
         """What is served; its settings may be changed at any time."""
+        security = options.security if options else SecurityOptions()
+        self._tls = open_tls(security)
         self.reception = Reception(options)
         """Knows what was refused."""
         self._repository_options = options.repository if options else ModelRepositoryOptions()
@@ -97,10 +105,11 @@ class FakeServer(Generic[_Engine]):
             read_options=model_options,
         )
         limit = self._max_message_mib * MIB
-        self.grpc = GrpcEndpoint(self._services, max_message_bytes=limit)
-        self.http = HttpEndpoint(self._services, max_message_bytes=limit)
+        self.grpc = GrpcEndpoint(self._services, max_message_bytes=limit, tls=self._tls)
+        self.http = HttpEndpoint(self._services, max_message_bytes=limit, tls=self._tls)
+        scheme = "http" if self._tls is None else "https"
         self.address = f"127.0.0.1:{await self.grpc.start('127.0.0.1', 0)}"
-        self.url = f"http://127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
+        self.url = f"{scheme}://127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
         await self.grpc.serving()
 
     async def _stop(self) -> None:

@@ -21,7 +21,7 @@ from offramp.cluster.remote.worker import libraries, make_local
 from offramp.cluster.remote.worker_messages import Hello
 from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.errors import EngineError
-from offramp.engine.common.tls import tls_reason
+from offramp.engine.common.network import tls_reason
 from offramp.engine.stages.backend_protocol import Backend
 
 LEAVE_S: Final = 10.0

@@ -33,7 +33,7 @@ from offramp.cluster.remote.tcp_launcher import MOST_RESULT_BYTES, PING_S, TcpWo
 from offramp.cluster.remote.worker_messages import Hello
 from offramp.engine.answers.criteria import criterion_modules
 from offramp.engine.common.errors import BackendError, WorkerLostError
-from offramp.engine.common.tls import NetworkError
+from offramp.engine.common.network import NetworkError
 
 _log = logging.getLogger(__name__)
 

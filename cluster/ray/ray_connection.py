@@ -15,7 +15,7 @@ from typing import Any, Final
 from offramp.bundle.optional_imports import optional_import
 from offramp.cluster.remote.tcp import parse_address
 from offramp.engine.common.errors import BackendError, EngineError
-from offramp.engine.common.tls import NetworkError, TlsIdentity
+from offramp.engine.common.network import NetworkError, TlsIdentity
 
 _log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.environment import available_cores
 from offramp.engine.common.errors import BackendError, EngineError
 from offramp.engine.common.job_runner import environment_of_child
-from offramp.engine.common.tls import NetworkError, TlsIdentity, tls_reason
+from offramp.engine.common.network import NetworkError, TlsIdentity, tls_reason
 from offramp.engine.stages.backend_protocol import Backend
 
 _log = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from offramp.cluster.remote.worker_messages import (
 )
 from offramp.engine.common.errors import EngineError
 from offramp.engine.common.line_limit import LineLimit, one_line
-from offramp.engine.common.tls import tls_reason
+from offramp.engine.common.network import tls_reason
 
 _log = logging.getLogger(__name__)
 

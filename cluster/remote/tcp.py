@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import select
 import socket
 import ssl
@@ -11,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from offramp.engine.common.tls import NetworkError, load_authorities, load_certificate
+from offramp.engine.common.network import (
+    NetworkError,
+    is_loopback,
+    load_authorities,
+    load_certificate,
+)
 
 _IDLE_S: Final = 10
 """Seconds of silence after which the system asks the other end for a sign of life."""
@@ -38,10 +42,7 @@ class HostPort(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Whether only this host is behind it; a name other than ``localhost`` may be any."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
 
 def parse_address(text: str, *, least_port: int = 1) -> HostPort:

@@ -23,7 +23,7 @@ from offramp.cluster.remote.tcp import HostPort, TlsTrust, cut, has_ended, tune
 from offramp.cluster.remote.transport import Connection
 from offramp.cluster.remote.worker_messages import Hello, JoinSlot, Message, Ping, Ready, Refused
 from offramp.engine.common.errors import BackendError, WorkerLostError
-from offramp.engine.common.tls import tls_reason
+from offramp.engine.common.network import tls_reason
 
 REACH_LIMIT_S: Final = 5.0
 """Limit of a connection's making."""

@@ -29,7 +29,7 @@ from offramp.cluster.serving.cluster_serving import ServedCluster
 from offramp.cluster.serving.planning_files import read_planning, read_profiles
 from offramp.cluster.serving.worker_devices import MOST_WORKERS, WorkerDevices
 from offramp.engine.common.errors import BackendError
-from offramp.engine.common.tls import NetworkError, tls_reason
+from offramp.engine.common.network import NetworkError, tls_reason
 
 RAY: Final = Path("ray")
 """What stands for a cluster file where Ray alone says what there is."""

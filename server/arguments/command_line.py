@@ -34,9 +34,15 @@ from offramp.server.arguments.option_groups import (
 from offramp.server.arguments.options import (
     KeepaliveOptions,
     ModelRepositoryOptions,
+    SecurityOptions,
     ServerOptions,
 )
-from offramp.server.arguments.server_groups import add_keepalive, add_network, add_repository
+from offramp.server.arguments.server_groups import (
+    add_keepalive,
+    add_network,
+    add_repository,
+    add_security,
+)
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
@@ -271,6 +277,7 @@ def make_parser() -> LayeredParser:
     add_repository(parser)
     add_learning(parser)
     add_network(parser)
+    add_security(parser)
     add_control(parser)
     add_scheduling(parser)
     add_execution(parser)
@@ -320,6 +327,10 @@ def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
 def _server_options(given: argparse.Namespace) -> ServerOptions:
     keepalive = KeepaliveOptions(**settings_in(given, KeepaliveOptions))
     repository = ModelRepositoryOptions(**settings_in(given, ModelRepositoryOptions))
+    security = SecurityOptions(**settings_in(given, SecurityOptions))
     return ServerOptions(
-        **settings_in(given, ServerOptions), keepalive=keepalive, repository=repository
+        **settings_in(given, ServerOptions),
+        keepalive=keepalive,
+        repository=repository,
+        security=security,
     )

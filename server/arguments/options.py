@@ -167,6 +167,33 @@ class ModelRepositoryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityOptions:
+    """Files of certificates and tokens; each is read again when it changes."""
+
+    tls_certificate: Path | None = None
+    """PEM file of the certificate, of both ports; ``None`` serves in the clear."""
+    tls_key: Path | None = None
+    """PEM file of its key, unencrypted."""
+    tls_client_ca: Path | None = None
+    """PEM file of authorities: clients must then show a certificate of one of them."""
+    token_file: Path | None = None
+    """Tokens of clients; ``None`` asks for none."""
+    admin_token_file: Path | None = None
+    """Tokens of those who may change the server."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError(
+                "--tls-certificate and --tls-key belong together; give both, or neither"
+            )
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError(
+                "--tls-client-ca asks clients for certificates, which TLS alone carries; add "
+                "--tls-certificate and --tls-key"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """The addresses that a server listens on, and its limits."""
 
@@ -190,6 +217,8 @@ class ServerOptions:
     """The folder of the models."""
     keepalive: KeepaliveOptions = field(default_factory=KeepaliveOptions)
     """Pings of the gRPC port."""
+    security: SecurityOptions = field(default_factory=SecurityOptions)
+    """Certificates and tokens."""
     access_log: bool = False
     """Whether every request has a line in the log."""
     trace_endpoint: str | None = None

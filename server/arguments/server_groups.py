@@ -14,6 +14,7 @@ from offramp.server.arguments.options import (
     KeepaliveOptions,
     ModelRepositoryOptions,
     RepositoryControl,
+    SecurityOptions,
     ServerOptions,
     VersionChoice,
 )
@@ -81,6 +82,28 @@ def add_network(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=number(0.0),
     )
+
+
+def add_security(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`SecurityOptions`."""
+    options = OptionGroup(
+        parser,
+        "security",
+        "Encryption and tokens, of both ports. Each file is read again when it changes.",
+        SecurityOptions(),
+    )
+    texts = {
+        "--tls-certificate": "certificate of the server, a PEM file; without, nothing is encrypted",
+        "--tls-key": "its key, a PEM file",
+        "--tls-client-ca": "clients must show a certificate of one of these authorities, a PEM "
+        "file (mTLS)",
+        "--token-file": "clients must send a token of this file; a line each: NAME:TOKEN or "
+        "NAME:TOKEN:MODEL,MODEL",
+        "--admin-token-file": "calls that load or unload models, register shared memory or change "
+        "settings must have a token of this file (default: they are taken from this machine alone)",
+    }
+    for flag, text in texts.items():
+        options.add(flag, text, metavar="FILE", type=Path)
 
 
 def model_versions(text: str) -> VersionChoice:

@@ -63,6 +63,14 @@ class ForbiddenOriginError(EngineError):
     """A web page of another site sent the request."""
 
 
+class UnauthenticatedError(EngineError):
+    """A request has no token, or none that is valid."""
+
+
+class ForbiddenError(EngineError):
+    """A request is not allowed to whoever sent it."""
+
+
 class Refusal(NamedTuple):
     """What an error is answered with."""
 
@@ -80,6 +88,8 @@ REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
         InvalidRequestError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
         ModelControlError: Refusal(grpc.StatusCode.UNAVAILABLE, "model_control"),
         ModelLoadError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "model_load"),
+        UnauthenticatedError: Refusal(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated"),
+        ForbiddenError: Refusal(grpc.StatusCode.PERMISSION_DENIED, "forbidden"),
         ForbiddenOriginError: Refusal(grpc.StatusCode.PERMISSION_DENIED, "origin"),
         UnsupportedError: Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported"),
         RequestCountError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "concurrency"),
@@ -106,6 +116,8 @@ _WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
     ModelNotServedError: "UnknownModelError",
     BadInputError: "InvalidInputError",
     WorkerLostError: "BackendError",
+    UnauthenticatedError: "AuthenticationError",
+    ForbiddenError: "PermissionDeniedError",
 }
 """Names in the metadata of the classes that are called otherwise there, as the client's are."""
 

@@ -37,6 +37,8 @@ from offramp.server.common.errors import (
 )
 from offramp.server.requests.message_memory import MemoryReturn
 from offramp.server.requests.tracing import RequestTrace, RequestTraces
+from offramp.server.security.access import AccessRules
+from offramp.server.security.tokens import Principal
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("offramp.access")
@@ -202,6 +204,8 @@ class Visit:
     kind: CallKind = CallKind.REQUEST
     admitted: bool = False
     """Whether it counts as one of those that may be here at once."""
+    principal: Principal | None = None
+    """Whose token came with it."""
     size_bytes: int = 0
     """Held for it."""
     answer: PendingAnswer | None = None
@@ -230,11 +234,15 @@ class Reception:
         self,
         options: ServerOptions | None = None,
         memory: MemoryReturn | None = None,
+        access: AccessRules | None = None,
         traces: RequestTraces | None = None,
     ) -> None:
+        """``access`` is that of the options' files if it is not passed; StartError."""
         self.traces: Final = traces or RequestTraces()
         self._memory = memory or MemoryReturn()
         options = options or ServerOptions()
+        self.access: Final = access or AccessRules(options.security)
+        """Knows the tokens."""
         self._max_requests = options.max_concurrent_requests
         self._max_bytes = options.max_queue_mib * MIB
         self._access_log = options.access_log
@@ -478,6 +486,8 @@ def answering_errors(
         if isinstance(request, bytes):
             reception.passed(len(request))
         try:
+            authorization = _authorization(context) if reception.access.uses_tokens else ()
+            visit.principal = reception.access.admit(name, visit.peer, authorization)
             if kind is not CallKind.REQUEST:
                 reception.open_stream(visit)
             result = await method(visit, request, context)
@@ -508,6 +518,12 @@ def answering_errors(
         return await context.abort(code, shortened(message), metadata)
 
     return answered
+
+
+def _authorization(context: _Context) -> list[str]:
+    """Return the headers of a call that may have a token."""
+    metadata = context.invocation_metadata() or ()
+    return [str(value) for key, value in metadata if key == "authorization"]
 
 
 def _expired(context: _Context) -> bool:

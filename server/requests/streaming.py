@@ -27,6 +27,7 @@ from offramp.server.requests.codec import (
 from offramp.server.requests.decoding import RequestDecoder
 from offramp.server.requests.reception import Reception, Visit
 from offramp.server.requests.shared_memory import shared_bytes
+from offramp.server.security.tokens import Principal
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class RequestStream:
         catalog: Catalog | None = None,
         peer: str = "",
         trace_parent: str | None = None,
+        principal: Principal | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         self._engine = engine
@@ -68,6 +70,7 @@ class RequestStream:
         self._catalog = catalog or Catalog(engine)
         self._peer = peer
         self._trace_parent = trace_parent
+        self._principal = principal
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(max_in_flight)
         self._written = asyncio.Event()
@@ -197,7 +200,7 @@ class RequestStream:
     @contextmanager
     def _visit(self, request: ModelInferRequest) -> Iterator[Visit]:
         visit = self._reception.enter("ModelStreamInfer", self._peer)
-        visit.model = request.model_name
+        visit.model, visit.principal = request.model_name, self._principal
         try:
             yield visit
         except BaseException:
@@ -210,6 +213,7 @@ class RequestStream:
         self, visit: Visit, message: InferMessage, size_bytes: int
     ) -> tuple[ServedName, InferCall]:
         """Return the version that answers, and what to call the engine with."""
+        self._reception.access.check_model(visit.principal, message.head.model_name)
         self._reception.hold(visit, size_bytes)
         visit.trace = self._reception.traces.begin(self._trace_parent, visit.began_s)
         self._reception.hold_more(visit, shared_bytes(message.head))

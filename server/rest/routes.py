@@ -27,6 +27,7 @@ from offramp.server.common.errors import (
     RequestLimitError,
     wire_name,
 )
+from offramp.server.requests.http_access import PRINCIPAL, http_peer
 from offramp.server.requests.reception import SLOWEST_BYTES_PER_S, UNREAD_S, Visit
 from offramp.server.requests.tracing import TRACE_PARENT
 from offramp.server.rest.json_requests import JsonRequest, decode_object
@@ -240,8 +241,10 @@ class RestApi:
         answer: Callable[[Visit, web.Request], Awaitable[web.Response]],
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            visit = self._reception.enter(f"rest/{method}", _peer(request))
+            visit = self._reception.enter(f"rest/{method}", http_peer(request))
+            visit.principal = request.get(PRINCIPAL)
             try:
+                self._reception.access.check_method(visit.principal, method, visit.peer)
                 _check_origin(request)
                 response = await answer(visit, request)
                 return await _written(request, response)
@@ -277,6 +280,7 @@ class RestApi:
             message = kind(**route.request(request.match_info, body))
         except (TypeError, ValueError) as error:
             raise BadInputError(f"the body has a value of another type: {error}") from None
+        self._reception.access.check_message(visit.principal, route.method, message)
         response = await call(message, None)
         document = route.answer(response)
         ill = isinstance(document, dict) and False in (document.get("live"), document.get("ready"))
@@ -394,12 +398,3 @@ async def _written(request: web.Request, response: web.Response) -> web.StreamRe
         if request.transport is not None:
             request.transport.abort()
     return response
-
-
-def _peer(request: web.Request) -> str:
-    """Return the client's address as gRPC names it."""
-    name = request.transport.get_extra_info("peername") if request.transport else None
-    if not name:
-        return ""
-    host, port = name[:2]
-    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -47,6 +47,7 @@ class RequestAnswering:
         request = message.head
         visit.model = request.model_name
         visit.trace = self._reception.traces.begin(trace_parent, visit.began_s)
+        self._reception.access.check_model(visit.principal, request.model_name)
         find = partial(self._catalog.find, request.model_name, request.model_version)
         model = self._engine.model(find().engine_name)
         self._reception.hold_more(visit, shared_bytes(request))

@@ -156,6 +156,7 @@ class InferenceService:
             catalog=self._catalog,
             peer=visit.peer,
             trace_parent=parent,
+            principal=visit.principal,
         )
         await stream.serve(self._messages(context))
 
@@ -223,17 +224,24 @@ def _method_handler(
         answer = answering_errors(reception, method.name, call, serialize=serialize)
         return grpc.stream_unary_rpc_method_handler(answer)
     decode = getattr(messages, method.input_type.name).FromString
-    decoded = _decoding(call, decode)
+    decoded = _decoding(reception, method.name, call, decode)
     answer = answering_errors(reception, method.name, decoded, serialize=serialize)
     return grpc.unary_unary_rpc_method_handler(answer)
 
 
-def _decoding(call: Callable[..., Awaitable[_T]], decode: Callable[[bytes], Any]) -> Method[_T]:
-    """A method that takes bytes, from one that takes a message."""
+def _decoding(
+    reception: Reception,
+    name: str,
+    call: Callable[..., Awaitable[_T]],
+    decode: Callable[[bytes], Any],
+) -> Method[_T]:
+    """Return a method that takes bytes, of one that takes a message its caller may send."""
 
     @wraps(call)
-    async def decoded(_visit: Visit, data: bytes, context: _Context) -> _T:
-        return await call(decode_small(data, decode), context)
+    async def decoded(visit: Visit, data: bytes, context: _Context) -> _T:
+        message = decode_small(data, decode)
+        reception.access.check_message(visit.principal, name, message)
+        return await call(message, context)
 
     return decoded
 
@@ -275,10 +283,10 @@ def _guarded(name: str, handler: _Handler, reception: Reception) -> _Handler:
         answer = answering_errors(reception, name, _of_many(handler), kind=CallKind.WATCH)
         return grpc.stream_stream_rpc_method_handler(answer, **how)
     if handler.unary_stream:
-        method = _decoding(handler.unary_stream, handler.request_deserializer)
+        method = _decoding(reception, name, handler.unary_stream, handler.request_deserializer)
         answer = answering_errors(reception, name, method, kind=CallKind.WATCH)
         return grpc.unary_stream_rpc_method_handler(answer, **how)
-    method = _decoding(handler.unary_unary, handler.request_deserializer)
+    method = _decoding(reception, name, handler.unary_unary, handler.request_deserializer)
     return grpc.unary_unary_rpc_method_handler(
         answering_errors(reception, name, method, serialize=serialize)
     )

@@ -20,7 +20,7 @@ from offramp.cluster.remote.tcp_launcher import PING_S, TcpLauncher, TcpWorker
 from offramp.cluster.remote.worker import MakeBackend
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.remote.worker_messages import Hello
-from offramp.engine.common.tls import TlsIdentity
+from offramp.engine.common.network import TlsIdentity
 from offramp.testing.scripted_worker import ScriptedBackend
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bundle"

@@ -16,7 +16,7 @@ from offramp.cluster.remote.tcp import parse_address
 from offramp.cluster.remote.tcp_launcher import TcpLauncher
 from offramp.commands.combinations import Illegal
 from offramp.engine.common.errors import BackendError
-from offramp.engine.common.tls import NetworkError
+from offramp.engine.common.network import NetworkError
 
 
 @pytest.fixture

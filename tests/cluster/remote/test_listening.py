@@ -27,7 +27,7 @@ from offramp.cluster.remote.transport import Connection
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.remote.worker_messages import Hello, Prepare, encode
 from offramp.engine.common.errors import BackendError, WorkerLostError
-from offramp.engine.common.tls import TlsIdentity
+from offramp.engine.common.network import TlsIdentity
 from offramp.engine.stages.plan import make_plan
 from offramp.testing.backend import SCRIPT
 from offramp.testing.scripted_worker import ScriptedBackend

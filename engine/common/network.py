@@ -1,7 +1,8 @@
-"""Certificates and keys in PEM files, as servers and cluster workers use them."""
+"""Addresses and certificates, as servers and cluster workers use them."""
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,14 @@ class TlsIdentity:
             load_authorities(context, self.ca)
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine is behind a host; a name but ``localhost`` may be any."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:

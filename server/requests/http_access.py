@@ -1,0 +1,71 @@
+"""Tokens of requests over HTTP, whatever their route."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import grpc
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from offramp.engine.common.errors import EngineError
+from offramp.server.common.errors import ERROR_METADATA_KEY, wire_name
+from offramp.server.requests.reception import Reception
+from offramp.server.security.tokens import Principal
+
+OPEN_PATHS: Final = frozenset(
+    {"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+)
+"""Routes that need no token."""
+
+PRINCIPAL: Final = web.RequestKey("principal", Principal)
+"""Whose token came with a request."""
+
+
+def token_check(reception: Reception) -> Middleware:
+    """Return a middleware that refuses requests without a valid token, but for open routes.
+
+    Which methods and models a token is for is checked by the routes of the protocol (``/v2``); all
+    other routes are about all models.
+    """
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        path = "" if resource is None else resource.canonical
+        if path in OPEN_PATHS:
+            return await handler(request)
+        try:
+            principal = reception.access.identify(request.headers.getall("Authorization", []))
+            if not path.startswith("/v2"):
+                reception.access.check_all_models(principal, request.path[:80])
+        except EngineError as error:
+            return _refused(reception, request, error)
+        if principal is not None:
+            request[PRINCIPAL] = principal
+        return await handler(request)
+
+    return check
+
+
+def http_peer(request: web.Request) -> str:
+    """Return the client's address as gRPC names it."""
+    name = request.transport.get_extra_info("peername") if request.transport else None
+    if not name:
+        return ""
+    host, port = name[:2]
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def _refused(reception: Reception, request: web.Request, error: EngineError) -> web.Response:
+    visit = reception.enter("http", http_peer(request))
+    code, message = reception.refuse(visit, error)
+    reception.leave(visit)
+    unknown = code is grpc.StatusCode.UNAUTHENTICATED
+    headers = {ERROR_METADATA_KEY: wire_name(error), "Cache-Control": "no-store"}
+    if unknown:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.json_response({"error": message}, status=401 if unknown else 403, headers=headers)

@@ -1,0 +1,1 @@
+"""Certificates and tokens: who may connect, and who may call what."""
