@@ -12,11 +12,13 @@
 from offramp.client.aio import AsyncClient
 from offramp.client.connection import Tls
 from offramp.client.errors import (
+    AuthenticationError,
     ConnectionFailedError,
     DeadlineError,
     InvalidInputError,
     MessageTooLargeError,
     OfframpError,
+    PermissionDeniedError,
     RequestError,
     ResponseError,
     ServerBusyError,
@@ -36,6 +38,7 @@ from offramp.client.sync import Client
 __all__ = [
     "AnswerKind",
     "AsyncClient",
+    "AuthenticationError",
     "Client",
     "ConnectionFailedError",
     "DeadlineError",
@@ -44,6 +47,7 @@ __all__ = [
     "MessageTooLargeError",
     "ModelMetadata",
     "OfframpError",
+    "PermissionDeniedError",
     "RequestError",
     "ResponseError",
     "ServerBusyError",

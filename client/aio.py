@@ -68,7 +68,10 @@ class AsyncClient(ClientBase):
             deadline_s=timeout_s,
             decoupled=True,
         )
-        call = self._stream(timeout=self._settings.stream_timeout_s(timeout_s))
+        call = self._stream(
+            timeout=self._settings.stream_timeout_s(timeout_s),
+            metadata=self._settings.metadata(),
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 await call.write(request)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, Final
 
@@ -27,7 +29,7 @@ not by how long we wait (offramp.server.service)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Encrypts the connection, for a server behind a proxy that ends TLS; all are PEM."""
+    """Encrypts the connection, for a server or a proxy with a certificate; all are PEM."""
 
     root_certificates: bytes | None = None
     """Who may vouch for the server; ``None`` is the system's choice."""
@@ -50,6 +52,12 @@ class ConnectionSettings:
     """Of calls that name none; ``None`` waits for ever."""
     max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB
     """Largest response."""
+    token: str | None = field(default=None, repr=False)
+    """Sent with every call."""
+    encrypted: bool = False
+    """Whether the connection is."""
+    insecure_token: bool = False
+    """Whether the token may be sent in the clear to another machine."""
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
@@ -67,6 +75,19 @@ class ConnectionSettings:
             raise ValueError(f"timeout_s {self.timeout_s} is not above 0; None waits for ever")
         if self.max_message_mib < 1:
             raise ValueError(f"max_message_mib {self.max_message_mib} is below 1")
+        self._check_token(host)
+
+    def _check_token(self, host: str) -> None:
+        """Refuse, by a ValueError, a token that cannot be sent or would be sent in the clear."""
+        if self.token is None:
+            return
+        if not (self.token.isascii() and self.token.isprintable() and self.token.strip()):
+            raise ValueError("token has other characters than a token may have, or none")
+        if not (self.encrypted or self.insecure_token or _is_loopback(host)):
+            raise ValueError(
+                f"the token would be sent to {self.address} in the clear; pass tls=Tls(...), or "
+                "insecure_token=True where the network is trusted"
+            )
 
     def channel_options(self) -> list[tuple[str, Any]]:
         """The limits, in grpc's terms; the server limits requests."""
@@ -78,8 +99,12 @@ class ConnectionSettings:
     def limit(self, timeout_s: float | None) -> dict[str, Any]:
         """The limit of a call that names ``timeout_s``, or none, as grpc's methods take it."""
         if timeout_s is None:
-            return {"timeout": self.timeout_s, "metadata": _PATIENCE}
-        return {"timeout": timeout_s}
+            return {"timeout": self.timeout_s, "metadata": (*_PATIENCE, *self.metadata())}
+        return {"timeout": timeout_s, "metadata": self.metadata()}
+
+    def metadata(self) -> Sequence[tuple[str, str]]:
+        """Return the metadata of every call and stream."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token.strip()}"),)
 
     def stream_timeout_s(self, timeout_s: float | None) -> float | None:
         """The limit of a stream whose first answer is due after ``timeout_s``.
@@ -109,6 +134,14 @@ class ConnectionSettings:
         )
 
 
+def _is_loopback(host: str) -> bool:
+    """Return whether only this machine is behind a host."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class ClientBase:
     """A channel to one server and the methods of its service, of ``grpc`` or ``grpc.aio``."""
 
@@ -122,9 +155,16 @@ class ClientBase:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB,
         tls: Tls | None = None,
+        token: str | None = None,
+        insecure_token: bool = False,
     ) -> None:
         self._settings: Final = ConnectionSettings(
-            address=address, timeout_s=timeout_s, max_message_mib=max_message_mib
+            address=address,
+            timeout_s=timeout_s,
+            max_message_mib=max_message_mib,
+            token=token,
+            encrypted=tls is not None,
+            insecure_token=insecure_token,
         )
         options = self._settings.channel_options()
         if tls is None:

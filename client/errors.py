@@ -31,6 +31,14 @@ class MessageTooLargeError(RequestError):
     """The request or the response is larger than the server or the client takes."""
 
 
+class AuthenticationError(RequestError):
+    """The server asks for a token, or does not know the one that was sent."""
+
+
+class PermissionDeniedError(RequestError):
+    """The token is not for this model or method."""
+
+
 class ServerBusyError(OfframpError):
     """The server's queue is full; try again later."""
 
@@ -58,6 +66,8 @@ class ResponseError(OfframpError):
 _BY_SERVER: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
     grpc.StatusCode.NOT_FOUND: UnknownModelError,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidInputError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ServerBusyError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
@@ -65,6 +75,8 @@ _BY_SERVER: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
 """What a status means that the server's own code set."""
 
 _BY_GRPC: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,  # as a proxy may answer
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: MessageTooLargeError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.UNAVAILABLE: ConnectionFailedError,
@@ -78,6 +90,7 @@ BROKEN_OFF: Final = "Internal error from Core"
 _REMEDIES: Final[Mapping[type[OfframpError], str]] = {
     MessageTooLargeError: "send fewer samples at a time, or raise the limit: "
     "--max-message-mib of eeserve for requests, max_message_mib of the client for responses",
+    AuthenticationError: "pass the token as Client(..., token=...)",
     ConnectionFailedError: "is eeserve running there, and is this its gRPC port?",
 }
 

@@ -31,9 +31,12 @@ class Client(ClientBase):
         timeout_s: How long to wait in calls that name no limit; ``None`` waits for ever.
         max_message_mib: Largest response; the server limits requests.
         tls: Encrypts the connection; ``None`` does not.
+        token: Sent with every call, to a server that asks for one.
+        insecure_token: Whether the token may be sent to another machine without ``tls``.
 
     Raises:
-        ValueError: The address is not ``host:port``, or a limit is not above 0.
+        ValueError: The address is not ``host:port``, a limit is not above 0, or the token would be
+            sent in the clear.
     """
 
     _grpc: ClassVar[ModuleType] = grpc
@@ -101,7 +104,11 @@ class Client(ClientBase):
             deadline_s=timeout_s,
             decoupled=True,
         )
-        call = self._stream(iter((request,)), timeout=self._settings.stream_timeout_s(timeout_s))
+        call = self._stream(
+            iter((request,)),
+            timeout=self._settings.stream_timeout_s(timeout_s),
+            metadata=self._settings.metadata(),
+        )
         # grpc can limit the whole call, but not the wait for its first message.
         late = None if timeout_s is None else _Alarm(timeout_s, call.cancel)
         try:
