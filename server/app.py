@@ -135,6 +135,8 @@ class ModelsToServe:
     """Paths by name; ``open_engine`` loads them."""
     engine: EngineOptions = field(default_factory=EngineOptions)
     """Has the options of each model."""
+    fixed: object = None
+    """All other settings; they take effect at a start only."""
 
 
 def serve(
@@ -230,7 +232,7 @@ class ConfigurationReload:
         read_again: Callable[[], ModelsToServe],
     ) -> None:
         self._repository = repository
-        self._engine = models.engine
+        self._first = models
         self._read_again = read_again
         self._reloading: asyncio.Task[None] | None = None
         self._wanted = False
@@ -250,7 +252,7 @@ class ConfigurationReload:
             except (EngineError, OSError, ValueError) as error:
                 logger.warning("the configuration file is not reloaded: %s", error)
                 continue
-            if _without_models(models.engine) != _without_models(self._engine):
+            if _fixed(models) != _fixed(self._first):
                 logger.warning(
                     "settings outside of [defaults] and [models] changed in the configuration "
                     "file; they take effect when the server is started again"
@@ -258,8 +260,9 @@ class ConfigurationReload:
             logger.info("the configuration file was read again: %d models", len(models.named))
 
 
-def _without_models(options: EngineOptions) -> EngineOptions:
-    return replace(options, defaults=ModelOptions(), models={})
+def _fixed(models: ModelsToServe) -> tuple[EngineOptions, object]:
+    """Return the settings that a reload does not change."""
+    return replace(models.engine, defaults=ModelOptions(), models={}), models.fixed
 
 
 async def _listen(

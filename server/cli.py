@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with using_libraries(arguments.custom_ops):
             if arguments.self_check:
                 return self_check(arguments)
-            models = ModelsToServe(named=arguments.models, engine=arguments.engine)
+            models = _models_of(arguments)
             read_again = partial(_read_again, argv) if arguments.has_file else None
             return serve(open_engine, arguments.server, models, read_again=read_again)
     except (BundleError, EngineError, StartError) as error:
@@ -55,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _read_again(argv: Sequence[str] | None) -> ModelsToServe:
     """Read the command line and the configuration file once more; ValueError if it is wrong."""
-    arguments = read_arguments(argv)
-    return ModelsToServe(named=arguments.models, engine=arguments.engine)
+    return _models_of(read_arguments(argv))
+
+
+def _models_of(arguments: Arguments) -> ModelsToServe:
+    fixed = (arguments.server, arguments.log_level, arguments.log_format)
+    return ModelsToServe(named=arguments.models, engine=arguments.engine, fixed=fixed)
 
 
 def self_check(arguments: Arguments) -> int:

@@ -194,8 +194,8 @@ def _tables(file: Configuration, models: Collection[Path]) -> Iterator[_Settings
 
 
 def _of_engine(file: Configuration) -> dict[str, Any]:
-    """Return the settings of ``[engine]``; a table ``[learning]`` stands for ``--learn``."""
-    return {**file.engine, **({} if file.learning is None else {"learning": True})}
+    """Return the settings of all models; a table ``[learning]`` stands for ``--learn``."""
+    return {**file.server, **file.engine, **({} if file.learning is None else {"learning": True})}
 
 
 def _by_flag(

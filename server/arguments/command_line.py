@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from offramp import __version__
 from offramp.bundle.schema.answers import TASK_KINDS
@@ -16,13 +16,15 @@ from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.onnx_files.wrapping import SUFFIX, is_onnx_file
 from offramp.server.arguments.combinations import refuse_illegal_settings
 from offramp.server.arguments.configuration import (
+    SERVER_PARTS,
     Configuration,
     ConfigurationError,
     read_configuration,
 )
 from offramp.server.arguments.extension import SettingError
-from offramp.server.arguments.logging_setup import FORMATS, LEVELS
+from offramp.server.arguments.logging_setup import FORMATS, LEVELS, LoggingOptions
 from offramp.server.arguments.option_groups import (
+    OptionGroup,
     add_control,
     add_execution,
     add_learning,
@@ -31,12 +33,7 @@ from offramp.server.arguments.option_groups import (
     named_path,
     settings_in,
 )
-from offramp.server.arguments.options import (
-    KeepaliveOptions,
-    ModelRepositoryOptions,
-    SecurityOptions,
-    ServerOptions,
-)
+from offramp.server.arguments.options import ServerOptions
 from offramp.server.arguments.server_groups import (
     add_keepalive,
     add_network,
@@ -47,26 +44,18 @@ from offramp.server.arguments.server_groups import (
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    group = parser.add_argument_group("logging")
-    group.add_argument(
-        "--log-level",
-        metavar="LEVEL",
-        choices=LEVELS,
-        default="info",
-        help=f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}",
-    )
-    group.add_argument(
+    options = OptionGroup(parser, "logging", None, LoggingOptions(), ServerOptions())
+    levels = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
+    options.add("--log-level", levels, metavar="LEVEL", choices=LEVELS)
+    options.add(
         "--log-format",
+        "human: lines for people; json: an object a line",
         metavar="FORMAT",
         choices=FORMATS,
-        default="human",
-        help="human: lines for people; json: an object a line",
     )
-    group.add_argument(
+    options.switch(
         "--access-log",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="log a line for every request: peer, method, model, status code, milliseconds, rows",
+        "log a line for every request: peer, method, model, status code, milliseconds, rows",
     )
 
 
@@ -293,7 +282,7 @@ def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
     given, flags = parser.parse_args(argv), parser.given(argv)
     file = Configuration() if given.config is None else read_configuration(given.config)
     configured = [(name, model.path) for name, model in file.models.items()]
-    server = _server_options(given)
+    server, log = _server_options(given, file)
     models = name_models(
         given.bundles,
         [*given.model, *configured],
@@ -314,8 +303,8 @@ def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
         models=models,
         engine=options,
         server=server,
-        log_level=given.log_level,
-        log_format=given.log_format,
+        log_level=log.log_level,
+        log_format=log.log_format,
         has_file=given.config is not None,
         self_check=given.self_check,
         json=given.json,
@@ -324,13 +313,23 @@ def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
     )
 
 
-def _server_options(given: argparse.Namespace) -> ServerOptions:
-    keepalive = KeepaliveOptions(**settings_in(given, KeepaliveOptions))
-    repository = ModelRepositoryOptions(**settings_in(given, ModelRepositoryOptions))
-    security = SecurityOptions(**settings_in(given, SecurityOptions))
-    return ServerOptions(
-        **settings_in(given, ServerOptions),
-        keepalive=keepalive,
-        repository=repository,
-        security=security,
-    )
+def _server_options(
+    given: argparse.Namespace, file: Configuration
+) -> tuple[ServerOptions, LoggingOptions]:
+    """Return what the file says of server and logging, overruled by the command line."""
+
+    def settings(kind: type[Any]) -> dict[str, Any]:
+        names = {each.name for each in fields(kind)}
+        ours = {name: value for name, value in file.server.items() if name in names}
+        return ours | settings_in(given, kind)
+
+    try:
+        server = ServerOptions(
+            **settings(ServerOptions),
+            **{name: kind(**settings(kind)) for name, kind in SERVER_PARTS.items()},
+        )
+    except ValueError as error:
+        if file.server.keys() <= vars(given).keys():
+            raise
+        raise ConfigurationError(f"{file.source}: [server]: {error}") from error
+    return server, LoggingOptions(**settings(LoggingOptions))

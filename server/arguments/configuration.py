@@ -12,9 +12,12 @@
     policy = "slackfit"
     slo_ms = 20
     max_disagreement = 0.005
+    [server]                  # fields of ServerOptions and of its parts, and of LoggingOptions
+    grpc_port = 9001
+    token_file = "tokens"     # relative to this file
 
-Keys and their types are read off the two dataclasses, so that a new option is a new key. What a
-model's table says goes before the command line, which goes before the other two tables.
+Keys and their types are read off the dataclasses, so that a new option is a new key. What a
+model's table says goes before the command line, which goes before all other tables.
 """
 
 from __future__ import annotations
@@ -41,7 +44,16 @@ from offramp.engine.models.options import (
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.stages.plan import Mode
 from offramp.server.arguments.extension import SettingError
-from offramp.server.arguments.options import DEFAULT_MODE
+from offramp.server.arguments.logging_setup import FORMATS, LEVELS, LoggingOptions
+from offramp.server.arguments.options import (
+    DEFAULT_MODE,
+    KeepaliveOptions,
+    ModelRepositoryOptions,
+    RepositoryControl,
+    SecurityOptions,
+    ServerOptions,
+    VersionChoice,
+)
 
 _Options: TypeAlias = type[EngineOptions | ModelOptions | LearnOptions]
 
@@ -72,6 +84,8 @@ class Configuration:
     models: Mapping[str, ConfiguredModel] = field(default_factory=dict)
     learning: Mapping[str, Any] | None = None
     """Fields of :class:`LearnOptions`; ``None`` if there is no such table."""
+    server: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of :class:`ServerOptions`, of its parts, and of :class:`LoggingOptions`."""
 
     def options(
         self,
@@ -137,7 +151,7 @@ class Configuration:
 def read_configuration(path: Path) -> Configuration:
     """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
     document = _load(path)
-    _refuse_unknown(document, ("engine", "learning", "defaults", "models"), f"{path}", "table")
+    _refuse_unknown(document, TABLES, f"{path}", "table")
     models = _table(document, "models", f"{path}: [models]")
     return Configuration(
         source=path,
@@ -145,6 +159,7 @@ def read_configuration(path: Path) -> Configuration:
         defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
         models={name: _model(path.parent, models, name) for name in models.content},
         learning=_learning(path, document) if "learning" in document else None,
+        server=_server(path, document),
     )
 
 
@@ -158,6 +173,15 @@ def model_options(where: str, settings: Mapping[str, Any], base: ModelOptions) -
         return replace(base, **changed)
     except ValueError as error:
         raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _server(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = (ServerOptions, LoggingOptions, *SERVER_PARTS.values())
+    settings = _settings(kinds, _table(document, "server", f"{path}: [server]"))
+    return {
+        name: path.parent / value if isinstance(value, Path) else value
+        for name, value in settings.items()
+    }
 
 
 def _learning(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,6 +219,12 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return choose
 
 
+def _strings(values: list[Any]) -> tuple[str, ...]:
+    if others := [value for value in values if not isinstance(value, str)]:
+        raise ValueError(f"{_describe(others[0])} is among them, expected strings")
+    return tuple(values)
+
+
 _KINDS: Final[Mapping[type, _Kind]] = {
     bool: _Kind("true or false", (bool,), bool),
     int: _Kind("a whole number", (int,), int),
@@ -203,16 +233,31 @@ _KINDS: Final[Mapping[type, _Kind]] = {
     Path: _Kind("a string", (str,), Path),
     Mode: _Kind("a string", (str,), lambda text: Mode(_one_of(*Mode)(text))),
     PolicyName: _Kind("a string", (str,), PolicyName.parse),
+    VersionChoice: _Kind("a string", (str,), VersionChoice.parse),
+    RepositoryControl: _Kind(
+        "a string", (str,), lambda text: RepositoryControl(_one_of(*RepositoryControl)(text))
+    ),
 }
 _KINDS_BY_FIELD: Final = {
     "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
     "controller": _Kind("a string", (str,), _one_of(*controller_names())),
     "precision": _Kind("a string", (str,), _one_of(*PRECISIONS)),
     "share_weights": _Kind("a string", (str,), _one_of(*SHARE_WEIGHTS)),
+    "log_level": _Kind("a string", (str,), _one_of(*LEVELS)),
+    "log_format": _Kind("a string", (str,), _one_of(*FORMATS)),
+    "load_model": _Kind("an array of strings", (list,), _strings),
 }
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that are not called like their field."""
-_NO_KEYS: Final = ("defaults", "models", "devices", "extensions", "learning")
+TABLES: Final = ("engine", "learning", "defaults", "models", "server")
+"""Tables of a file."""
+SERVER_PARTS: Final[Mapping[str, type[Any]]] = {
+    "repository": ModelRepositoryOptions,
+    "keepalive": KeepaliveOptions,
+    "security": SecurityOptions,
+}
+"""Fields of :class:`ServerOptions` that are options in turn, whose fields are keys of [server]."""
+_NO_KEYS: Final = ("defaults", "models", "devices", "extensions", "learning", *SERVER_PARTS)
 """Fields that are tables of their own, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two ways to say one thing: who says one on the command line overrules both in the file."""
@@ -328,7 +373,7 @@ def _refuse_unknown(content: Iterable[str], known: Iterable[str], where: str, wh
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name[:_SHOWN], list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {str(close[0])!r}?" if close else ""
 
 
 def _describe(value: object) -> str:

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import traceback
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Final
@@ -15,6 +16,16 @@ from offramp.engine.common.line_limit import OneLineFilter, QueuedHandler
 
 FORMATS: Final = ("human", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingOptions:
+    """What is logged, and how."""
+
+    log_level: str = "info"
+    """One of :data:`LEVELS`."""
+    log_format: str = "human"
+    """One of :data:`FORMATS`."""
 
 
 class JsonFormatter(logging.Formatter):
