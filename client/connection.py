@@ -81,7 +81,8 @@ class ConnectionSettings:
         """Refuse, by a ValueError, a token that cannot be sent or would be sent in the clear."""
         if self.token is None:
             return
-        if not (self.token.isascii() and self.token.isprintable() and self.token.strip()):
+        token = self.token.strip()  # of a file, it ends with a line break
+        if not (token and token.isascii() and token.isprintable()):
             raise ValueError("token has other characters than a token may have, or none")
         if not (self.encrypted or self.insecure_token or _is_loopback(host)):
             raise ValueError(

@@ -47,6 +47,11 @@ from offramp.tools.bench.load.report import (
     warning,
 )
 from offramp.tools.bench.load.sender import Task
+from offramp.tools.bench.load.server_access import (
+    ServerAccess,
+    add_access_arguments,
+    read_access,
+)
 from offramp.tools.bench.load.shares import (
     Share,
     deal,
@@ -77,6 +82,14 @@ ILLEGAL: Final = (
     *(
         Illegal(option=f"--{name}", beside="--closed-loop", why=_CLOSED)
         for name in ("trace", "rate", "base-rate", "cv2", "rate-to", "acceleration", "seed")
+    ),
+    *(
+        Illegal(
+            option=f"--{name}",
+            without="--tls-ca",
+            why="nothing is encrypted; leave it out, or add --tls-ca",
+        )
+        for name in ("tls-certificate", "tls-key")
     ),
     Illegal(
         option="--no-deadline",
@@ -110,6 +123,7 @@ def add_parser(commands: Any) -> None:
     add_trace_arguments(parser)
     _add_sending(parser.add_argument_group("sending"))
     _add_judging(parser.add_argument_group("judging and output"))
+    add_access_arguments(parser)
     add_data_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -183,8 +197,9 @@ def run(options: argparse.Namespace) -> int:
     """Make the load and print the report; return the exit status."""
     settings, trace = read_options(options)
     check_outputs(options.json, options.html)
-    metadata = check_server(settings.address, settings.model)
-    optional = optional_inputs(settings.address, settings.model)
+    access = read_access(options)
+    metadata = check_server(settings.address, settings.model, access)
+    optional = optional_inputs(settings.address, settings.model, access)
     bundle = None if options.reference is None else open_runnable(options.reference)
     data = read_data(
         source_of(options.data, options),
@@ -197,7 +212,7 @@ def run(options: argparse.Namespace) -> int:
     poll: MetricsPoll | None = None
     if options.metrics is not None:
         every_s = max(_LEAST_POLL_S, settings.duration_s / WINDOWS)
-        poll = MetricsPoll(options.metrics, settings.model, every_s=every_s)
+        poll = MetricsPoll(options.metrics, settings.model, every_s=every_s, access=access)
     reference = _find_reference(bundle, data, metadata, shares)
     environment = describe_environment(
         trace=None if trace is None else trace.name,
@@ -206,7 +221,7 @@ def run(options: argparse.Namespace) -> int:
         data_is_calibration_data=reference.on_calibration_data,
         **settings_json(settings),
     )
-    load = _generate(settings, shares, data, reference.answer, poll)
+    load = _generate(settings, shares, data, reference.answer, poll, access=access)
     report = make_report(
         settings,
         load,
@@ -244,6 +259,8 @@ def _generate(
     data: LoadData,
     answer: str | None,
     poll: MetricsPoll | None,
+    *,
+    access: ServerAccess,
 ) -> GeneratedLoad:
     tasks = [
         Task(
@@ -251,6 +268,7 @@ def _generate(
             share=share,
             requests=serialise_requests(settings, data.inputs, share.samples),
             answer=answer,
+            access=access,
         )
         for share in shares
     ]

@@ -16,6 +16,10 @@ from offramp.client.errors import error_from_status
     [
         ("NOT_FOUND", True, client.UnknownModelError),
         ("INVALID_ARGUMENT", True, client.InvalidInputError),
+        ("UNAUTHENTICATED", True, client.AuthenticationError),
+        ("UNAUTHENTICATED", False, client.AuthenticationError),
+        ("PERMISSION_DENIED", True, client.PermissionDeniedError),
+        ("PERMISSION_DENIED", False, client.PermissionDeniedError),
         ("RESOURCE_EXHAUSTED", True, client.ServerBusyError),
         ("RESOURCE_EXHAUSTED", False, client.MessageTooLargeError),
         ("DEADLINE_EXCEEDED", True, client.DeadlineError),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.tools.bench.load.load_settings import LoadError
+from offramp.tools.bench.load.server_access import ServerAccess
 
 _LIMIT_S: Final = 2.0
 
@@ -113,8 +114,13 @@ class MetricsPoll:
     Raises LoadError if there are none of that model.
     """
 
-    def __init__(self, address: str, model: str, *, every_s: float) -> None:
-        self._url = f"http://{address}/metrics"
+    def __init__(
+        self, address: str, model: str, *, every_s: float, access: ServerAccess | None = None
+    ) -> None:
+        access = access or ServerAccess()
+        self._context = access.context()
+        self._url = f"{'http' if self._context is None else 'https'}://{address}/metrics"
+        self._headers = access.headers
         self._model, self._every_s = model, every_s
         self.readings: list[Reading] = []
         try:
@@ -139,6 +145,9 @@ class MetricsPoll:
             self.readings.append(reading)
 
     def _read(self, at_s: float) -> Reading | None:
-        with urllib.request.urlopen(self._url, timeout=_LIMIT_S) as response:
+        request = urllib.request.Request(self._url)
+        for name, value in self._headers.items():
+            request.add_unredirected_header(name, value)
+        with urllib.request.urlopen(request, timeout=_LIMIT_S, context=self._context) as response:
             text = response.read().decode()
         return read_metrics(text, model=self._model, at_s=at_s)

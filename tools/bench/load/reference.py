@@ -15,19 +15,20 @@ from offramp.bundle import Bundle, TensorSpec, UnreadInput
 from offramp.calibration.data.data_sources import DataSource, NpzSource
 from offramp.calibration.data.dataset import read_dataset
 from offramp.calibration.data.key import GroupKey
-from offramp.client import Client, ModelMetadata, OfframpError
+from offramp.client import ModelMetadata, OfframpError
 from offramp.engine.backends import make_backend
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, make_plan
 from offramp.tools.bench.load.load_settings import LoadError
 from offramp.tools.bench.load.request_log import UNKNOWN
+from offramp.tools.bench.load.server_access import ServerAccess
 
 _LIMIT_S: Final = 5.0
 
 
-def check_server(address: str, model: str) -> ModelMetadata:
+def check_server(address: str, model: str, access: ServerAccess) -> ModelMetadata:
     """Make sure that the model takes requests, or raise LoadError; gives its inputs and outputs."""
-    with Client(address, timeout_s=_LIMIT_S) as client:
+    with access.client(address, timeout_s=_LIMIT_S) as client:
         try:
             metadata = client.metadata(model)
             ready = client.model_ready(model)
@@ -38,9 +39,9 @@ def check_server(address: str, model: str) -> ModelMetadata:
     return metadata
 
 
-def optional_inputs(address: str, model: str) -> frozenset[str]:
+def optional_inputs(address: str, model: str, access: ServerAccess) -> frozenset[str]:
     """Ask the server which inputs requests may leave out; LoadError if it cannot be asked."""
-    with Client(address, timeout_s=_LIMIT_S) as client:
+    with access.client(address, timeout_s=_LIMIT_S) as client:
         try:
             return client.optional_inputs(model)
         except OfframpError as error:

@@ -14,7 +14,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from offramp.tools.bench.load.request_log import (
     read_reply,
     status_of,
 )
+from offramp.tools.bench.load.server_access import ServerAccess
 from offramp.tools.bench.load.shares import Share
 
 READY: Final = "ready"
@@ -55,6 +56,8 @@ class Task:
     """By sample."""
     answer: str | None
     """Name of the output that is the answer; ``None`` where nothing is compared with it."""
+    access: ServerAccess = field(default_factory=ServerAccess)
+    """How the server is reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +89,7 @@ def run_worker(task: Task, pipe: Connection) -> None:
 
 async def _work(task: Task, pipe: Connection) -> Report:
     address = task.settings.address
-    async with grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS) as channel:
+    async with task.access.channel(address, _CHANNEL_OPTIONS) as channel:
         try:
             await asyncio.wait_for(channel.channel_ready(), _CONNECT_LIMIT_S)
         except TimeoutError:
@@ -108,7 +111,7 @@ class Sender:
 
     def __init__(self, task: Task, channel: grpc.aio.Channel, *, start_s: float) -> None:
         self._settings, self._share, self._answer = task.settings, task.share, task.answer
-        self._requests = task.requests
+        self._requests, self._metadata = task.requests, task.access.metadata
         self._start_s = start_s
         self._log, self._causes = RequestLog(), Causes()
         self._under_way: set[asyncio.Task[None]] = set()
@@ -179,7 +182,7 @@ class Sender:
 
     async def _call(self, line: int, intended_s: float, sample: int) -> None:
         """Send one request and write down how it ends; withdrawn, it stays unanswered."""
-        call = self._infer(self._requests[sample])
+        call = self._infer(self._requests[sample], metadata=self._metadata)
         self._log.sent(line, self._now_s())
         try:
             reply = read_reply(await call, self._answer)

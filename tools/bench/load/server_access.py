@@ -1,0 +1,119 @@
+"""How the load generator reaches a server that asks for encryption or tokens."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from offramp.client import Client, Tls
+from offramp.engine.common.network import (
+    NetworkError,
+    is_loopback,
+    load_authorities,
+    load_certificate,
+)
+from offramp.tools.bench.load.load_settings import LoadError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAccess:
+    """The authority that is trusted, and what is shown to the server."""
+
+    ca: Path | None = None
+    """Whose certificate the server has; ``None`` does not encrypt."""
+    certificate: Path | None = None
+    """Our own, for a server that asks for one."""
+    key: Path | None = None
+    token: str | None = field(default=None, repr=False)
+    """Sent with every call."""
+
+    @property
+    def metadata(self) -> Sequence[tuple[str, str]]:
+        """Return the metadata of every call."""
+        return tuple(self.headers.items())
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers of every call."""
+        return {} if self.token is None else {"authorization": f"Bearer {self.token}"}
+
+    def client(self, address: str, *, timeout_s: float) -> Client:
+        """Return a client of the server; LoadError."""
+        return Client(address, timeout_s=timeout_s, tls=self._tls(), token=self.token)
+
+    def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+        """Return a channel to the server; LoadError."""
+        tls = self._tls()
+        if tls is None:
+            return grpc.aio.insecure_channel(address, options)
+        return grpc.aio.secure_channel(address, tls.credentials(), options)
+
+    def context(self) -> ssl.SSLContext | None:
+        """Return what HTTP is encrypted with; LoadError."""
+        if self.ca is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            load_authorities(context, self.ca)
+            if self.certificate is not None:
+                load_certificate(context, self.certificate, self.key)
+        except NetworkError as error:
+            raise LoadError(str(error)) from error
+        return context
+
+    def _tls(self) -> Tls | None:
+        if self.context() is None or self.ca is None:  # the context's errors name what is wrong
+            return None
+        return Tls(
+            root_certificates=self.ca.read_bytes(),
+            certificate_chain=None if self.certificate is None else self.certificate.read_bytes(),
+            private_key=None if self.key is None else self.key.read_bytes(),
+        )
+
+
+def add_access_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("security")
+    texts = {
+        "--tls-ca": "encrypt; the authority of the server's certificate, a PEM file",
+        "--tls-certificate": "our certificate, for a server that asks for one, a PEM file",
+        "--tls-key": "its key, a PEM file",
+        "--token-file": "file that holds the token to send, and nothing else",
+    }
+    for flag, text in texts.items():
+        group.add_argument(flag, metavar="FILE", type=Path, help=text)
+
+
+def read_access(options: argparse.Namespace) -> ServerAccess:
+    """Return what the options say; LoadError."""
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise LoadError("--tls-certificate and --tls-key belong together; give both, or neither")
+    token = None if options.token_file is None else _token_in(options.token_file)
+    if token is not None and options.tls_ca is None:
+        for address in filter(None, (options.address, options.metrics)):
+            if not is_loopback(address.rpartition(":")[0].strip("[]")):
+                raise LoadError(
+                    f"the token would be sent to {address} in the clear; encrypt with --tls-ca"
+                )
+    return ServerAccess(
+        ca=options.tls_ca, certificate=options.tls_certificate, key=options.tls_key, token=token
+    )
+
+
+def _token_in(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise LoadError(f"--token-file {path} cannot be read: {error}") from error
+    if not (token.isascii() and token.isprintable() and token) or " " in token or ":" in token:
+        raise LoadError(
+            f"--token-file {path} has to hold one token alone, without the name that it has in the "
+            "server's file"
+        )
+    return token
