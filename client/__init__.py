@@ -26,6 +26,7 @@ from offramp.client.errors import (
     ServerUnavailableError,
     UnknownModelError,
 )
+from offramp.client.rest import RestClient
 from offramp.client.results import (
     AnswerKind,
     InferResult,
@@ -33,6 +34,7 @@ from offramp.client.results import (
     StreamedResult,
     TensorMetadata,
 )
+from offramp.client.shared_memory import SharedInputs
 from offramp.client.sync import Client
 
 __all__ = [
@@ -50,9 +52,11 @@ __all__ = [
     "PermissionDeniedError",
     "RequestError",
     "ResponseError",
+    "RestClient",
     "ServerBusyError",
     "ServerError",
     "ServerUnavailableError",
+    "SharedInputs",
     "StreamedResult",
     "TensorMetadata",
     "Tls",

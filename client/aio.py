@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
@@ -45,6 +46,35 @@ class AsyncClient(ClientBase):
         """Ask for the answers to n samples; takes and raises what ``Client.infer`` does."""
         request = build_request(model, inputs, outputs=outputs, priority=priority)
         return parse_response(await self._call(self._infer, request, timeout_s))
+
+    async def infer_many(
+        self,
+        model: str,
+        requests: Iterable[Mapping[str, ArrayLike]],
+        *,
+        concurrency: int = 16,
+        outputs: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[InferResult, None]:
+        """As ``Client.infer_many``; enter ``contextlib.aclosing`` around it to leave early."""
+        if concurrency < 1:
+            raise ValueError(f"concurrency {concurrency} is below 1")
+        under_way: deque[asyncio.Task[InferResult]] = deque()
+        try:
+            for inputs in requests:
+                asking = self.infer(
+                    model, inputs, outputs=outputs, timeout_s=timeout_s, priority=priority
+                )
+                under_way.append(asyncio.create_task(asking))
+                if len(under_way) >= concurrency:
+                    yield await under_way.popleft()
+            while under_way:
+                yield await under_way.popleft()
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
 
     async def infer_stream(
         self,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import json
+import ssl
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
@@ -17,6 +20,13 @@ from offramp.proto.descriptors import method_path
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 DEFAULT_MAX_MESSAGE_MIB: Final = 64
+DEFAULT_RETRIES: Final = 2
+MOST_RETRIES: Final = 4
+"""gRPC makes five attempts at most."""
+FIRST_BACKOFF_S: Final = 0.1
+"""Longest wait before the first retry; each wait is drawn at random up to its limit, which doubles
+from retry to retry up to:"""
+LONGEST_BACKOFF_S: Final = 2.0
 
 _MIB: Final = 1024 * 1024
 _ERROR_METADATA_KEY: Final = "offramp-error"
@@ -41,6 +51,18 @@ class Tls:
         """The credentials as grpc takes them."""
         return grpc.ssl_channel_credentials(**asdict(self))
 
+    def context(self) -> ssl.SSLContext:
+        """Return the same for HTTP."""
+        roots = self.root_certificates
+        context = ssl.create_default_context(cadata=None if roots is None else roots.decode())
+        if self.certificate_chain is not None and self.private_key is not None:
+            # ssl takes these from files alone.
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(self.certificate_chain + b"\n" + self.private_key)
+                file.flush()
+                context.load_cert_chain(file.name)
+        return context
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
@@ -58,6 +80,8 @@ class ConnectionSettings:
     """Whether the connection is."""
     insecure_token: bool = False
     """Whether the token may be sent in the clear to another machine."""
+    retries: int = DEFAULT_RETRIES
+    """How often a call that ended with UNAVAILABLE is tried again."""
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
@@ -75,6 +99,8 @@ class ConnectionSettings:
             raise ValueError(f"timeout_s {self.timeout_s} is not above 0; None waits for ever")
         if self.max_message_mib < 1:
             raise ValueError(f"max_message_mib {self.max_message_mib} is below 1")
+        if not 0 <= self.retries <= MOST_RETRIES:
+            raise ValueError(f"retries {self.retries} is not in 0 to {MOST_RETRIES}")
         self._check_token(host)
 
     def _check_token(self, host: str) -> None:
@@ -84,7 +110,7 @@ class ConnectionSettings:
         token = self.token.strip()  # of a file, it ends with a line break
         if not (token and token.isascii() and token.isprintable()):
             raise ValueError("token has other characters than a token may have, or none")
-        if not (self.encrypted or self.insecure_token or _is_loopback(host)):
+        if not (self.encrypted or self.insecure_token or is_loopback(host)):
             raise ValueError(
                 f"the token would be sent to {self.address} in the clear; pass tls=Tls(...), or "
                 "insecure_token=True where the network is trusted"
@@ -95,7 +121,22 @@ class ConnectionSettings:
         return [
             ("grpc.max_receive_message_length", self.max_message_mib * _MIB),
             ("grpc.max_send_message_length", -1),
+            *self._retrying(),
         ]
+
+    def _retrying(self) -> list[tuple[str, Any]]:
+        """Return how gRPC tries calls again: only those that no server has answered."""
+        if not self.retries:
+            return [("grpc.enable_retries", 0)]
+        policy = {
+            "maxAttempts": 1 + self.retries,
+            "initialBackoff": f"{FIRST_BACKOFF_S}s",
+            "maxBackoff": f"{LONGEST_BACKOFF_S}s",
+            "backoffMultiplier": 2,
+            "retryableStatusCodes": ["UNAVAILABLE"],
+        }
+        config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
+        return [("grpc.service_config", json.dumps(config))]
 
     def limit(self, timeout_s: float | None) -> dict[str, Any]:
         """The limit of a call that names ``timeout_s``, or none, as grpc's methods take it."""
@@ -135,7 +176,7 @@ class ConnectionSettings:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Return whether only this machine is behind a host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -158,6 +199,7 @@ class ClientBase:
         tls: Tls | None = None,
         token: str | None = None,
         insecure_token: bool = False,
+        retries: int = DEFAULT_RETRIES,
     ) -> None:
         self._settings: Final = ConnectionSettings(
             address=address,
@@ -166,6 +208,7 @@ class ClientBase:
             token=token,
             encrypted=tls is not None,
             insecure_token=insecure_token,
+            retries=retries,
         )
         options = self._settings.channel_options()
         if tls is None:
@@ -177,6 +220,8 @@ class ClientBase:
         self._config = self._unary("ModelConfig")
         self._server_ready = self._unary("ServerReady")
         self._model_ready = self._unary("ModelReady")
+        self._register = self._unary("SystemSharedMemoryRegister")
+        self._unregister = self._unary("SystemSharedMemoryUnregister")
         self._stream = self._channel.stream_stream(
             method_path("ModelStreamInfer"),
             request_serializer=messages.ModelInferRequest.SerializeToString,

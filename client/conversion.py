@@ -18,6 +18,7 @@ from offramp.client.results import (
     StreamedResult,
     TensorMetadata,
 )
+from offramp.client.shared_memory import SharedInputs
 from offramp.proto.messages import (
     ModelConfigResponse,
     ModelInferRequest,
@@ -25,7 +26,13 @@ from offramp.proto.messages import (
     ModelMetadataResponse,
     ModelStreamInferResponse,
 )
-from offramp.proto.tensors import TensorError, decode_tensors, dtype_of, encode_tensor
+from offramp.proto.tensors import (
+    TensorError,
+    decode_tensors,
+    describe_tensor,
+    dtype_of,
+    encode_tensor,
+)
 
 
 def build_request(
@@ -36,11 +43,13 @@ def build_request(
     priority: int,
     deadline_s: float | None = None,
     decoupled: bool = False,
+    shared: SharedInputs | None = None,
 ) -> ModelInferRequest:
     """The request for an answer; ``deadline_s``, from now on, only where it is not the call's own.
 
     On a stream, ``decoupled`` asks for the early and the final answer, as soon as they are there;
-    otherwise the server gives one, after those to all requests before.
+    otherwise the server gives one, after those to all requests before. The inputs are in the
+    message, or in ``shared`` memory.
 
     Raises:
         InvalidInputError: An input has a dtype that cannot be sent, or ``priority`` is negative;
@@ -58,10 +67,15 @@ def build_request(
     request = ModelInferRequest(model_name=model)
     try:
         for name, values in inputs.items():
-            raw = encode_tensor(request.inputs.add(), name, np.asarray(values))
-            request.raw_input_contents.append(raw)
+            tensor, array = request.inputs.add(), np.asarray(values)
+            if shared is None:
+                request.raw_input_contents.append(encode_tensor(tensor, name, array))
+            else:
+                describe_tensor(tensor, name, array)
     except TensorError as error:
         raise InvalidInputError(str(error)) from error
+    if shared is not None:
+        shared.place(request, inputs)
     for name in outputs or ():
         request.outputs.add(name=name)
     if priority:

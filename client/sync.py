@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
@@ -20,6 +22,7 @@ from offramp.client.conversion import (
     parse_streamed,
 )
 from offramp.client.results import InferResult, ModelMetadata, StreamedResult
+from offramp.client.shared_memory import SharedInputs
 from offramp.proto import messages
 
 
@@ -33,6 +36,8 @@ class Client(ClientBase):
         tls: Encrypts the connection; ``None`` does not.
         token: Sent with every call, to a server that asks for one.
         insecure_token: Whether the token may be sent to another machine without ``tls``.
+        retries: How often a call that ends with UNAVAILABLE is tried again, after a random wait
+            of up to 0.1 s, 0.2 s, … and within its limit. Other errors are never tried again.
 
     Raises:
         ValueError: The address is not ``host:port``, a limit is not above 0, or the token would be
@@ -50,6 +55,7 @@ class Client(ClientBase):
         outputs: Sequence[str] | None = None,
         timeout_s: float | None = None,
         priority: int = 0,
+        shared: SharedInputs | None = None,
     ) -> InferResult:
         """Ask for the answers to n samples.
 
@@ -61,14 +67,74 @@ class Client(ClientBase):
             timeout_s: Of this call, which is then its deadline on the server too; ``None`` waits
                 as long as the client does, and leaves the deadline to the model's SLO.
             priority: As in Triton: 1 is served first, 0 is the default, which is level 5.
+            shared: Memory of :meth:`shared_inputs` that the inputs are sent in.
 
         Raises:
             UnknownModelError, InvalidInputError, MessageTooLargeError, ServerBusyError,
             DeadlineError, ServerUnavailableError, ConnectionFailedError, ServerError,
             ResponseError
         """
-        request = build_request(model, inputs, outputs=outputs, priority=priority)
+        request = build_request(model, inputs, outputs=outputs, priority=priority, shared=shared)
         return parse_response(self._call(self._infer, request, timeout_s))
+
+    def infer_many(
+        self,
+        model: str,
+        requests: Iterable[Mapping[str, ArrayLike]],
+        *,
+        concurrency: int = 16,
+        outputs: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ) -> Generator[InferResult, None, None]:
+        """Ask for many requests, of which ``concurrency`` are under way at once.
+
+        Yields the results in the order of ``requests``, which is read as far as it is needed. An
+        error is raised where its result was due. Closing the iterator, or an error, withdraws what
+        is under way. Other arguments and errors are those of :meth:`infer`.
+        """
+        if concurrency < 1:
+            raise ValueError(f"concurrency {concurrency} is below 1")
+        under_way: deque[Any] = deque()
+        try:
+            for inputs in requests:
+                request = build_request(model, inputs, outputs=outputs, priority=priority)
+                under_way.append(self._infer.future(request, **self._settings.limit(timeout_s)))
+                if len(under_way) >= concurrency:
+                    yield self._result_of(under_way.popleft())
+            while under_way:
+                yield self._result_of(under_way.popleft())
+        finally:
+            for call in under_way:
+                call.cancel()
+
+    def _result_of(self, call: Any) -> InferResult:
+        try:
+            return parse_response(call.result())
+        except grpc.RpcError as error:
+            raise self._settings.error(error) from error
+
+    @contextmanager
+    def shared_inputs(self, size_bytes: int) -> Iterator[SharedInputs]:
+        """Share memory with a server on this machine, for the inputs of one request at a time.
+
+        Raises:
+            InvalidInputError: The server cannot open it.
+            PermissionDeniedError: The server takes none from this client.
+        """
+        region = SharedInputs(size_bytes)
+        try:
+            register = messages.SystemSharedMemoryRegisterRequest(
+                name=region.name, key=region.key, byte_size=size_bytes
+            )
+            self._call(self._register, register, None)
+            try:
+                yield region
+            finally:
+                unregister = messages.SystemSharedMemoryUnregisterRequest(name=region.name)
+                self._call(self._unregister, unregister, None)
+        finally:
+            region.close()
 
     def infer_stream(
         self,

@@ -156,10 +156,15 @@ def encode_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
     Raises:
         TensorError: The protocol has no name for the dtype.
     """
+    describe_tensor(tensor, name, array)
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def describe_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> None:
+    """Write name, datatype and shape into ``tensor``; TensorError if the dtype has no name."""
     tensor.name = name
     tensor.datatype = datatype_of(array.dtype, name)
     tensor.shape.extend(array.shape)
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def encode_strings(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:

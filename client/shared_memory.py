@@ -1,0 +1,70 @@
+"""Shared memory that a client on the server's machine sends its inputs in."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from offramp.client.errors import InvalidInputError
+from offramp.proto.messages import ModelInferRequest
+
+_ALIGNED_TO: Final = 64
+"""Bytes: tensors begin at multiples."""
+
+
+class SharedInputs:
+    """A region of shared memory that the inputs of one request at a time are written to.
+
+    ::
+
+        with client.shared_inputs(64 * 2**20) as region:
+            result = client.infer("model", {"image": images}, shared=region)
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Create a region that nobody else knows; ``size_bytes`` is for all inputs of a request."""
+        self._memory = SharedMemory(
+            name=f"offramp-{secrets.token_hex(8)}", create=True, size=size_bytes
+        )
+        self.name: Final = self._memory.name
+        """Name of the region, on the server too."""
+        self.key: Final = f"/{self.name}"
+        """Key of ``shm_open``."""
+        self.size_bytes: Final = size_bytes
+
+    def place(self, request: ModelInferRequest, inputs: Mapping[str, ArrayLike]) -> None:
+        """Write arrays to the region, and say in the request's inputs where they are.
+
+        Raises:
+            InvalidInputError: They do not fit.
+        """
+        offset = 0
+        for tensor in request.inputs:
+            array = np.ascontiguousarray(inputs[tensor.name])
+            self._write(tensor.name, array, offset)
+            tensor.parameters["shared_memory_region"].string_param = self.name
+            tensor.parameters["shared_memory_offset"].int64_param = offset
+            tensor.parameters["shared_memory_byte_size"].int64_param = array.nbytes
+            offset += -(-array.nbytes // _ALIGNED_TO) * _ALIGNED_TO
+
+    def close(self) -> None:
+        """Remove the region."""
+        self._memory.close()
+        self._memory.unlink()
+
+    def _write(self, name: str, array: NDArray[Any], offset: int) -> None:
+        if offset + array.nbytes > self.size_bytes:
+            raise InvalidInputError(
+                f"input {name!r} ends at byte {offset + array.nbytes} of shared memory of "
+                f"{self.size_bytes} bytes; make the region larger"
+            )
+        target: NDArray[Any] = np.ndarray(
+            array.shape, array.dtype.newbyteorder("<"), self._memory.buf, offset
+        )
+        target[...] = array
+        del target  # the memory cannot be closed while an array refers to it
