@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from offramp.server.security.watched_files import WatchedFiles
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 """The characters that a bearer token has (RFC 6750, 2.1), enough of them not to be guessed."""
 _MOST_BYTES: Final = 1024 * 1024
-_OTHERS: Final = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
+_OTHERS: Final = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 _LINE: Final = "expected NAME:TOKEN or NAME:TOKEN:MODEL,MODEL"
 _MAKE_ONE: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
@@ -79,17 +80,17 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines that are no comments, with their numbers."""
     try:
         with path.open("rb") as file:
-            mode = stat.S_IMODE(path.stat().st_mode)
+            status = os.fstat(file.fileno())
             content = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise ValueError(
             f"token file {path} cannot be read: {error.strerror}; expected a file that the "
             "server's user may read"
         ) from error
-    if mode & _OTHERS:
+    if _open_to_others(status):
         raise ValueError(
             f"token file {path} may be read or written by others than its owner (mode "
-            f"{mode:04o}); run: chmod 600 {path}"
+            f"{stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}"
         )
     if len(content) > _MOST_BYTES:
         raise ValueError(f"token file {path} has over {_MOST_BYTES} bytes; {_LINE} in a line")
@@ -97,6 +98,15 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         text = line.strip()
         if text and not text.startswith("#"):
             yield number, text
+
+
+def _open_to_others(status: os.stat_result) -> bool:
+    """Return whether others may read or write a file.
+
+    The server may be one of the group that reads another's file, as Kubernetes mounts secrets.
+    """
+    own = status.st_uid == os.geteuid()
+    return bool(status.st_mode & _OTHERS or (own and status.st_mode & stat.S_IRGRP))
 
 
 def _parse(line: str, where: str, *, admin: bool) -> Principal:

@@ -16,6 +16,7 @@ from offramp.server.arguments.options import ServerOptions
 from offramp.server.endpoints import MAX_CALLS
 from offramp.server.requests.streaming import MAX_IN_FLIGHT
 from offramp.server.services.service import ARRIVAL_S
+from offramp.server.sockets import HANDSHAKE_S
 
 TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|]+) \| (\d+)(?: \w+)? \| (?:`(--[\w-]+)`|–) \|", TEXT, re.MULTILINE)
@@ -28,6 +29,7 @@ FIXED = {
     "calls of a connection": MAX_CALLS,
     "time for a call's message to arrive": ARRIVAL_S,
     "connections to a worker that have not shown the token": MOST_UNKNOWN,
+    "time for a TLS handshake": HANDSHAKE_S,
     "time for a connection to a worker to show it": ADMIT_LIMIT_S,
 }
 

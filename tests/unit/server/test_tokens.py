@@ -380,6 +380,18 @@ def test_a_file_that_others_may_read_ends_the_start(users: Path, mode: int) -> N
         TokenFile(users)
 
 
+def test_the_group_may_read_a_file_of_another_owner(
+    users: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: users.stat().st_uid + 1)
+    users.chmod(0o440)
+    assert TokenFile(users).find(ANN) is not None
+    for mode in (0o460, 0o444):
+        users.chmod(mode)
+        with pytest.raises(StartError, match="chmod 600"):
+            TokenFile(users)
+
+
 def test_two_tokens_may_have_one_name_while_they_are_exchanged(tmp_path: Path) -> None:
     tokens = TokenFile(write(tmp_path / "tokens", f"ann:{ANN}\nann:{EVE}\n"))
     found = [tokens.find(token) for token in (ANN, EVE, BOB)]

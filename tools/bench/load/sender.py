@@ -89,7 +89,7 @@ def run_worker(task: Task, pipe: Connection) -> None:
 
 async def _work(task: Task, pipe: Connection) -> Report:
     address = task.settings.address
-    async with task.access.channel(address, _CHANNEL_OPTIONS) as channel:
+    async with _channel(address, task.access) as channel:
         try:
             await asyncio.wait_for(channel.channel_ready(), _CONNECT_LIMIT_S)
         except TimeoutError:
@@ -104,6 +104,13 @@ async def _work(task: Task, pipe: Connection) -> Report:
         if task.share.concurrency is None:
             return await sender.open_loop()
         return await sender.closed_loop(task.share.concurrency)
+
+
+def _channel(address: str, access: ServerAccess) -> grpc.aio.Channel:
+    tls = access.tls()
+    if tls is None:
+        return grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.credentials(), _CHANNEL_OPTIONS)
 
 
 class Sender:

@@ -7,9 +7,6 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import grpc.aio
 
 from offramp.client import Client, Tls
 from offramp.engine.common.network import (
@@ -45,14 +42,7 @@ class ServerAccess:
 
     def client(self, address: str, *, timeout_s: float) -> Client:
         """Return a client of the server; LoadError."""
-        return Client(address, timeout_s=timeout_s, tls=self._tls(), token=self.token)
-
-    def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-        """Return a channel to the server; LoadError."""
-        tls = self._tls()
-        if tls is None:
-            return grpc.aio.insecure_channel(address, options)
-        return grpc.aio.secure_channel(address, tls.credentials(), options)
+        return Client(address, timeout_s=timeout_s, tls=self.tls(), token=self.token)
 
     def context(self) -> ssl.SSLContext | None:
         """Return what HTTP is encrypted with; LoadError."""
@@ -67,7 +57,8 @@ class ServerAccess:
             raise LoadError(str(error)) from error
         return context
 
-    def _tls(self) -> Tls | None:
+    def tls(self) -> Tls | None:
+        """Return what gRPC is encrypted with; LoadError."""
         if self.context() is None or self.ca is None:  # the context's errors name what is wrong
             return None
         return Tls(
