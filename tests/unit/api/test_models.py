@@ -390,6 +390,7 @@ NOT_KEYWORDS = {
     *("--model", "--config"),  # models are an argument
     *("--cluster", "--ray-address"),  # for servers
     *("--model-repository", "--model-control", "--load-model", "--model-versions"),  # likewise
+    *("--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file", "--admin-token-file"),
     *("--repository-poll-s", "--trace-endpoint", "--trace-rate"),
     *("--custom-ops", "--criterion-module"),  # code: using_libraries and register
     "--drain-delay-s",  # nobody looks for another server
