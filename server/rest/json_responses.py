@@ -47,15 +47,13 @@ def write_inference(response: ModelInferResponse, wants_binary: Callable[[str], 
             "datatype": tensor.datatype,
             "shape": list(tensor.shape),
         }
-        parameters = _parameters(tensor.parameters)
-        if "shared_memory_region" not in tensor.parameters:
-            if wants_binary(tensor.name):
-                parameters["binary_data_size"] = len(raw)
-                binary.append(raw)
-            else:
-                output["data"] = _elements(tensor.datatype, tensor.name, raw)
-        if parameters:
-            output["parameters"] = parameters
+        if "shared_memory_region" in tensor.parameters:
+            pass  # as Triton has it: its C++ client takes parameters for those of binary data
+        elif wants_binary(tensor.name):
+            output["parameters"] = {"binary_data_size": len(raw)}
+            binary.append(raw)
+        else:
+            output["data"] = _elements(tensor.datatype, tensor.name, raw)
         outputs.append(output)
     document["outputs"] = outputs
     header = json.dumps(document, separators=(",", ":")).encode()

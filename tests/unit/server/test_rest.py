@@ -11,6 +11,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import aiohttp
@@ -424,3 +425,21 @@ def test_requests_have_a_line_in_the_access_log(caplog: pytest.LogCaptureFixture
         True,
     ]
     assert "method=rest/ModelMetadata code=NOT_FOUND" in lines[1]
+
+
+def test_outputs_in_shared_memory_have_neither_data_nor_parameters(client: Any) -> None:
+    """As Triton has it: perf_analyzer reads parameters as those of binary data."""
+    region = SharedMemory(create=True, size=128)
+    try:
+        region.buf[:32] = X.tobytes()
+        client.register_system_shared_memory("region", f"/{region.name}", 128)
+        tensor = triton.InferInput("x", [2, 4], "FP32")
+        tensor.set_shared_memory("region", 32)
+        wanted = triton.InferRequestedOutput("logits")
+        wanted.set_shared_memory("region", 24, offset=64)
+        response = client.infer("fake", [tensor], outputs=[wanted]).get_response()
+        assert response["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [2, 3]}]
+        assert bytes(region.buf[64:88]) == X[:, :3].tobytes()
+    finally:
+        region.close()
+        region.unlink()
