@@ -31,7 +31,7 @@ from offramp.client.results import InferResult, ModelMetadata, TensorMetadata
 from offramp.proto.messages import ModelInferRequest, ModelInferResponse
 from offramp.proto.tensors import TensorError, dtype_of
 
-_HEADER_LENGTH: Final = "Inference-Header-Content-Length"
+HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 _CODES: Final[Mapping[int, grpc.StatusCode]] = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -96,12 +96,12 @@ class RestClient:
         request = build_request(
             model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
         )
-        header, body = _written(request)
-        headers = {_HEADER_LENGTH: str(len(header)), "Content-Type": "application/octet-stream"}
+        header, body = write_body(request)
+        headers = {HEADER_LENGTH: str(len(header)), "Content-Type": "application/octet-stream"}
         answer, data = self._call(
             "POST", f"/v2/models/{quote(model, safe='')}/infer", header + body, headers, timeout_s
         )
-        return parse_response(_read(answer, data))
+        return parse_response(read_body(answer.headers.get(HEADER_LENGTH), data))
 
     def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
         """Return inputs and outputs of a model; raises as :meth:`infer`."""
@@ -228,8 +228,8 @@ def _context_of(tls: Tls | None) -> ssl.SSLContext:
     return ssl.create_default_context() if tls is None else tls.context()
 
 
-def _written(request: ModelInferRequest) -> tuple[bytes, bytes]:
-    """Return a request's JSON, and the elements behind it."""
+def write_body(request: ModelInferRequest) -> tuple[bytes, bytes]:
+    """Return a request's JSON, and the elements of its inputs that follow it in the body."""
     inputs = [
         {
             "name": tensor.name,
@@ -251,9 +251,12 @@ def _written(request: ModelInferRequest) -> tuple[bytes, bytes]:
     return json.dumps(document).encode(), b"".join(request.raw_input_contents)
 
 
-def _read(response: http.client.HTTPResponse, data: bytes) -> ModelInferResponse:
-    """Return the message that a response is the JSON form of."""
-    length = int(response.headers.get(_HEADER_LENGTH) or len(data))
+def read_body(header_bytes: str | None, data: bytes) -> ModelInferResponse:
+    """Return the message that the body of a response is the JSON form of; ResponseError.
+
+    ``header_bytes`` is the header with the length of its JSON, if there is one.
+    """
+    length = int(header_bytes or len(data))
     document, rest = _document(data[:length]), data[length:]
     message = ModelInferResponse(
         model_name=document.get("model_name", ""), model_version=document.get("model_version", "")

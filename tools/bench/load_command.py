@@ -59,6 +59,7 @@ from offramp.tools.bench.load.shares import (
     serialise_requests,
     used_samples,
 )
+from offramp.tools.bench.load.transports import PROTOCOLS
 
 _LEAST_POLL_S: Final = 0.25
 """Between two readings of the metrics: each costs the server some milliseconds."""
@@ -90,6 +91,11 @@ ILLEGAL: Final = (
             why="nothing is encrypted; leave it out, or add --tls-ca",
         )
         for name in ("tls-certificate", "tls-key")
+    ),
+    Illegal(
+        option="--http",
+        beside="--protocol grpc|stream|shm",
+        why="nothing is sent over HTTP; leave it out, or choose --protocol rest",
     ),
     Illegal(
         option="--no-deadline",
@@ -136,6 +142,15 @@ def _add_sending(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="no trace: keep N requests in flight for --duration-s",
     )
+    add(
+        "--protocol",
+        choices=PROTOCOLS,
+        default="grpc",
+        metavar="NAME",
+        help="grpc: a call each; stream: one stream per process; shm: calls with inputs in shared "
+        "memory, on the server's machine; rest: HTTP with binary tensors (default: grpc)",
+    )
+    add("--http", metavar="HOST:PORT", help="HTTP port of the server, for --protocol rest")
     add("--processes", type=int, default=1, metavar="P", help="processes that send in turn")
     add(
         "--priority",

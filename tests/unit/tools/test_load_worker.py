@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc.aio
 import numpy as np
 import pytest
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.common.errors import BackendError, DeadlineExceededError, QueueFullError
 from offramp.server.arguments.options import MIB
-from offramp.server.endpoints import GrpcEndpoint
+from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.common.outcomes import Status
@@ -23,6 +22,7 @@ from offramp.tools.bench.load.alarm import LoopAlarm, make_alarm
 from offramp.tools.bench.load.load_settings import LoadSettings
 from offramp.tools.bench.load.sender import Report, Sender, Task
 from offramp.tools.bench.load.shares import Share, serialise_requests
+from offramp.tools.bench.load.transports import PROTOCOLS, Transport, make_transport
 
 SAMPLES = 6
 
@@ -61,29 +61,46 @@ def task(
 
 
 @asynccontextmanager
-async def channel_to(engine: FakeEngine) -> AsyncIterator[grpc.aio.Channel]:
-    endpoint = GrpcEndpoint(ProtocolServices(engine), max_message_bytes=MIB)
-    port = await endpoint.start("127.0.0.1", 0)
+async def transport_to(engine: FakeEngine, given: Task) -> AsyncIterator[Transport]:
+    """Serve an engine, and connect in the way that the task says."""
+    services = ProtocolServices(engine)
+    endpoint = GrpcEndpoint(services, max_message_bytes=MIB)
+    pages = HttpEndpoint(services, max_message_bytes=MIB)
+    rest = given.settings.protocol == "rest"
+    ports = await endpoint.start("127.0.0.1", 0), await pages.start("127.0.0.1", 0)
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
+        transport = make_transport(
+            given.settings.protocol, f"127.0.0.1:{ports[rest]}", given.requests, given.access
+        )
+        await transport.open()
+        try:
+            yield transport
+        finally:
+            await transport.close()
     finally:
         await endpoint.stop(0.0)
+        await pages.stop()
+        services.close()
 
 
 def sent(engine: FakeEngine, given: Task) -> Report:
     async def scenario() -> Report:
-        async with channel_to(engine) as channel, asyncio.timeout(60):
-            sender = Sender(given, channel, start_s=time.monotonic())
+        async with transport_to(engine, given) as transport, asyncio.timeout(60):
+            sender = Sender(given, transport, start_s=time.monotonic())
             concurrency = given.share.concurrency
             return await (sender.closed_loop(concurrency) if concurrency else sender.open_loop())
 
     return asyncio.run(scenario())
 
 
-def test_an_open_loop_sends_each_request_once_and_reads_its_answer() -> None:
+EVERY_WAY = pytest.mark.parametrize("protocol", PROTOCOLS)
+
+
+@EVERY_WAY
+def test_an_open_loop_sends_each_request_once_and_reads_its_answer(protocol: str) -> None:
     engine = FakeEngine()
-    report = sent(engine, task(arrivals_s=[k / 1000 for k in range(20)]))
+    due = [k / 1000 for k in range(20)]
+    report = sent(engine, task(arrivals_s=due, protocol=protocol, http="127.0.0.1:1"))
     records = report.records
     assert (records.status == Status.OK).all()
     assert records.sample.tolist() == [k % SAMPLES for k in range(20)]
@@ -102,6 +119,7 @@ def test_what_is_due_is_sent_late_rather_than_not() -> None:
     assert (report.records.intended_s == 0.0).all()
 
 
+@EVERY_WAY
 @pytest.mark.parametrize(
     ("failure", "status", "cause"),
     [
@@ -110,8 +128,11 @@ def test_what_is_due_is_sent_late_rather_than_not() -> None:
         (BackendError("broken"), Status.FAILED, "INTERNAL: broken"),
     ],
 )
-def test_failures_are_counted_by_kind(failure: Exception, status: Status, cause: str) -> None:
-    report = sent(FakeEngine(failure=failure), task(arrivals_s=[0.0, 0.001, 0.002]))
+def test_failures_are_counted_by_kind(
+    failure: Exception, status: Status, cause: str, protocol: str
+) -> None:
+    given = task(arrivals_s=[0.0, 0.001, 0.002], protocol=protocol, http="127.0.0.1:1")
+    report = sent(FakeEngine(failure=failure), given)
     assert (report.records.status == status).all()
     assert report.causes == {cause: 3}
 
@@ -133,8 +154,8 @@ def test_an_answer_that_is_not_there_fails_its_request() -> None:
 
 async def _held(engine: FakeEngine, given: Task) -> Report:
     engine.hold = asyncio.Event()
-    async with channel_to(engine) as channel, asyncio.timeout(60):
-        return await Sender(given, channel, start_s=time.monotonic()).open_loop()
+    async with transport_to(engine, given) as transport, asyncio.timeout(60):
+        return await Sender(given, transport, start_s=time.monotonic()).open_loop()
 
 
 def test_what_is_not_answered_in_the_end_is_withdrawn() -> None:
@@ -164,8 +185,8 @@ def test_a_closed_loop_begins_no_earlier_than_the_load_though_timers_ring_early(
         await sleep(max(delay_s - 0.05, 0.0))
 
     async def scenario() -> Report:
-        async with channel_to(FakeEngine()) as channel, asyncio.timeout(60):
-            sender = Sender(given, channel, start_s=time.monotonic() + 0.1)
+        async with transport_to(FakeEngine(), given) as transport, asyncio.timeout(60):
+            sender = Sender(given, transport, start_s=time.monotonic() + 0.1)
             monkeypatch.setattr(asyncio, "sleep", rings_early)
             return await sender.closed_loop(2)
 

@@ -24,6 +24,10 @@ class LoadSettings:
     address: str
     """``host:port`` of the server's gRPC side."""
     model: str
+    protocol: str = "grpc"
+    """One of :data:`.transports.PROTOCOLS`."""
+    http: str | None = None
+    """``host:port`` of the server's HTTP side, for ``rest``."""
     duration_s: float
     """Of the trace; of a closed loop, how long new requests are sent."""
     processes: int = 1
@@ -61,11 +65,18 @@ class LoadSettings:
                     f"--closed-loop {self.concurrency} leaves some of {self.processes} --processes "
                     "without a request; give at most as many processes"
                 )
+        if self.protocol == "rest" and self.http is None:
+            raise LoadError("--protocol rest needs the server's HTTP port: --http HOST:PORT")
         if self.warm_up_s >= self.duration_s:
             raise LoadError(
                 f"--warm-up-s {self.warm_up_s:g} leaves nothing of {self.duration_s:g} s to "
                 "measure; give a longer --duration-s, or a shorter warm-up"
             )
+
+    @property
+    def asked_at(self) -> str:
+        """The address that requests are sent to."""
+        return self.http if self.protocol == "rest" and self.http else self.address
 
     @property
     def timeout_us(self) -> int | None:
@@ -92,6 +103,8 @@ def read_options(options: argparse.Namespace) -> tuple[LoadSettings, Trace | Non
     settings = LoadSettings(
         address=options.address,
         model=options.model,
+        protocol=options.protocol,
+        http=options.http,
         duration_s=duration_s,
         processes=options.processes,
         concurrency=options.closed_loop,

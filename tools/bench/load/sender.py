@@ -18,11 +18,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-import grpc
-import grpc.aio
-
-from offramp.proto.descriptors import method_path
-from offramp.proto.messages import ModelInferResponse
 from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.load.alarm import make_alarm
 from offramp.tools.bench.load.load_settings import LoadError, LoadSettings
@@ -35,15 +30,10 @@ from offramp.tools.bench.load.request_log import (
 )
 from offramp.tools.bench.load.server_access import ServerAccess
 from offramp.tools.bench.load.shares import Share
+from offramp.tools.bench.load.transports import RequestFailedError, Transport, make_transport
 
 READY: Final = "ready"
 """Said to the generator once connected; its answer is the instant to start at."""
-
-_CONNECT_LIMIT_S: Final = 10.0
-_CHANNEL_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,48 +78,33 @@ def run_worker(task: Task, pipe: Connection) -> None:
 
 
 async def _work(task: Task, pipe: Connection) -> Report:
-    address = task.settings.address
-    async with _channel(address, task.access) as channel:
-        try:
-            await asyncio.wait_for(channel.channel_ready(), _CONNECT_LIMIT_S)
-        except TimeoutError:
-            raise LoadError(
-                f"{address} took no connection within {_CONNECT_LIMIT_S:g} s; is it still running?"
-            ) from None
+    transport = make_transport(
+        task.settings.protocol, task.settings.asked_at, task.requests, task.access
+    )
+    try:
+        await transport.open()
         # What is there by now stays: it need not be looked at again while requests wait.
         gc.collect()
         gc.freeze()
         pipe.send(READY)
-        sender = Sender(task, channel, start_s=pipe.recv())
+        sender = Sender(task, transport, start_s=pipe.recv())
         if task.share.concurrency is None:
             return await sender.open_loop()
         return await sender.closed_loop(task.share.concurrency)
-
-
-def _channel(address: str, access: ServerAccess) -> grpc.aio.Channel:
-    tls = access.tls()
-    if tls is None:
-        return grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.credentials(), _CHANNEL_OPTIONS)
+    finally:
+        await transport.close()
 
 
 class Sender:
     """Sends a process's share of a load from ``start_s`` on, and logs how each request ends."""
 
-    def __init__(self, task: Task, channel: grpc.aio.Channel, *, start_s: float) -> None:
+    def __init__(self, task: Task, transport: Transport, *, start_s: float) -> None:
         self._settings, self._share, self._answer = task.settings, task.share, task.answer
-        self._requests, self._metadata = task.requests, task.access.metadata
+        self._transport = transport
         self._start_s = start_s
         self._log, self._causes = RequestLog(), Causes()
         self._under_way: set[asyncio.Task[None]] = set()
         self._mistake: BaseException | None = None
-        self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, ModelInferResponse] = (
-            channel.unary_unary(
-                method_path("ModelInfer"),
-                request_serializer=bytes,
-                response_deserializer=ModelInferResponse.FromString,
-            )
-        )
 
     async def open_loop(self) -> Report:
         """Send each request when it is due, late ones at once."""
@@ -189,14 +164,12 @@ class Sender:
 
     async def _call(self, line: int, intended_s: float, sample: int) -> None:
         """Send one request and write down how it ends; withdrawn, it stays unanswered."""
-        call = self._infer(self._requests[sample], metadata=self._metadata)
         self._log.sent(line, self._now_s())
         try:
-            reply = read_reply(await call, self._answer)
-        except grpc.aio.AioRpcError as error:
-            code = error.code().name
-            self._log.failed(line, self._now_s(), status_of(code))
-            self._blame(intended_s, f"{code}: {error.details()}")
+            reply = read_reply(await self._transport.ask(sample), self._answer)
+        except RequestFailedError as error:
+            self._log.failed(line, self._now_s(), status_of(error.code))
+            self._blame(intended_s, str(error))
         except asyncio.CancelledError:
             limit_s = self._settings.drain_s
             self._blame(intended_s, f"no answer within {limit_s:g} s of the end (--drain-s)")
