@@ -124,7 +124,7 @@ def test_few_modules_name_tensorrt() -> None:
 
 def test_only_the_network_side_names_grpc() -> None:
     network = ("offramp.server", "offramp.client", "offramp.proto")
-    network += ("offramp.tools.bench.load.sender",)
+    network += ("offramp.tools.bench.load.transports",)
     named = importers_of("grpc", "grpc_health", "grpc_reflection", "grpc_tools")
     assert named
     assert all(is_within(module, *network) for module in named)
