@@ -18,6 +18,7 @@ from offramp.engine.common.errors import BadInputError, DrainingError
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.common.validation import check_request
 from offramp.engine.learning.learning_loop import Learning
+from offramp.engine.models.deployment import Deployment
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.models.whole_promise import whole_policy
@@ -69,6 +70,8 @@ class Engine:
         self._learning = learning or Learning({})
         self._parallel = parallel
         self._observers = InputObservers()
+        self._described: dict[str, tuple[tuple[str, int], ModelInfo]] = {}
+        """By model: its description, and the version and deployment that it is of."""
         self._numbers = itertools.count()
         self._leaving = self._draining = False
         scheduler = DeviceScheduler(
@@ -356,6 +359,7 @@ class Engine:
             OptionsError: The model is split among workers.
         """
         await self._versions.unload(name)
+        self._described.pop(name, None)
         await self._learning.forget(name)
 
     def models(self) -> tuple[ModelInfo, ...]:
@@ -365,9 +369,19 @@ class Engine:
     def model(self, name: str) -> ModelInfo:
         """Describe one served model; ModelNotServedError if there is none of that name."""
         version = self._versions[name]
-        served, deployment = version.model, self._executor.deployment(version.key)
+        deployment = self._executor.deployment(version.key)
+        of = (version.key, deployment.number)
+        known = self._described.get(name)
+        if known is not None and known[0] == of:  # asked for with every request
+            return known[1]
+        info = self._describe(version, deployment)
+        self._described[name] = of, info
+        return info
+
+    def _describe(self, version: ModelVersion, deployment: Deployment) -> ModelInfo:
+        served = version.model
         return ModelInfo(
-            name=name,
+            name=version.name,
             inputs=served.inputs,
             unread=served.unread,
             outputs=served.outputs,
