@@ -29,7 +29,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree without the extensions, and without whatever uses one."""
     copy = tmp_path_factory.mktemp("core")
     packages = {each.name for each in (ROOT / "src/offramp").iterdir() if each.is_dir()}
-    folders = {"src", "examples", *packages, *USERS} - set(EXTENSIONS)
+    folders = {"src", "docs", "deploy", "examples", *packages, *USERS} - set(EXTENSIONS)
     shutil.copy(ROOT / "pyproject.toml", copy)
     for folder in folders:
         ignored = shutil.ignore_patterns("__pycache__")
