@@ -16,7 +16,7 @@ from tests.e2e.conftest import wait_until
 from tests.models import mlp
 from tritonclient.utils import InferenceServerException
 
-RELOADS = 4
+RELOADS = 12
 
 
 def add_version(repository: Path, version: int, bias: float) -> None:
@@ -47,6 +47,7 @@ def first_value(result: Any) -> float:
     return float(result.as_numpy(output.name).flat[0])
 
 
+@pytest.mark.slow
 def test_reloads_under_load_lose_nothing_and_mix_nothing_up(launch: Any, tmp_path: Path) -> None:
     repository = tmp_path / "models"
     add_version(repository, 1, bias=1000.0)

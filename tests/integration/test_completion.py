@@ -30,7 +30,10 @@ def completions(line: str, folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("eeserve m.ee --mo", {"--mode", "--model"}),
+        (
+            "eeserve m.ee --mo",
+            {"--mode", "--model", "--model-control", "--model-repository", "--model-versions"},
+        ),
         ("eeserve mod", {"model.onnx"}),
         ("eeserve m.ee --backend open", {"openvino"}),
         ("eeserve m.ee --mode a", {"audit"}),
