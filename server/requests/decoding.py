@@ -84,17 +84,16 @@ class RequestDecoder:
         time_remaining_s: float | None,
     ) -> InferCall:
         """Decode the tensors and parameters of a request, as :func:`read_request` does."""
-        now_s, slow = time.monotonic(), message.slow or shared_bytes(message.head) > QUICK_BYTES
-        if not slow:
-            return read_request(
-                message, model, now_s=now_s, time_remaining_s=time_remaining_s,
-                regions=self._regions,
-            )  # fmt: skip
         read = partial(
-            read_request, message, model, now_s=now_s, time_remaining_s=time_remaining_s,
+            read_request,
+            message,
+            model,
+            now_s=time.monotonic(),
+            time_remaining_s=time_remaining_s,
             regions=self._regions,
-        )  # fmt: skip
-        return await self._run(read)
+        )
+        slow = message.slow or shared_bytes(message.head) > QUICK_BYTES
+        return await self.run(read, slow=slow)
 
     async def run(self, work: Callable[[], _T], *, slow: bool) -> _T:
         """Do what decodes or encodes, on a thread if it is slow: one such at a time."""

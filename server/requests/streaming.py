@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -16,6 +15,7 @@ from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.proto.request_bytes import InferMessage
 from offramp.server.common.catalog import Catalog, ServedName
 from offramp.server.common.served import ServedEngine
+from offramp.server.requests.answering import RequestAnswering
 from offramp.server.requests.codec import (
     InferCall,
     is_decoupled,
@@ -26,7 +26,6 @@ from offramp.server.requests.codec import (
 )
 from offramp.server.requests.decoding import RequestDecoder
 from offramp.server.requests.reception import Reception, Visit
-from offramp.server.requests.shared_memory import shared_bytes
 from offramp.server.security.tokens import Principal
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,9 @@ class RequestStream:
         self._write = write
         self._reception = reception or Reception()
         self._decoder = decoder or RequestDecoder()
-        self._catalog = catalog or Catalog(engine)
+        self._answering = RequestAnswering(
+            engine, self._reception, catalog or Catalog(engine), self._decoder
+        )
         self._peer = peer
         self._trace_parent = trace_parent
         self._principal = principal
@@ -138,15 +139,7 @@ class RequestStream:
             try:
                 served, call = await self._read_call(visit, message, size_bytes)
                 del message
-                result = await self._engine.infer(
-                    served.engine_name,
-                    call.inputs,
-                    deadline_s=call.deadline_s,
-                    priority=call.priority,
-                    source=visit.source,
-                    timeline=visit.trace.timeline if visit.trace else None,
-                )
-                visit.rows = len(result.exits)
+                result = await self._answering.infer(visit, served, call)
                 return write_only(request, result, call, served.version)
             except Exception as error:
                 return self._failure(visit, request, error)
@@ -213,15 +206,11 @@ class RequestStream:
         self, visit: Visit, message: InferMessage, size_bytes: int
     ) -> tuple[ServedName, InferCall]:
         """Return the version that answers, and what to call the engine with."""
-        self._reception.access.check_model(visit.principal, message.head.model_name)
         self._reception.hold(visit, size_bytes)
-        visit.trace = self._reception.traces.begin(self._trace_parent, visit.began_s)
-        self._reception.hold_more(visit, shared_bytes(message.head))
-        find = partial(self._catalog.find, message.head.model_name, message.head.model_version)
-        model = self._engine.model(find().engine_name)
         # gRPC's deadline is the whole stream's, and says nothing about one request of it.
-        call = await self._decoder.call(message, model, time_remaining_s=None)
-        return find(), call  # another version may have come in the meantime
+        return await self._answering.read(
+            visit, message, time_remaining_s=None, trace_parent=self._trace_parent
+        )
 
     def _failure(
         self, visit: Visit, request: ModelInferRequest, error: Exception

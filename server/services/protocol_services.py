@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from offramp.server.common.served import ServedEngine
 from offramp.server.repository.repository import ModelRepository
+from offramp.server.requests.answering import RequestAnswering
 from offramp.server.requests.decoding import RequestDecoder
 from offramp.server.requests.reception import Reception
 from offramp.server.requests.shared_memory import SharedRegions
-from offramp.server.services.answering import RequestAnswering
 from offramp.server.services.management import ManagementService, OptionsReader
 from offramp.server.services.service import InferenceService
 

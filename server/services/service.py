@@ -22,12 +22,12 @@ from offramp.proto.descriptors import FILE, SERVICE
 from offramp.server.common.catalog import Catalog
 from offramp.server.common.errors import UndecodableError
 from offramp.server.common.served import ServedEngine
+from offramp.server.requests.answering import RequestAnswering
 from offramp.server.requests.codec import write_config, write_metadata
 from offramp.server.requests.decoding import RequestDecoder, Turns, decode_small
 from offramp.server.requests.reception import CallKind, Method, Reception, Visit, answering_errors
 from offramp.server.requests.streaming import RequestStream
 from offramp.server.requests.tracing import TRACE_PARENT
-from offramp.server.services.answering import RequestAnswering
 
 _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]

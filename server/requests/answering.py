@@ -1,14 +1,15 @@
-"""The answer to one inference request, however it arrived."""
+"""The way from one inference request to its answer, however it arrived."""
 
 from __future__ import annotations
 
 from functools import partial
 
+from offramp.engine.requests.results import EngineResult
 from offramp.proto.messages import ModelInferResponse
 from offramp.proto.request_bytes import InferMessage
-from offramp.server.common.catalog import Catalog
+from offramp.server.common.catalog import Catalog, ServedName
 from offramp.server.common.served import ServedEngine
-from offramp.server.requests.codec import write_response
+from offramp.server.requests.codec import InferCall, write_response
 from offramp.server.requests.decoding import RequestDecoder
 from offramp.server.requests.reception import Reception, Visit
 from offramp.server.requests.shared_memory import shared_bytes
@@ -45,6 +46,24 @@ class RequestAnswering:
             EngineError: There is no answer.
         """
         request = message.head
+        reading = self.read(
+            visit, message, time_remaining_s=time_remaining_s, trace_parent=trace_parent
+        )
+        del message  # lest its bytes stay while the engine works
+        served, call = await reading
+        result = await self.infer(visit, served, call)
+        return write_response(request, result, call, served.version)
+
+    async def read(
+        self,
+        visit: Visit,
+        message: InferMessage,
+        *,
+        time_remaining_s: float | None,
+        trace_parent: str | None,
+    ) -> tuple[ServedName, InferCall]:
+        """Return the version that answers, and what to call the engine with; EngineError."""
+        request = message.head
         visit.model = request.model_name
         visit.trace = self._reception.traces.begin(trace_parent, visit.began_s)
         self._reception.access.check_model(visit.principal, request.model_name)
@@ -52,8 +71,10 @@ class RequestAnswering:
         model = self._engine.model(find().engine_name)
         self._reception.hold_more(visit, shared_bytes(request))
         call = await self._decoder.call(message, model, time_remaining_s=time_remaining_s)
-        del message
-        served = find()  # another version may have come in the meantime
+        return find(), call  # another version may have come in the meantime
+
+    async def infer(self, visit: Visit, served: ServedName, call: InferCall) -> EngineResult:
+        """Ask the engine for the one answer; EngineError."""
         result = await self._engine.infer(
             served.engine_name,
             call.inputs,
@@ -63,4 +84,4 @@ class RequestAnswering:
             timeline=visit.trace.timeline if visit.trace else None,
         )
         visit.rows = len(result.exits)
-        return write_response(request, result, call, served.version)
+        return result
