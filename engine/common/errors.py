@@ -5,6 +5,12 @@ The caller's (:class:`InvalidRequestError`), nobody's (:class:`CapacityError`), 
 job that has no result is a ``JobError`` of :mod:`.job_runner`.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Self
+
 
 class EngineError(Exception):
     """Base of all errors of :mod:`offramp.engine`."""
@@ -16,6 +22,15 @@ class InvalidRequestError(EngineError):
 
 class ModelNotServedError(InvalidRequestError):
     """No model of that name is served."""
+
+    @classmethod
+    def of(cls, name: str, served: Iterable[str]) -> Self:
+        """Return the error of a name, with the nearest of the names that are served."""
+        names = sorted(served)
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        known = ", ".join(map(repr, names)) or "none"
+        return cls(f"no model {name!r} is served here; {hint}served: {known}")
 
 
 class BadInputError(InvalidRequestError):

@@ -8,7 +8,6 @@ removed. So no request is lost, answered twice, or answered by two versions.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -98,12 +97,7 @@ class ModelVersions:
         try:
             return self.current[name]
         except KeyError:
-            close = difflib.get_close_matches(name, self.current, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            served = ", ".join(map(repr, sorted(self.current)))
-            raise ModelNotServedError(
-                f"no model {name!r} is served here; {hint}served: {served}"
-            ) from None
+            raise ModelNotServedError.of(name, self.current) from None
 
     def earlier(self, name: str) -> CountersSnapshot | None:
         """Return the counts of all versions before the current one; ``None`` without any."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -57,10 +56,7 @@ class Catalog:
         """
         versions = self._served.get(name)
         if versions is None:
-            close = difflib.get_close_matches(name, self._served, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            served = ", ".join(map(repr, sorted(self._served))) or "none"
-            raise ModelNotServedError(f"no model {name!r} is served here; {hint}served: {served}")
+            raise ModelNotServedError.of(name, self._served)
         if not version:
             return next(iter(versions.values()))
         if version not in versions:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -154,7 +153,7 @@ class ModelRepository:
         for name in gone:
             async with self._turn(name):
                 await self._unload(name, reason="not in the configuration file any more")
-        for name in (*named, *self._names_in_folder()):
+        for name in (*named, *await asyncio.to_thread(self._names_in_folder)):
             if name in named or name in self.catalog.names():
                 await self._try_load(name)
 
@@ -300,11 +299,8 @@ class ModelRepository:
             reason = "out of service" if served else "not loaded"
         return IndexEntry(name=name, version=version, state=state, reason=reason)
 
-    @asynccontextmanager
-    async def _turn(self, name: str) -> AsyncIterator[None]:
-        lock = self._turns.setdefault(name, asyncio.Lock())
-        async with lock:
-            yield
+    def _turn(self, name: str) -> asyncio.Lock:
+        return self._turns.setdefault(name, asyncio.Lock())
 
 
 def _order(key: tuple[str, str]) -> tuple[str, int]:

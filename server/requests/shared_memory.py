@@ -88,12 +88,12 @@ class SharedRegions:
             raise UnsupportedError(
                 f"this system has no {FOLDER}, where shared memory is; send tensors in the request"
             )
-        if not name or name in self._regions:
+        if not name:
+            raise BadInputError("a shared memory region has no name; choose one")
+        if name in self._regions:
             raise BadInputError(
                 f"shared memory region {name!r} is registered already; unregister it, or choose "
                 "another name"
-                if name
-                else "a shared memory region has no name; choose one"
             )
         if len(self._regions) >= MAX_REGIONS:
             raise BadInputError(

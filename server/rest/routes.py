@@ -19,7 +19,7 @@ import grpc
 from aiohttp import web
 from google.protobuf.message import Message
 
-from offramp.engine.common.errors import BadInputError, DeadlineExceededError, EngineError
+from offramp.engine.common.errors import BadInputError, DeadlineExceededError
 from offramp.proto import messages
 from offramp.server.common.errors import (
     ERROR_METADATA_KEY,
@@ -248,8 +248,6 @@ class RestApi:
                 _check_origin(request)
                 response = await answer(visit, request)
                 return await _written(request, response)
-            except (EngineError, web.HTTPException) as error:
-                return self._refused(visit, error)
             except asyncio.CancelledError:
                 visit.code = grpc.StatusCode.CANCELLED
                 raise
