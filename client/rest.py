@@ -203,9 +203,14 @@ class RestClient:
             text = str(json.loads(data)["error"])
         except (KeyError, TypeError, ValueError):
             text = f"HTTP status {response.status}"
-        code = _CODES.get(response.status, grpc.StatusCode.INTERNAL)
+        code = code_of(response.status)
         from_server = response.headers.get("offramp-error") is not None
         return error_from_status(code, text, address=self._url, from_server=from_server)
+
+
+def code_of(status: int) -> grpc.StatusCode:
+    """Return gRPC's code that a status of HTTP stands for."""
+    return _CODES.get(status, grpc.StatusCode.INTERNAL)
 
 
 def _is_closed(connection: http.client.HTTPConnection) -> bool:

@@ -17,6 +17,11 @@ _ALIGNED_TO: Final = 64
 """Bytes: tensors begin at multiples."""
 
 
+def aligned(size_bytes: int) -> int:
+    """Return the room that a tensor of a size takes."""
+    return -(-size_bytes // _ALIGNED_TO) * _ALIGNED_TO
+
+
 class SharedInputs:
     """A region of shared memory that the inputs of one request at a time are written to.
 
@@ -45,12 +50,21 @@ class SharedInputs:
         """
         offset = 0
         for tensor in request.inputs:
-            array = np.ascontiguousarray(inputs[tensor.name])
-            self._write(tensor.name, array, offset)
-            tensor.parameters["shared_memory_region"].string_param = self.name
-            tensor.parameters["shared_memory_offset"].int64_param = offset
-            tensor.parameters["shared_memory_byte_size"].int64_param = array.nbytes
-            offset += -(-array.nbytes // _ALIGNED_TO) * _ALIGNED_TO
+            offset = self.put(tensor, np.ascontiguousarray(inputs[tensor.name]), offset)
+
+    def put(
+        self, tensor: ModelInferRequest.InferInputTensor, array: NDArray[Any], offset: int
+    ) -> int:
+        """Write an array at a byte, and say in the input where it is; return where the next goes.
+
+        Raises:
+            InvalidInputError: It does not fit.
+        """
+        self._write(tensor.name, array, offset)
+        tensor.parameters["shared_memory_region"].string_param = self.name
+        tensor.parameters["shared_memory_offset"].int64_param = offset
+        tensor.parameters["shared_memory_byte_size"].int64_param = array.nbytes
+        return offset + aligned(array.nbytes)
 
     def close(self) -> None:
         """Remove the region."""

@@ -21,7 +21,7 @@ from offramp.engine.models.options import ModelOptions
 from offramp.engine.onnx_files import OnnxFileError
 from offramp.server.arguments.options import ModelRepositoryOptions, RepositoryControl
 from offramp.server.common.catalog import ONLY_VERSION, Catalog, ServedName
-from offramp.server.common.errors import ModelControlError, ModelLoadError
+from offramp.server.common.errors import ModelControlError, ModelLoadError, StartError
 from offramp.server.common.served import ServedEngine
 from offramp.server.repository.layout import FileStamp, find_models, find_versions
 
@@ -95,9 +95,17 @@ class ModelRepository:
         Raises:
             ModelLoadError: A model of ``--load-model`` cannot be loaded. Others are left out, and
                 the log and the index have the reason.
+            StartError: The repository cannot be read.
         """
         settings = self._settings
         if settings.model_repository is not None:
+            try:
+                await asyncio.to_thread(self._names_in_folder)
+            except OSError as error:
+                raise StartError(
+                    f"the model repository {settings.model_repository} cannot be read: "
+                    f"{error.strerror}; expected a folder with models, as NAME/1.ee"
+                ) from error
             if settings.model_control is RepositoryControl.EXPLICIT:
                 for name in settings.load_model:
                     await self._load(name)
@@ -140,7 +148,8 @@ class ModelRepository:
         """
         self._check_control("unloaded")
         async with self._turn(name):
-            await self._unload(name, reason="unloaded")
+            self.catalog.find(name)  # raises why it is not served
+            await self._unload(name, "unloaded")
 
     async def change(self, named: Mapping[str, Path], options: Mapping[str, ModelOptions]) -> None:
         """Serve other named models, by other options: what a configuration file says now.
@@ -151,8 +160,7 @@ class ModelRepository:
         gone = self._named.keys() - named.keys()
         self._named, self._options = dict(named), {"": ModelOptions(), **options}
         for name in gone:
-            async with self._turn(name):
-                await self._unload(name, reason="not in the configuration file any more")
+            await self._forget(name, "not in the configuration file any more")
         for name in (*named, *await asyncio.to_thread(self._names_in_folder)):
             if name in named or name in self.catalog.names():
                 await self._try_load(name)
@@ -211,8 +219,13 @@ class ModelRepository:
         self._reasons.pop(key, None)
         self._loaded[key] = now
 
-    async def _unload(self, name: str, *, reason: str) -> None:
-        self.catalog.find(name)  # raises why it is not served
+    async def _forget(self, name: str, reason: str) -> None:
+        """Unload a model that is to be served no more, if it was ever loaded."""
+        async with self._turn(name):
+            if name in self.catalog.names():
+                await self._unload(name, reason)
+
+    async def _unload(self, name: str, reason: str) -> None:
         served = self.catalog.served(name)
         self.catalog.remove(name)
         await self._drop(served, reason)
@@ -242,8 +255,7 @@ class ModelRepository:
         """Load what is new or changed in the folder, and unload what is gone."""
         there = set(await asyncio.to_thread(self._names_in_folder))
         for name in set(self.catalog.names()) - there - self._named.keys():
-            async with self._turn(name):
-                await self._unload(name, reason="removed from the repository")
+            await self._forget(name, "removed from the repository")
         for name in sorted(there - self._named.keys()):
             await self._try_load(name)
 

@@ -94,8 +94,8 @@ ILLEGAL: Final = (
     ),
     Illegal(
         option="--http",
-        beside="--protocol grpc|stream|shm",
-        why="nothing is sent over HTTP; leave it out, or choose --protocol rest",
+        without="--protocol rest",
+        why="nothing is sent over HTTP; leave it out, or add --protocol rest",
     ),
     Illegal(
         option="--no-deadline",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.server.test_service import wait_until
 
 from offramp.client import (
     AsyncClient,
@@ -26,13 +26,6 @@ from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 
 X = np.array([[1, 2, 3, 0.95], [4, 5, 6, 0.25]], np.float32)
-
-
-def wait_until(condition: Callable[[], Any], limit_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition was not met in time"
-        time.sleep(0.002)
 
 
 def rows(count: int) -> Iterator[dict[str, Any]]:
@@ -82,7 +75,7 @@ def test_requests_are_read_as_they_are_needed_and_withdrawn_if_nobody_waits() ->
         late = client.infer_many("fake", rows(9), concurrency=9, timeout_s=0.5)
         with pytest.raises(DeadlineError):
             next(late)
-        wait_until(lambda: server.engine.waiting == 0)
+        assert wait_until(lambda: server.engine.waiting == 0)
         server.release()
 
 
@@ -101,7 +94,7 @@ def test_the_asynchronous_client_does_the_same() -> None:
 
     with FakeServer(FakeEngine()) as server:
         assert asyncio.run(talk(server.address)) == list(map(float, range(30)))
-        wait_until(lambda: server.reception.requests == 0)
+        assert wait_until(lambda: server.reception.requests == 0)
 
 
 @pytest.mark.parametrize("concurrency", [0, -1])

@@ -21,7 +21,7 @@ from offramp.server.arguments.options import (
     ServerOptions,
     VersionChoice,
 )
-from offramp.server.common.errors import ModelControlError, ModelLoadError
+from offramp.server.common.errors import ModelControlError, ModelLoadError, StartError
 from offramp.server.repository.layout import find_models
 from offramp.server.repository.repository import ModelRepository
 from offramp.testing.engine import FakeEngine
@@ -138,6 +138,19 @@ def test_a_model_that_cannot_be_loaded_at_the_start_is_left_out(tmp_path: Path) 
     run(tmp_path, body, RepositoryControl.NONE, engine)
 
 
+@pytest.mark.parametrize("control", RepositoryControl)
+def test_a_folder_that_cannot_be_read_is_said_at_the_start(
+    tmp_path: Path, control: RepositoryControl
+) -> None:
+    async def body(*_: Any) -> None:
+        pytest.fail("it has started")
+
+    (tmp_path / "file").touch()
+    for name, told in (("nowhere", "No such file"), ("file", "Not a directory")):
+        with pytest.raises(StartError, match=f"{name} cannot be read: {told}.*; expected a folder"):
+            run(tmp_path / name, body, control)
+
+
 def test_clients_load_and_unload(tmp_path: Path) -> None:
     add_version(tmp_path, "a", "1")
 
@@ -251,9 +264,10 @@ def test_what_a_configuration_file_says_anew_is_served(tmp_path: Path) -> None:
             ("fake", tmp_path / "fake.ee", slow),
             ("new", tmp_path / "new.onnx", ModelOptions()),
         ]
+        engine.load_failure = BackendError("no room")
+        await repository.change({**named, "broken": tmp_path / "broken.ee"}, {"fake": slow})
         await repository.change({"new": tmp_path / "new.onnx"}, {})
         assert served(repository) == [("new", "1", "new")]
-        assert len(engine.loads) == 2
 
     asyncio.run(body())
 

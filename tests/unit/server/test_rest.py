@@ -20,6 +20,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
+from tests.unit.server.test_service import wait_until
 from tritonclient.utils import InferenceServerException
 
 from offramp.bundle import TensorSpec
@@ -55,13 +56,6 @@ def ask(
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
-
-
-def wait_until(condition: Callable[[], Any], limit_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition was not met in time"
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -244,7 +238,7 @@ def test_a_small_body_that_is_large_decompressed_is_refused(
         status, answer = ask(server, INFER, body, headers={"Content-Encoding": encoding})
         assert status == 400
         assert "body" in answer["error"]
-        wait_until(lambda: server.reception.held_bytes == 0)
+        assert wait_until(lambda: server.reception.held_bytes == 0)
 
 
 def test_a_body_above_the_limit_is_refused_before_it_is_read(served: Any) -> None:
@@ -383,8 +377,8 @@ def test_a_client_that_hangs_up_withdraws_its_request(served: Any) -> None:
                     await session.post(f"{served.url}{INFER}", json=BODY)
 
     asyncio.run(leave())
-    wait_until(lambda: served.engine.cancelled == 2)
-    wait_until(lambda: served.reception.requests == served.reception.held_bytes == 0)
+    assert wait_until(lambda: served.engine.cancelled == 2)
+    assert wait_until(lambda: served.reception.requests == served.reception.held_bytes == 0)
 
 
 def test_limits_are_those_of_grpc() -> None:

@@ -26,6 +26,8 @@ NUMBERS = ("--confidence", "--rate", "--base-rate", "--cv2", "--rate-to", "--acc
 
 
 def word(flag: str) -> str:
+    if " " in flag:
+        return flag.replace(" ", "=")
     value = VALUES.get(flag, "0.5" if flag in NUMBERS else "1")
     return f"{flag}={value}" if value else flag
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any, Final, Protocol
 
 import aiohttp
 import grpc
 import grpc.aio
+import numpy as np
 
-from offramp.client.rest import HEADER_LENGTH, read_body, write_body
+from offramp.client.rest import HEADER_LENGTH, code_of, read_body, write_body
+from offramp.client.shared_memory import SharedInputs, aligned
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import (
     ModelInferRequest,
@@ -36,8 +36,6 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 )
-_CODES: Final = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED",
-                 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}  # fmt: skip
 
 
 class RequestFailedError(Exception):
@@ -111,22 +109,21 @@ class SharedTransport(CallTransport):
 
     def __init__(self, address: str, requests: Mapping[int, bytes], access: ServerAccess) -> None:
         messages = {row: ModelInferRequest.FromString(data) for row, data in requests.items()}
-        size = sum(len(raw) for m in messages.values() for raw in m.raw_input_contents)
-        self._memory = SharedMemory(
-            name=f"offramp-{secrets.token_hex(8)}", create=True, size=max(size, 1)
-        )
+        sizes = (aligned(len(raw)) for m in messages.values() for raw in m.raw_input_contents)
+        self._memory = SharedInputs(max(sum(sizes), 1))
         offset = 0
         for message in messages.values():
-            offset = _place(message, self._memory, offset)
+            for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
+                offset = self._memory.put(tensor, np.frombuffer(raw, np.uint8), offset)
+            del message.raw_input_contents[:]
         placed = {row: message.SerializeToString() for row, message in messages.items()}
         super().__init__(address, placed, access)
 
     async def open(self) -> None:
         """Connect, and have the server open the memory; LoadError."""
         await super().open()
-        name = self._memory.name
         request = SystemSharedMemoryRegisterRequest(
-            name=name, key=f"/{name}", byte_size=self._memory.size
+            name=self._memory.name, key=self._memory.key, byte_size=self._memory.size_bytes
         )
         try:
             await self._call("SystemSharedMemoryRegister", request)
@@ -145,26 +142,12 @@ class SharedTransport(CallTransport):
             )
         await super().close()
         self._memory.close()
-        self._memory.unlink()
 
     async def _call(self, method: str, request: Any) -> None:
         call: grpc.aio.UnaryUnaryMultiCallable[Any, bytes] = self._channel.unary_unary(
             method_path(method), request_serializer=type(request).SerializeToString
         )
         await call(request, metadata=self._metadata, timeout=CONNECT_LIMIT_S)
-
-
-def _place(message: ModelInferRequest, memory: SharedMemory, offset: int) -> int:
-    """Write a request's inputs to memory from ``offset`` on; return where they end."""
-    assert memory.buf is not None, "it is open"
-    for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
-        memory.buf[offset : offset + len(raw)] = raw
-        tensor.parameters["shared_memory_region"].string_param = memory.name
-        tensor.parameters["shared_memory_offset"].int64_param = offset
-        tensor.parameters["shared_memory_byte_size"].int64_param = len(raw)
-        offset += len(raw)
-    del message.raw_input_contents[:]
-    return offset
 
 
 class StreamTransport(CallTransport):
@@ -275,8 +258,7 @@ class RestTransport:
         except aiohttp.ClientError as error:
             raise RequestFailedError("UNAVAILABLE", repr(error)) from error
         if answer.status != 200:
-            code = _CODES.get(answer.status, "INTERNAL")
-            raise RequestFailedError(code, _error_in(data))
+            raise RequestFailedError(code_of(answer.status).name, _error_in(data))
         return read_body(answer.headers.get(HEADER_LENGTH), data)
 
     async def close(self) -> None:
