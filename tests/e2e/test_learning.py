@@ -118,7 +118,8 @@ def test_exits_are_learned_from_load_and_no_request_fails(launch: Launch, model:
         nonlocal answered
         with Client(server.address) as client:
             for start in itertools.cycle(range(0, len(images) - 16, 16)):
-                if stopped.wait(0.02):
+                # The compiler takes what the server leaves it of the processors.
+                if stopped.wait(0.02 if answered < 6000 else 0.5):
                     return
                 client.infer(MODEL, {"image": images[start : start + 16]})
                 answered += 16

@@ -60,7 +60,7 @@ def test_reloads_under_load_lose_nothing_and_mix_nothing_up(launch: Any, tmp_pat
 
     def ask() -> None:
         with triton.InferenceServerClient(server.address) as client:
-            while not ended.is_set():
+            while not ended.wait(0.002):
                 try:
                     result = client.infer("mlp", inputs)
                 except InferenceServerException as error:
