@@ -26,8 +26,11 @@ from offramp.engine.common.network import is_loopback
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.server.arguments.configuration import model_options
 from offramp.server.arguments.options import MIB, ServerOptions
+from offramp.server.common.event_loop import loop_factory
 from offramp.server.common.served import ServedEngine
-from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.frontends.frontends import FrontendOptions
+from offramp.server.grpc_endpoint import GrpcEndpoint
+from offramp.server.http_endpoint import HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.message_memory import keep_large_blocks
 from offramp.server.requests.reception import Reception
@@ -157,7 +160,7 @@ def serve(
         ModelLoadError: A model that was asked for by ``--load-model`` cannot be loaded.
     """
     keep_large_blocks((options.max_message_mib + 1) * MIB)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve_until_signalled(open_engine, options, models, read_again))
 
 
@@ -285,6 +288,7 @@ async def _listen(
         max_connections=limits.grpc,
         keepalive=options.keepalive,
         tls=tls,
+        frontends=_frontends(options),
     )
     stack.push_async_callback(endpoint.stop, 0.0)
     http_port = await http.start(options.host, options.http_port)
@@ -301,6 +305,14 @@ async def _listen(
     )  # fmt: skip
     _warn_if_open(options)
     return endpoint, listening
+
+
+def _frontends(options: ServerOptions) -> FrontendOptions | None:
+    if not options.frontends:
+        return None
+    return FrontendOptions(
+        count=options.frontends, max_queue_mib=options.max_queue_mib, security=options.security
+    )
 
 
 def _traces(stack: AsyncExitStack, options: ServerOptions) -> RequestTraces:
@@ -376,12 +388,3 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | N
         for task in (working, waiting):
             task.cancel()
         await asyncio.gather(working, waiting, return_exceptions=True)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where there is one: it halves the cost of a call."""
-    try:
-        import uvloop  # noqa: PLC0415 - there is none on Windows
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

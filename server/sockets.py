@@ -35,7 +35,7 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bind(host: str, port: int, *, option: str) -> tuple[socket.socket, ...]:
+def bind(host: str, port: int, *, option: str, shared: bool = False) -> tuple[socket.socket, ...]:
     """Return TCP sockets that are bound to all addresses of a host, at one port.
 
     A name may have addresses that are not this machine's, such as ``::1`` where IPv6 is switched
@@ -43,10 +43,10 @@ def bind(host: str, port: int, *, option: str) -> tuple[socket.socket, ...]:
 
     ``0.0.0.0`` and ``::`` both mean every interface, by IPv4 and, where there is IPv6, by that as
     well: gRPC takes them so. Port 0 is any free one. ``option`` is the command line's option of the
-    port, for the message of the StartError.
+    port, for the message of the StartError. Other sockets may share a ``shared`` port.
     """
     try:
-        return _bind(host, port)
+        return _bind(host, port, shared=shared)
     except OSError as error:
         raise StartError(_reason(error, host, port, option)) from error
 
@@ -61,14 +61,15 @@ def check_free(host: str, port: int, *, option: str) -> None:
         bound.close()
 
 
-def _bind(host: str, port: int) -> tuple[socket.socket, ...]:
+def _bind(host: str, port: int, *, shared: bool) -> tuple[socket.socket, ...]:
     bound: list[socket.socket] = []
     absent: OSError | None = None
     with ExitStack() as stack:
         for family, address in _addresses(host, port):
             chosen = bound[0].getsockname()[1] if bound else port
             try:
-                one = _bound(family, (address[0], chosen, *address[2:]), dual=host in WILDCARDS)
+                place = (address[0], chosen, *address[2:])
+                one = _bound(family, place, dual=host in WILDCARDS, shared=shared)
             except OSError as error:
                 if error.errno not in _ABSENT:
                     raise
@@ -82,11 +83,13 @@ def _bind(host: str, port: int) -> tuple[socket.socket, ...]:
 
 
 def _bound(
-    family: socket.AddressFamily, address: tuple[object, ...], *, dual: bool
+    family: socket.AddressFamily, address: tuple[object, ...], *, dual: bool, shared: bool
 ) -> socket.socket:
     with ExitStack() as stack:
         one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual)
         one.bind(address)

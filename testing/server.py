@@ -16,7 +16,8 @@ from offramp.server.arguments.options import (
     ServerOptions,
 )
 from offramp.server.common.served import ServedEngine
-from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.grpc_endpoint import GrpcEndpoint
+from offramp.server.http_endpoint import HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.reception import Reception
 from offramp.server.security.tls import open_tls

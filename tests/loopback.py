@@ -17,7 +17,7 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.stages.plan import Mode
-from offramp.server.endpoints import GrpcEndpoint
+from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.services.protocol_services import ProtocolServices
 from tests.padded import Arrays, answers
 

@@ -60,20 +60,22 @@ def set_up_logging(*, level: str, log_format: str) -> None:
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
     logging.getLogger("offramp").setLevel(number)
-    # What a client causes there, such as a call that breaks off, has a traceback each time.
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Log in one line each what clients cause, such as a call that breaks off, and print nothing.
+
+    gRPC and aiohttp log a traceback each time, and gRPC prints it as well.
+    """
     for name in ("grpc._cython.cygrpc", "aiohttp.server"):
         logging.getLogger(name).filters = [OneLineFilter()]
-    _keep_grpc_from_printing()
+    quiet = {**vars(traceback), "print_exc": lambda: None}
+    cygrpc = importlib.import_module("grpc._cython.cygrpc")
+    cygrpc.traceback = SimpleNamespace(**quiet)  # type: ignore[attr-defined]
 
 
 def flush_log() -> None:
     """Wait, for a second at most, until what was logged is written."""
     for handler in logging.getLogger().handlers:
         handler.flush()
-
-
-def _keep_grpc_from_printing() -> None:
-    """Keep gRPC from writing what it logs to stderr once more, a traceback for each broken call."""
-    quiet = {**vars(traceback), "print_exc": lambda: None}
-    cygrpc = importlib.import_module("grpc._cython.cygrpc")
-    cygrpc.traceback = SimpleNamespace(**quiet)  # type: ignore[attr-defined]

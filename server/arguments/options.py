@@ -16,6 +16,7 @@ MIB: Final = 1024 * 1024
 DEFAULT_MODE: Final = Mode.AUDIT
 """Of a server that is not told otherwise: what it promises, it also measures."""
 
+MAX_FRONTENDS: Final = 64
 MAX_MESSAGE_MIB: Final = 2047
 """gRPC counts a message's bytes in a signed 32-bit integer."""
 
@@ -204,6 +205,8 @@ class ServerOptions:
     """0 takes any free one."""
     http_port: int = 8000
     """0 takes any free one."""
+    frontends: int = 0
+    """Processes that hold gRPC's connections; 0: the one that has the engine does."""
     max_message_mib: int = 64
     """Largest request over gRPC; gRPC refuses a larger one with RESOURCE_EXHAUSTED."""
     max_connections: int = MAX_CONNECTIONS
@@ -240,6 +243,8 @@ class ServerOptions:
                 f"--grpc-port and --http-port are both {self.grpc_port}; "
                 "gRPC and HTTP need a port each"
             )
+        if not 0 <= self.frontends <= MAX_FRONTENDS:
+            raise ValueError(f"frontends {self.frontends} is not in 0 to {MAX_FRONTENDS}")
         if not 1 <= self.max_message_mib <= MAX_MESSAGE_MIB:
             raise ValueError(f"max_message_mib {self.max_message_mib} is not in 1 to 2047")
         for name in ("max_connections", "max_concurrent_requests", "max_queue_mib"):

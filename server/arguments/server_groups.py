@@ -10,6 +10,7 @@ from typing import Any
 from offramp.server.arguments.option_groups import OptionGroup, integer, number, port
 from offramp.server.arguments.options import (
     MAX_COUNT,
+    MAX_FRONTENDS,
     MAX_MESSAGE_MIB,
     KeepaliveOptions,
     ModelRepositoryOptions,
@@ -32,6 +33,13 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     options.add("--host", "interface, or * for all", metavar="ADDRESS")
     options.add("--grpc-port", "port of gRPC", metavar="PORT", type=port)
     options.add("--http-port", "port of status page and metrics", metavar="PORT", type=port)
+    options.add(
+        "--frontends",
+        "hold gRPC's connections in so many further processes: for many small requests, or large "
+        "ones beside others; 0: in the engine's process",
+        metavar="N",
+        type=integer(0, MAX_FRONTENDS),
+    )
     options.add(
         "--max-message-mib",
         "largest request; a larger one gets RESOURCE_EXHAUSTED",

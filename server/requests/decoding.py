@@ -1,14 +1,13 @@
-"""The receiving and decoding of messages without holding up the event loop."""
+"""The decoding of messages without holding up the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import coroutine
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -126,49 +125,3 @@ def decode_small(data: bytes, decode: Callable[[bytes], _T]) -> _T:
         return decode(data)
     except DecodeError as error:
         raise UndecodableError(f"the message is not one that this method takes ({error})") from None
-
-
-LONG_S: Final = 0.002
-"""A step that takes longer is followed by a pause as long as itself."""
-
-
-class Turns:
-    """Runs coroutines that receive messages so that long steps of theirs never follow each other.
-
-    gRPC copies a message for Python in the very step in which a coroutine goes on that waited for
-    it: some 15 ms of a turn of the loop for 57 MiB, and ten times that where memory is new. Many
-    that arrive together would be copied within one turn, before anything else is seen to.
-
-    Only steps that something was waited for count: what has waited then waits for its turn as well.
-    """
-
-    def __init__(self) -> None:
-        self._free = asyncio.Lock()
-
-    @coroutine
-    def take(self, work: Coroutine[Any, Any, _T]) -> Generator[Any, Any, _T]:
-        """Give what ``work`` gives; cancelled, it is cancelled as well."""
-        try:
-            awaited = work.send(None)
-            while True:
-                try:
-                    yield awaited
-                    yield from self._free.acquire().__await__()
-                except BaseException as error:
-                    awaited = work.throw(error)
-                else:
-                    awaited = self._step(partial(work.send, None))
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-
-    def _step(self, step: partial[Any]) -> Any:
-        began_s = time.monotonic()
-        try:
-            return step()
-        finally:
-            took_s = time.monotonic() - began_s
-            if took_s < LONG_S:
-                self._free.release()
-            else:
-                asyncio.get_running_loop().call_later(took_s, self._free.release)

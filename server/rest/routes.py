@@ -28,6 +28,7 @@ from offramp.server.common.errors import (
     wire_name,
 )
 from offramp.server.requests.http_access import PRINCIPAL, http_peer
+from offramp.server.requests.receiving import ARRIVAL_S
 from offramp.server.requests.reception import SLOWEST_BYTES_PER_S, UNREAD_S, Visit
 from offramp.server.requests.tracing import TRACE_PARENT
 from offramp.server.rest.json_requests import JsonRequest, decode_object
@@ -38,7 +39,6 @@ from offramp.server.rest.json_responses import (
     write_inference,
 )
 from offramp.server.services.protocol_services import ProtocolServices
-from offramp.server.services.service import ARRIVAL_S
 
 STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,

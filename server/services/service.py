@@ -6,8 +6,7 @@ decode it answers with UNKNOWN, and with a traceback in the log.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import wraps
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -16,15 +15,15 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
 from offramp import __version__
-from offramp.engine.common.errors import DeadlineExceededError
 from offramp.proto import messages
-from offramp.proto.descriptors import FILE, SERVICE
+from offramp.proto.descriptors import FILE, SERVICE, method_path
 from offramp.server.common.catalog import Catalog
-from offramp.server.common.errors import UndecodableError
+from offramp.server.common.methods import Handler
 from offramp.server.common.served import ServedEngine
 from offramp.server.requests.answering import RequestAnswering
 from offramp.server.requests.codec import write_config, write_metadata
-from offramp.server.requests.decoding import RequestDecoder, Turns, decode_small
+from offramp.server.requests.decoding import RequestDecoder, decode_small
+from offramp.server.requests.receiving import MessageReceiver
 from offramp.server.requests.reception import CallKind, Method, Reception, Visit, answering_errors
 from offramp.server.requests.streaming import RequestStream
 from offramp.server.requests.tracing import TRACE_PARENT
@@ -48,12 +47,6 @@ EXTENSIONS: Final = (
 SLO_METADATA: Final = ("offramp-deadline", "slo")
 """Of a call that leaves its deadline to the model's SLO, whatever gRPC's is."""
 
-ARRIVAL_S: Final = 60.0
-"""How long a call's message may take to arrive, once the call is here."""
-
-_CANCELLATION_S: Final = 0.05
-"""By then a call that has ended without a message is cancelled, if it is to be."""
-
 
 class InferenceService:
     """One method per call of the protocol, named as in ``inference.proto``.
@@ -75,7 +68,7 @@ class InferenceService:
         self._catalog = catalog
         self._decoder = decoder
         self._answering = answering
-        self._turns = Turns()
+        self._receiver = MessageReceiver()
 
     async def ServerLive(  # noqa: N802 - the protocol's name
         self, _request: messages.ServerLiveRequest, _context: _Context
@@ -124,7 +117,7 @@ class InferenceService:
     ) -> messages.ModelInferResponse:
         """Receive, decode, ask the engine, encode."""
         self._reception.check_room()
-        data = await self._receive(context)
+        data = await self._receiver.only(context)
         self._reception.hold(visit, len(data))
         message = await self._decoder.message(data)
         del data  # the arrays refer to it, for as long as they live
@@ -158,7 +151,7 @@ class InferenceService:
             trace_parent=parent,
             principal=visit.principal,
         )
-        await stream.serve(self._messages(context))
+        await stream.serve(self._receiver.all(context))
 
     def _trace_parent(self, context: _Context) -> str | None:
         """Return the caller's context of traces; not looked for where nothing is traced."""
@@ -167,30 +160,6 @@ class InferenceService:
         metadata = dict(context.invocation_metadata() or ())
         value = metadata.get(TRACE_PARENT)
         return value if isinstance(value, str) else None
-
-    async def _receive(self, context: _Context) -> bytes:
-        """The message of a call that has one."""
-        try:
-            async with asyncio.timeout(ARRIVAL_S):
-                data = await self._turns.take(context.read())
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"the call's message did not arrive within {ARRIVAL_S:g} s; "
-                "send it as soon as the call is open, or a smaller one"
-            ) from None
-        if not isinstance(data, bytes):  # grpc.aio.EOF
-            # So ends a call as well whose client has left, or whose message gRPC has refused as too
-            # large: it is cancelled a moment later.
-            await asyncio.sleep(_CANCELLATION_S)
-            raise UndecodableError("the call has no message; send one ModelInferRequest")
-        return data
-
-    async def _messages(self, context: _Context) -> AsyncIterator[bytes]:
-        """Those of a stream, until its client has no more."""
-        while isinstance(data := await self._turns.take(context.read()), bytes):
-            held = [data]
-            del data
-            yield held.pop()  # what a generator holds stays until the next one is here
 
 
 def _time_remaining_s(context: _Context) -> float | None:
@@ -203,13 +172,15 @@ def _time_remaining_s(context: _Context) -> float | None:
     return context.time_remaining()
 
 
-def inference_handler(
+def inference_methods(
     method: Callable[[str], Callable[..., Awaitable[Any]]], reception: Reception
-) -> grpc.GenericRpcHandler:
-    """Return the service as grpc takes it; ``method`` returns one by its name."""
+) -> dict[str, Handler]:
+    """Return the service's handlers by full name; ``method`` returns a method by its name."""
     methods = FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
-    handlers = {each.name: _method_handler(method(each.name), reception, each) for each in methods}
-    return grpc.method_handlers_generic_handler(SERVICE, handlers)
+    return {
+        method_path(each.name): _method_handler(method(each.name), reception, each)
+        for each in methods
+    }
 
 
 def _method_handler(
@@ -246,37 +217,24 @@ def _decoding(
     return decoded
 
 
-_Handler: TypeAlias = Any
-"""A ``grpc.RpcMethodHandler``, whose types say nothing of asyncio."""
+class GuardedMethods:
+    """Stands in for a server where generated code adds a service to it; keeps the handlers."""
 
-
-class GuardedServer:
-    """Stands in for a server where generated code adds a service to it."""
-
-    def __init__(
-        self, server: grpc.aio.Server, reception: Reception, *, also: Sequence[str] = ()
-    ) -> None:
-        """``also`` are further names that a service is added under."""
-        self._server = server
+    def __init__(self, reception: Reception) -> None:
+        self.methods: Final[dict[str, Handler]] = {}
+        """By full name."""
         self._reception = reception
-        self._also = also
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
         """Do nothing: the same handlers come once more, by name."""
 
-    def add_registered_method_handlers(
-        self, service: str, handlers: Mapping[str, _Handler]
-    ) -> None:
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
         """Add the methods of a service."""
-        reception = self._reception
-        guarded = {name: _guarded(name, made, reception) for name, made in handlers.items()}
-        for name in (service, *self._also):
-            self._server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(name, guarded),)
-            )
+        for name, made in handlers.items():
+            self.methods[f"/{service}/{name}"] = _guarded(name, made, self._reception)
 
 
-def _guarded(name: str, handler: _Handler, reception: Reception) -> _Handler:
+def _guarded(name: str, handler: Handler, reception: Reception) -> Handler:
     serialize = handler.response_serializer
     how = {"response_serializer": serialize}
     if handler.stream_stream:
@@ -292,7 +250,7 @@ def _guarded(name: str, handler: _Handler, reception: Reception) -> _Handler:
     )
 
 
-def _of_many(handler: _Handler) -> Method[None]:
+def _of_many(handler: Handler) -> Method[None]:
     async def decoded(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
             yield decode_small(data, handler.request_deserializer)

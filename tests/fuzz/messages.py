@@ -19,7 +19,7 @@ from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.stages.plan import Mode
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
-from offramp.server.endpoints import GrpcEndpoint
+from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.services.protocol_services import ProtocolServices
 from tests.fuzz.campaign import WrongError
 from tests.fuzz.subject import ALLOWED, METHODS, MODEL, Subject, method_of, mutate

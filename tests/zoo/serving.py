@@ -14,7 +14,7 @@ from offramp.compiler.common.rounding import rounding_of
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.stages.plan import Mode
-from offramp.server.endpoints import GrpcEndpoint
+from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.services.protocol_services import ProtocolServices
 from tests.zoo.exits import Arrays, draw_policy, give_exits
 from tests.zoo.trial import bundle_with, original_answers, right_answers, sliced

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from offramp.client import Client
 from offramp.server.arguments.options import MIB, ServerOptions, parse_host
 from offramp.server.common.errors import StartError
-from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.grpc_endpoint import GrpcEndpoint
+from offramp.server.http_endpoint import HttpEndpoint
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.server.sockets import bind, join_address
 from offramp.testing.engine import FakeEngine

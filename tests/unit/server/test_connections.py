@@ -21,7 +21,7 @@ from offramp.client import Client, ConnectionFailedError, ServerUnavailableError
 from offramp.server import endpoints, sockets
 from offramp.server.arguments.options import MIB
 from offramp.server.common.errors import StartError
-from offramp.server.endpoints import GrpcEndpoint
+from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.sockets import (
     LEAST_CONNECTIONS,
     MAX_HTTP_CONNECTIONS,

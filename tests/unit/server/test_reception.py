@@ -32,7 +32,7 @@ from offramp.proto.request_bytes import MAX_FIELDS, InferMessage
 from offramp.server.arguments.logging_setup import JsonFormatter
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.common.errors import REFUSALS, RequestLimitError
-from offramp.server.endpoints import MAX_CALLS
+from offramp.server.grpc_listener import MAX_CALLS
 from offramp.server.requests.decoding import RequestDecoder
 from offramp.server.requests.message_memory import PEAK_BYTES, MemoryReturn
 from offramp.server.requests.reception import Reception, Visit, answering_errors
@@ -282,7 +282,7 @@ def test_calls_whose_message_never_comes_keep_nobody_out(
 
 
 def test_a_message_has_to_arrive_in_time(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.server.services.service.ARRIVAL_S", 0.05)
+    monkeypatch.setattr("offramp.server.requests.receiving.ARRIVAL_S", 0.05)
     with grpc.insecure_channel(served.address) as channel:
         call: Any = channel.stream_unary(INFER).future(silent(), timeout=30)
         assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED

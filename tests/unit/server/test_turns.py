@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offramp.server.requests.decoding import LONG_S, Turns
+from offramp.server.requests.receiving import LONG_S, Turns
 
 
 async def after(waited: Awaitable[Any], busy_s: float = 0.0) -> Any:

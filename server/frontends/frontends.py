@@ -1,0 +1,206 @@
+"""The front ends of a server: started, watched, started again, and ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from offramp.engine.common.job_runner import environment_of_child
+from offramp.server.arguments.options import SecurityOptions
+from offramp.server.common.errors import StartError
+from offramp.server.common.methods import Handler
+from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
+from offramp.server.frontends.process import FrontendSettings
+from offramp.server.frontends.relay import MethodShape
+from offramp.server.frontends.relayed_calls import RelayedCalls
+from offramp.server.grpc_listener import ListenerOptions
+from offramp.server.sockets import bind
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S: Final = 1.0
+"""From the end of a front end to the start of the one that takes its place."""
+
+_SOCKET_BYTES: Final = 4 * 1024 * 1024
+_MODULE: Final = "offramp.server.frontends.process"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendOptions:
+    """How many front ends there are, and what they need beside the listener's options."""
+
+    count: int
+    max_queue_mib: int
+    """Messages in the engine's process."""
+    security: SecurityOptions
+    """Its certificates."""
+
+
+class Frontends:
+    """The gRPC port, held by other processes; used on the event loop's thread.
+
+    A front end that ends takes its connections with it, and the requests that came by them are
+    withdrawn; the other ones serve on.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        listener: ListenerOptions,
+        options: FrontendOptions,
+    ) -> None:
+        """``handlers`` answer the calls, by full name of the method."""
+        self._handlers = handlers
+        self._options = options
+        most = -(-listener.max_connections // options.count)
+        self._listener = replace(listener, shared_port=True, max_connections=most)
+        self._ends: set[Frontend] = set()
+        self._watching: list[asyncio.Task[None]] = []
+        self._placeholders = ExitStack()
+        """Sockets that keep the port, even while no front end is there."""
+
+    async def start(self, host: str, port: int) -> int:
+        """Start all; return the port, which the system chooses for port 0; StartError."""
+        bound = bind(host, port, option="--grpc-port", shared=True)
+        for one in bound:
+            self._placeholders.enter_context(one)
+        port = int(bound[0].getsockname()[1])
+        settings = self._settings(host, port)
+        new = [Frontend(self._handlers) for _ in range(self._options.count)]
+        self._ends.update(new)
+        await asyncio.gather(*(end.start(settings) for end in new))
+        self._watching = [asyncio.create_task(self._watch(end, settings)) for end in new]
+        return port
+
+    async def send_away(self, limit_s: float) -> None:
+        """See :meth:`GrpcListener.send_away`."""
+        await self._order_all("send_away", limit_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """See :meth:`GrpcListener.stop`."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._order_all("stop", grace_s)
+        await asyncio.gather(*(end.end() for end in self._ends))
+        self._ends.clear()
+        self._placeholders.close()
+
+    async def _order_all(self, name: str, argument: object) -> None:
+        orders = [end.order(name, argument) for end in self._ends]
+        await asyncio.gather(*orders, return_exceptions=True)  # one that is gone has no connection
+
+    async def _watch(self, end: Frontend, settings: FrontendSettings) -> None:
+        while True:
+            await end.lost.wait()
+            self._ends.discard(end)
+            logger.error(
+                "a front end ended (%s); its connections are lost, and another one takes its place",
+                await end.end(),
+            )
+            while end not in self._ends:
+                await asyncio.sleep(AGAIN_S)
+                end = Frontend(self._handlers)
+                try:
+                    await end.start(settings)
+                except (StartError, FrontendLostError, OSError) as error:
+                    logger.warning("a front end cannot be started: %s", error)
+                    await end.end()
+                else:
+                    self._ends.add(end)
+
+    def _settings(self, host: str, port: int) -> FrontendSettings:
+        certificates = replace(self._options.security, token_file=None, admin_token_file=None)
+        return FrontendSettings(
+            host=host,
+            port=port,
+            listener=self._listener,
+            security=certificates,
+            max_queue_mib=self._options.max_queue_mib,
+            methods={
+                name: MethodShape(handler.request_streaming, handler.response_streaming)
+                for name, handler in self._handlers.items()
+            },
+            log_level=logging.getLogger("offramp").getEffectiveLevel(),
+        )
+
+
+class FrontendLostError(Exception):
+    """A front end has ended."""
+
+
+class Frontend:
+    """One front end, as the engine's process sees it."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self.lost: Final = asyncio.Event()
+        """Set when its process has ended."""
+        self._calls = RelayedCalls(handlers)
+        self._link = FrameLink(self._receive, self._has_ended)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reply: asyncio.Future[dict[str, Any]] | None = None
+
+    async def start(self, settings: FrontendSettings) -> None:
+        """Start the process, and have it listen.
+
+        Raises:
+            StartError: It cannot.
+            FrontendLostError: It has ended.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for one in (ours, theirs):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            self._process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own module
+                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=environment_of_child(),
+                pass_fds=(theirs.fileno(),),
+            )
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self._link, sock=ours)
+        await self.order("listen", settings)
+
+    async def order(self, name: str, argument: object) -> None:
+        """Have it do something, and wait until it is done; StartError, FrontendLostError."""
+        if self.lost.is_set():
+            raise FrontendLostError
+        self._reply = asyncio.get_running_loop().create_future()
+        self._link.send(FrameKind.ORDER, 0, pickle.dumps((name, argument)))
+        reply = await self._reply
+        if "error" in reply:
+            raise StartError(reply["error"])
+
+    async def end(self) -> str:
+        """End the process if it has not; return how it ended."""
+        self._link.close()
+        if self._process is None:
+            return "it was never started"
+        self._process.kill()
+        status = await asyncio.to_thread(self._process.wait)
+        return f"exit status {status}" if status >= 0 else f"signal {-status}"
+
+    def _receive(self, kind: FrameKind, number: int, payload: Payload) -> None:
+        if kind is FrameKind.REPLY:
+            if self._reply is not None and not self._reply.done():
+                self._reply.set_result(json.loads(bytes(payload)))
+        elif kind is FrameKind.LOG:
+            level, name, text = json.loads(bytes(payload))
+            logging.getLogger(name).log(level, "%s", text)
+        else:
+            self._calls.receive(self._link, kind, number, payload)
+
+    def _has_ended(self) -> None:
+        self.lost.set()
+        self._calls.withdraw()
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(FrontendLostError())

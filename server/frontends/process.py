@@ -1,0 +1,139 @@
+"""A front end's process: listens on the gRPC port, and passes calls on.
+
+It ends with the engine's process, whose socket it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+from offramp.server.arguments.logging_setup import quiet_libraries
+from offramp.server.arguments.options import MAX_COUNT, MIB, SecurityOptions, ServerOptions
+from offramp.server.common.errors import StartError
+from offramp.server.common.event_loop import loop_factory
+from offramp.server.common.methods import MethodTable
+from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
+from offramp.server.frontends.relay import MethodShape, Relay
+from offramp.server.grpc_listener import GrpcListener, ListenerOptions
+from offramp.server.requests.message_memory import keep_large_blocks
+from offramp.server.requests.reception import Reception
+from offramp.server.security.tls import open_tls
+
+_ROOM: Final = 2
+"""Of the memory for messages in the engine's process, which is thus full before this one's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendSettings:
+    """What a front end needs to know to begin."""
+
+    host: str
+    port: int
+    listener: ListenerOptions
+    security: SecurityOptions
+    """Its certificates; tokens are the affair of the engine's process."""
+    max_queue_mib: int
+    """Messages in the engine's process."""
+    methods: dict[str, MethodShape]
+    log_level: int
+
+    def start(self, link: FrameLink) -> tuple[Relay, GrpcListener]:
+        """Return what passes calls on, and what is to listen; StartError."""
+        reception = Reception(
+            ServerOptions(
+                max_concurrent_requests=MAX_COUNT,
+                max_queue_mib=min(_ROOM * self.max_queue_mib, MAX_COUNT),
+            )
+        )
+        relay = Relay(link, reception, self.methods)
+        tls = open_tls(self.security)
+        return relay, GrpcListener(MethodTable(relay.handlers), reception, self.listener, tls)
+
+
+class _LinkHandler(logging.Handler):
+    """Has the engine's process write what is logged here."""
+
+    def __init__(self, link: FrameLink) -> None:
+        super().__init__()
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = json.dumps((record.levelno, record.name, self.format(record))).encode()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._link.send, FrameKind.LOG, 0, line)
+
+
+class FrontendProcess:
+    """Carries out the orders of the engine's process."""
+
+    def __init__(self) -> None:
+        self._link = FrameLink(self._receive, self._lost)
+        self._ended = asyncio.Event()
+        self._relay: Relay
+        self._listener: GrpcListener
+        self._carrying_out: asyncio.Task[None] | None = None
+
+    async def run(self, end: socket.socket) -> None:
+        """Serve until the other end of the socket is gone."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=end)
+        await self._ended.wait()
+
+    def _lost(self) -> None:
+        self._ended.set()
+
+    def _receive(self, kind: FrameKind, number: int, payload: Payload) -> None:
+        if kind is FrameKind.ORDER:
+            name, argument = pickle.loads(payload)  # noqa: S301 - of the process that started us
+            self._carrying_out = asyncio.create_task(self._carry_out(name, argument))
+        else:
+            self._relay.receive(kind, number, payload)
+
+    async def _carry_out(self, name: str, argument: Any) -> None:
+        try:
+            done = await getattr(self, f"_{name}")(argument)
+        except StartError as error:
+            reply: dict[str, Any] = {"error": str(error)}
+        else:
+            reply = {"done": done}
+        self._link.send(FrameKind.REPLY, 0, json.dumps(reply).encode())
+
+    async def _listen(self, settings: FrontendSettings) -> int:
+        logging.basicConfig(
+            level=logging.WARNING, handlers=[_LinkHandler(self._link)], format="%(message)s"
+        )
+        logging.getLogger("offramp").setLevel(settings.log_level)
+        quiet_libraries()
+        keep_large_blocks(settings.listener.max_message_bytes + MIB)
+        self._relay, self._listener = settings.start(self._link)
+        return await self._listener.start(settings.host, settings.port)
+
+    async def _send_away(self, limit_s: float) -> None:
+        await self._listener.send_away(limit_s)
+
+    async def _stop(self, grace_s: float) -> None:
+        await self._listener.stop(grace_s)
+
+
+def main() -> None:
+    """Run a front end over the socket whose descriptor is the one argument."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # whoever sends them to all means the engine's
+    end = socket.socket(fileno=int(sys.argv[1]))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(FrontendProcess().run(end))
+        os._exit(0)  # connections that are left end at once
+
+
+if __name__ == "__main__":
+    main()

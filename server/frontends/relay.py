@@ -1,0 +1,154 @@
+"""A front end's side: handlers of gRPC that pass calls on, and answers back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import grpc
+import grpc.aio
+
+from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
+from offramp.server.frontends.heads import CallHead, CallStatus
+from offramp.server.requests.receiving import MessageReceiver
+from offramp.server.requests.reception import CallKind, Reception, Visit, answering_errors
+
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_Outcome: TypeAlias = Payload | CallStatus
+
+
+class MethodShape(NamedTuple):
+    """Which sides of a method send streams of messages."""
+
+    request_streaming: bool
+    response_streaming: bool
+
+
+class Relay:
+    """Passes calls on to the engine's process; used on the event loop's thread."""
+
+    def __init__(
+        self, link: FrameLink, reception: Reception, methods: Mapping[str, MethodShape]
+    ) -> None:
+        """``methods`` are by their full names."""
+        self._link = link
+        self._reception = reception
+        self._receiver = MessageReceiver()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Callable[[FrameKind, Payload], None]] = {}
+        self.handlers: Final = {name: self._handler(name, shape) for name, shape in methods.items()}
+        """By full name."""
+
+    def receive(self, kind: FrameKind, number: int, payload: Payload) -> None:
+        """Take a frame about a call; those of calls that have ended are of no use."""
+        if (take := self._calls.get(number)) is not None:
+            take(kind, payload)
+
+    def _handler(self, name: str, shape: MethodShape) -> grpc.RpcMethodHandler[Any, Any]:
+        method = name.rpartition("/")[2]
+        if shape.response_streaming:
+            stream = answering_errors(
+                self._reception, method, partial(self._stream, name), kind=CallKind.STREAM
+            )
+            return grpc.stream_stream_rpc_method_handler(stream)
+        if shape.request_streaming:
+            received = partial(self._receive_and_ask, name)
+            answered = answering_errors(self._reception, method, received, serialize=bytes)
+            return grpc.stream_unary_rpc_method_handler(answered)
+        asked = partial(self._ask, name)
+        answered = answering_errors(self._reception, method, asked, serialize=bytes)
+        return grpc.unary_unary_rpc_method_handler(answered)
+
+    async def _receive_and_ask(
+        self, name: str, visit: Visit, _requests: object, context: _Context
+    ) -> Payload:
+        """Receive the one message of a call, which may be large, when there is room for it."""
+        await self._link.writable()
+        self._reception.check_room()
+        data = await self._receiver.only(context)
+        self._reception.hold(visit, len(data))
+        asking = self._ask(name, visit, data, context)
+        del data
+        return await asking
+
+    async def _ask(self, name: str, _visit: Visit, data: bytes, context: _Context) -> Payload:
+        number, head = self._begin(name, context)
+        outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
+
+        def take(kind: FrameKind, payload: Payload) -> None:
+            if not outcome.done():
+                status = kind is FrameKind.STATUS
+                outcome.set_result(CallStatus.decode(payload) if status else payload)
+
+        self._calls[number] = take
+        self._link.send(FrameKind.CALL, number, head, data)
+        del data
+        try:
+            answer = await outcome
+        except BaseException:
+            self._end(number)
+            raise
+        if isinstance(answer, CallStatus):
+            await context.abort(*answer)
+        return answer
+
+    async def _stream(self, name: str, visit: Visit, _requests: object, context: _Context) -> None:
+        number, head = self._begin(name, context)
+        outcomes: asyncio.Queue[_Outcome] = asyncio.Queue()
+        taken = asyncio.Semaphore(1)
+
+        def take(kind: FrameKind, payload: Payload) -> None:
+            if kind is FrameKind.TAKEN:
+                taken.release()
+            else:
+                status = kind is FrameKind.STATUS
+                outcomes.put_nowait(CallStatus.decode(payload) if status else payload)
+
+        async def forward() -> None:
+            async for data in self._receiver.all(context):
+                await taken.acquire()
+                await self._link.writable()
+                self._link.send(FrameKind.MESSAGE, number, data)
+                del data
+            self._link.send(FrameKind.END, number)
+
+        self._calls[number] = take
+        self._link.send(FrameKind.OPEN, number, head)
+        forwarding = asyncio.create_task(forward())
+        try:
+            while not isinstance(outcome := await outcomes.get(), CallStatus):
+                async with self._reception.streaming(visit.peer, len(outcome)):
+                    await context.write(bytes(outcome))
+                self._link.send(FrameKind.TAKEN, number)
+        except BaseException:
+            self._end(number)
+            raise
+        finally:
+            forwarding.cancel()
+        if outcome.code is not grpc.StatusCode.OK:
+            await context.abort(*outcome)
+
+    def _begin(self, name: str, context: _Context) -> tuple[int, bytes]:
+        """Return the number of a call and the bytes of its head."""
+        number = next(self._numbers) % 2**32
+        metadata = context.invocation_metadata() or ()
+        head = CallHead(
+            method=name,
+            peer=context.peer(),
+            remaining_s=context.time_remaining(),
+            metadata=[(key, value) for key, value in metadata if isinstance(value, str)],
+        )
+
+        def done(_: object) -> None:
+            self._end(number)
+
+        context.add_done_callback(done)
+        return number, head.encode()
+
+    def _end(self, number: int) -> None:
+        """Tell, once, that gRPC has done with a call, or is about to."""
+        if self._calls.pop(number, None) is not None:
+            self._link.send(FrameKind.DONE, number)

@@ -1,0 +1,82 @@
+"""The gRPC port with all that answers there, in one process or with front ends."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from offramp.server.arguments.options import MAX_CONNECTIONS, KeepaliveOptions
+from offramp.server.common.methods import MethodTable
+from offramp.server.frontends.frontends import FrontendOptions, Frontends
+from offramp.server.grpc_listener import GrpcListener, ListenerOptions
+from offramp.server.security.tls import ServerTls
+from offramp.server.services.grpc_methods import GrpcMethods
+from offramp.server.services.protocol_services import ProtocolServices
+
+
+class GrpcPort(Protocol):
+    """What holds the connections: a listener of this process, or its front ends."""
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, or raise StartError; return the port, which the system chooses for port 0."""
+
+    async def send_away(self, limit_s: float) -> None:
+        """Have all clients open their calls elsewhere, and answer those that come all the same."""
+
+    async def stop(self, grace_s: float) -> None:
+        """End all connections, after at most ``grace_s`` for the last answers to be written."""
+
+
+class GrpcEndpoint:
+    """The methods at their port; made and used on the event loop's thread."""
+
+    def __init__(
+        self,
+        services: ProtocolServices,
+        *,
+        max_message_bytes: int,
+        max_connections: int = MAX_CONNECTIONS,
+        keepalive: KeepaliveOptions | None = None,
+        tls: ServerTls | None = None,
+        frontends: FrontendOptions | None = None,
+    ) -> None:
+        """Without ``tls`` nothing is encrypted; ``frontends`` encrypt by themselves."""
+        methods = GrpcMethods(services)
+        self._health = methods.health
+        self._reception = services.reception
+        listener = ListenerOptions(
+            max_message_bytes=max_message_bytes,
+            max_connections=max_connections,
+            keepalive=keepalive or KeepaliveOptions(),
+        )
+        self._port: GrpcPort
+        if frontends is None:
+            table = MethodTable(methods.handlers)
+            self._port = GrpcListener(table, services.reception, listener, tls)
+        else:
+            self._port = Frontends(methods.handlers, listener, frontends)
+
+    @property
+    def requests(self) -> int:
+        """Inference requests that are being answered."""
+        return self._reception.requests
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, or raise StartError; return the port, which the system chooses for port 0."""
+        return await self._port.start(host, port)
+
+    async def serving(self) -> None:
+        """Start to report models, service and server as ready as the engine is."""
+        await self._health.start()
+
+    async def leaving(self) -> None:
+        """Report everything as not serving, for good; calls are answered all the same."""
+        await self._health.leave()
+
+    async def send_away(self, limit_s: float) -> None:
+        """Have all clients open their calls elsewhere, and answer those that come all the same."""
+        await self._port.send_away(limit_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """End all connections, after at most ``grace_s`` for the last answers to be written."""
+        await self._health.stop()
+        await self._port.stop(grace_s)

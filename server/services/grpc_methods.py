@@ -1,0 +1,123 @@
+"""All methods of the gRPC port: inference, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Final
+
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from offramp.proto.descriptors import FILE, SERVICE
+from offramp.server.common.catalog import Catalog
+from offramp.server.common.methods import Handler
+from offramp.server.common.served import ServedEngine
+from offramp.server.services.protocol_services import ProtocolServices
+from offramp.server.services.service import GuardedMethods, inference_methods
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.5
+"""Between two looks at the engine; it tells nobody when its readiness changes."""
+
+_STATUS: Final = {
+    True: health_pb2.HealthCheckResponse.SERVING,
+    False: health_pb2.HealthCheckResponse.NOT_SERVING,
+}
+
+
+class HealthReporter:
+    """Reports each model as the engine says, and server and service as ready with all models.
+
+    Watchers are told of changes. To be used on the event loop's thread.
+    """
+
+    def __init__(self, engine: ServedEngine, catalog: Catalog) -> None:
+        self.servicer: Final = health.aio.HealthServicer()
+        """To be added to the server."""
+        self._engine = engine
+        self._catalog = catalog
+        self._reported: dict[str, bool] = {}
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Report now, and follow the engine from here on."""
+        await self._report()
+        self._following = asyncio.create_task(self._follow(), name="health")
+
+    async def leave(self) -> None:
+        """Report everything as not serving, for good."""
+        await self.stop()
+        await self.servicer.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        """Follow the engine no more; harmless if it was never followed."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.wait((following,))
+
+    async def _follow(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(POLL_S)
+                await self._report()
+        except Exception:
+            logger.exception("health is no longer followed")
+
+    async def _report(self) -> None:
+        readiness = dict(self._readiness())
+        gone = self._reported.keys() - readiness.keys()
+        for name, ready in [*readiness.items(), *dict.fromkeys(gone, False).items()]:
+            if self._reported.get(name) != ready:
+                if name in self._reported:
+                    logger.warning("%s: %s", name or "server", "ready" if ready else "not ready")
+                self._reported[name] = ready
+                await self.servicer.set(name, _STATUS[ready])
+
+    def _readiness(self) -> Iterator[tuple[str, bool]]:
+        for name in ("", SERVICE):
+            yield name, self._engine.ready()
+        for name in self._catalog.names():
+            yield name, self._catalog.ready(name)
+
+
+REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
+"""The service without its preview version, whose messages are the same."""
+
+SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1)
+"""Names of services that reflection lists."""
+
+
+class GrpcMethods:
+    """The methods over an engine; used on the event loop's thread."""
+
+    def __init__(self, services: ProtocolServices) -> None:
+        self.health: Final = HealthReporter(services.engine, services.repository.catalog)
+        guarded = GuardedMethods(services.reception)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, guarded)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+            reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()), guarded
+        )
+        preview = f"/{reflection.SERVICE_NAME}/"
+        self.handlers: Final[dict[str, Handler]] = {
+            **inference_methods(services.method, services.reception),
+            **guarded.methods,
+            **{
+                name.replace(preview, f"/{REFLECTION_V1}/"): handler
+                for name, handler in guarded.methods.items()
+                if name.startswith(preview)
+            },
+        }
+        """By full name."""
+
+
+def _reflection_pool() -> DescriptorPool:
+    """Our messages and those of gRPC's own services; their home is the process-wide pool."""
+    pool = DescriptorPool()
+    for file in (FILE, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        pool.AddSerializedFile(file.serialized_pb)
+    return pool
