@@ -288,7 +288,7 @@ async def _listen(
         max_connections=limits.grpc,
         keepalive=options.keepalive,
         tls=tls,
-        frontends=_frontends(options),
+        frontends=FrontendOptions.of(options),
     )
     stack.push_async_callback(endpoint.stop, 0.0)
     http_port = await http.start(options.host, options.http_port)
@@ -305,14 +305,6 @@ async def _listen(
     )  # fmt: skip
     _warn_if_open(options)
     return endpoint, listening
-
-
-def _frontends(options: ServerOptions) -> FrontendOptions | None:
-    if not options.frontends:
-        return None
-    return FrontendOptions(
-        count=options.frontends, max_queue_mib=options.max_queue_mib, security=options.security
-    )
 
 
 def _traces(stack: AsyncExitStack, options: ServerOptions) -> RequestTraces:

@@ -53,7 +53,7 @@ class GrpcEndpoint:
             table = MethodTable(methods.handlers)
             self._port = GrpcListener(table, services.reception, listener, tls)
         else:
-            self._port = Frontends(methods.handlers, listener, frontends)
+            self._port = Frontends(methods.handlers, services.reception, listener, frontends)
 
     @property
     def requests(self) -> int:

@@ -16,6 +16,7 @@ from offramp.server.arguments.options import (
     ServerOptions,
 )
 from offramp.server.common.served import ServedEngine
+from offramp.server.frontends.frontends import FrontendOptions
 from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.http_endpoint import HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
@@ -53,6 +54,7 @@ class FakeServer(Generic[_Engine]):
         """Knows what was refused."""
         self._repository_options = options.repository if options else ModelRepositoryOptions()
         self._max_message_mib = options.max_message_mib if options else 1
+        self._frontends = FrontendOptions.of(options or ServerOptions())
         self.loop = asyncio.new_event_loop()
         """The server's; it runs on a thread of its own."""
         self.address = ""
@@ -106,7 +108,9 @@ class FakeServer(Generic[_Engine]):
             read_options=model_options,
         )
         limit = self._max_message_mib * MIB
-        self.grpc = GrpcEndpoint(self._services, max_message_bytes=limit, tls=self._tls)
+        self.grpc = GrpcEndpoint(
+            self._services, max_message_bytes=limit, tls=self._tls, frontends=self._frontends
+        )
         self.http = HttpEndpoint(self._services, max_message_bytes=limit, tls=self._tls)
         scheme = "http" if self._tls is None else "https"
         self.address = f"127.0.0.1:{await self.grpc.start('127.0.0.1', 0)}"

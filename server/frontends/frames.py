@@ -45,6 +45,8 @@ class FrameKind(IntEnum):
     """Front end: what came of the last order."""
     LOG = 10
     """Front end: a line for the log."""
+    REFUSED = 11
+    """Front end: it has refused a call by itself; status code and reason."""
 
 
 Payload: TypeAlias = bytes | memoryview

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from offramp.engine.common.job_runner import environment_of_child
-from offramp.server.arguments.options import SecurityOptions
+from offramp.server.arguments.options import SecurityOptions, ServerOptions
 from offramp.server.common.errors import StartError
 from offramp.server.common.methods import Handler
 from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
@@ -23,6 +23,7 @@ from offramp.server.frontends.process import FrontendSettings
 from offramp.server.frontends.relay import MethodShape
 from offramp.server.frontends.relayed_calls import RelayedCalls
 from offramp.server.grpc_listener import ListenerOptions
+from offramp.server.requests.reception import Reception
 from offramp.server.sockets import bind
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,17 @@ class FrontendOptions:
     security: SecurityOptions
     """Its certificates."""
 
+    @classmethod
+    def of(cls, options: ServerOptions) -> Self | None:
+        """Return what a server's options say; ``None`` for no front ends."""
+        if not options.frontends:
+            return None
+        return cls(
+            count=options.frontends,
+            max_queue_mib=options.max_queue_mib,
+            security=options.security,
+        )
+
 
 class Frontends:
     """The gRPC port, held by other processes; used on the event loop's thread.
@@ -55,10 +67,12 @@ class Frontends:
     def __init__(
         self,
         handlers: Mapping[str, Handler],
+        reception: Reception,
         listener: ListenerOptions,
         options: FrontendOptions,
     ) -> None:
         """``handlers`` answer the calls, by full name of the method."""
+        self._reception = reception
         self._handlers = handlers
         self._options = options
         most = -(-listener.max_connections // options.count)
@@ -75,9 +89,14 @@ class Frontends:
             self._placeholders.enter_context(one)
         port = int(bound[0].getsockname()[1])
         settings = self._settings(host, port)
-        new = [Frontend(self._handlers) for _ in range(self._options.count)]
+        new = [Frontend(self._handlers, self._reception) for _ in range(self._options.count)]
         self._ends.update(new)
-        await asyncio.gather(*(end.start(settings) for end in new))
+        starting = (end.start(settings) for end in new)
+        failures = [e for e in await asyncio.gather(*starting, return_exceptions=True) if e]
+        if failures:
+            await self._end_all()
+            lost = isinstance(failures[0], FrontendLostError)
+            raise StartError("a front end ended while it started") if lost else failures[0]
         self._watching = [asyncio.create_task(self._watch(end, settings)) for end in new]
         return port
 
@@ -91,6 +110,9 @@ class Frontends:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await self._order_all("stop", grace_s)
+        await self._end_all()
+
+    async def _end_all(self) -> None:
         await asyncio.gather(*(end.end() for end in self._ends))
         self._ends.clear()
         self._placeholders.close()
@@ -109,7 +131,7 @@ class Frontends:
             )
             while end not in self._ends:
                 await asyncio.sleep(AGAIN_S)
-                end = Frontend(self._handlers)
+                end = Frontend(self._handlers, self._reception)
                 try:
                     await end.start(settings)
                 except (StartError, FrontendLostError, OSError) as error:
@@ -141,7 +163,8 @@ class FrontendLostError(Exception):
 class Frontend:
     """One front end, as the engine's process sees it."""
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], reception: Reception) -> None:
+        self._reception = reception
         self.lost: Final = asyncio.Event()
         """Set when its process has ended."""
         self._calls = RelayedCalls(handlers)
@@ -193,6 +216,8 @@ class Frontend:
         if kind is FrameKind.REPLY:
             if self._reply is not None and not self._reply.done():
                 self._reply.set_result(json.loads(bytes(payload)))
+        elif kind is FrameKind.REFUSED:
+            self._reception.count_refused(*json.loads(bytes(payload)))
         elif kind is FrameKind.LOG:
             level, name, text = json.loads(bytes(payload))
             logging.getLogger(name).log(level, "%s", text)

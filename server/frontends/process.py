@@ -49,15 +49,28 @@ class FrontendSettings:
 
     def start(self, link: FrameLink) -> tuple[Relay, GrpcListener]:
         """Return what passes calls on, and what is to listen; StartError."""
-        reception = Reception(
+        reception = _RelayedReception(
+            link,
             ServerOptions(
                 max_concurrent_requests=MAX_COUNT,
                 max_queue_mib=min(_ROOM * self.max_queue_mib, MAX_COUNT),
-            )
+            ),
         )
         relay = Relay(link, reception, self.methods)
         tls = open_tls(self.security)
         return relay, GrpcListener(MethodTable(relay.handlers), reception, self.listener, tls)
+
+
+class _RelayedReception(Reception):
+    """Tells the engine's process, which has the counts, what is refused here."""
+
+    def __init__(self, link: FrameLink, options: ServerOptions) -> None:
+        super().__init__(options)
+        self._link = link
+
+    def count_refused(self, code: str, reason: str) -> None:
+        """See :class:`Reception`."""
+        self._link.send(FrameKind.REFUSED, 0, json.dumps((code, reason)).encode())
 
 
 class _LinkHandler(logging.Handler):

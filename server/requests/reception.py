@@ -424,10 +424,14 @@ class Reception:
         else:
             (code, reason), message = REFUSALS[EngineError], INTERNAL_ERROR
         visit.code = code
-        self._refused[code.name, reason] += 1
+        self.count_refused(code.name, reason)
         if (suffix := self._lines.admit(reason)) is not None:
             self._log_refusal(visit, reason, error, suffix)
         return code, message
+
+    def count_refused(self, code: str, reason: str) -> None:
+        """Count a refusal, by the names of the status code and of the reason."""
+        self._refused[code, reason] += 1
 
     def _full(self, size_bytes: int) -> HeldBytesError:
         return HeldBytesError(
