@@ -30,7 +30,8 @@ from offramp.server.common.event_loop import loop_factory
 from offramp.server.common.served import ServedEngine
 from offramp.server.frontends.frontends import FrontendOptions
 from offramp.server.grpc_endpoint import GrpcEndpoint
-from offramp.server.http_endpoint import HttpEndpoint
+from offramp.server.ports.http_endpoint import HttpEndpoint
+from offramp.server.ports.sockets import check_free, fit_limits, join_address, raise_descriptors
 from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.message_memory import keep_large_blocks
 from offramp.server.requests.reception import Reception
@@ -38,7 +39,6 @@ from offramp.server.requests.tracing import RequestTraces
 from offramp.server.security.access import AccessRules
 from offramp.server.security.tls import ServerTls, open_tls
 from offramp.server.services.protocol_services import ProtocolServices
-from offramp.server.sockets import check_free, fit_limits, join_address, raise_descriptors
 
 logger = logging.getLogger(__name__)
 

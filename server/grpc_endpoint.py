@@ -7,7 +7,7 @@ from typing import Protocol
 from offramp.server.arguments.options import MAX_CONNECTIONS, KeepaliveOptions
 from offramp.server.common.methods import MethodTable
 from offramp.server.frontends.frontends import FrontendOptions, Frontends
-from offramp.server.grpc_listener import GrpcListener, ListenerOptions
+from offramp.server.ports.grpc_listener import GrpcListener, ListenerOptions
 from offramp.server.security.tls import ServerTls
 from offramp.server.services.grpc_methods import GrpcMethods
 from offramp.server.services.protocol_services import ProtocolServices

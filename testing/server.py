@@ -18,7 +18,7 @@ from offramp.server.arguments.options import (
 from offramp.server.common.served import ServedEngine
 from offramp.server.frontends.frontends import FrontendOptions
 from offramp.server.grpc_endpoint import GrpcEndpoint
-from offramp.server.http_endpoint import HttpEndpoint
+from offramp.server.ports.http_endpoint import HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
 from offramp.server.requests.reception import Reception
 from offramp.server.security.tls import open_tls

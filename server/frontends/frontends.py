@@ -22,9 +22,9 @@ from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
 from offramp.server.frontends.process import FrontendSettings
 from offramp.server.frontends.relay import MethodShape
 from offramp.server.frontends.relayed_calls import RelayedCalls
-from offramp.server.grpc_listener import ListenerOptions
+from offramp.server.ports.grpc_listener import ListenerOptions
+from offramp.server.ports.sockets import bind
 from offramp.server.requests.reception import Reception
-from offramp.server.sockets import bind
 
 logger = logging.getLogger(__name__)
 

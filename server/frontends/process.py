@@ -24,7 +24,7 @@ from offramp.server.common.event_loop import loop_factory
 from offramp.server.common.methods import MethodTable
 from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
 from offramp.server.frontends.relay import MethodShape, Relay
-from offramp.server.grpc_listener import GrpcListener, ListenerOptions
+from offramp.server.ports.grpc_listener import GrpcListener, ListenerOptions
 from offramp.server.requests.message_memory import keep_large_blocks
 from offramp.server.requests.reception import Reception
 from offramp.server.security.tls import open_tls

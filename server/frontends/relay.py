@@ -142,10 +142,8 @@ class Relay:
             metadata=[(key, value) for key, value in metadata if isinstance(value, str)],
         )
 
-        def done(_: object) -> None:
-            self._end(number)
-
-        context.add_done_callback(done)
+        when_done: Callable[[Callable[[Any], None]], None] = context.add_done_callback
+        when_done(lambda _: self._end(number))
         return number, head.encode()
 
     def _end(self, number: int) -> None:

@@ -13,10 +13,10 @@ from offramp.engine.models.options import ModelOptions
 from offramp.proto import request_bytes, tensors
 from offramp.server.arguments.command_line import make_parser
 from offramp.server.arguments.options import ServerOptions
-from offramp.server.grpc_listener import MAX_CALLS
+from offramp.server.ports.grpc_listener import MAX_CALLS
+from offramp.server.ports.sockets import HANDSHAKE_S
 from offramp.server.requests.receiving import ARRIVAL_S
 from offramp.server.requests.streaming import MAX_IN_FLIGHT
-from offramp.server.sockets import HANDSHAKE_S
 
 TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|]+) \| (\d+)(?: \w+)? \| (?:`(--[\w-]+)`|–) \|", TEXT, re.MULTILINE)

@@ -15,9 +15,9 @@ from offramp.client import Client
 from offramp.server.arguments.options import MIB, ServerOptions, parse_host
 from offramp.server.common.errors import StartError
 from offramp.server.grpc_endpoint import GrpcEndpoint
-from offramp.server.http_endpoint import HttpEndpoint
+from offramp.server.ports.http_endpoint import HttpEndpoint
+from offramp.server.ports.sockets import bind, join_address
 from offramp.server.services.protocol_services import ProtocolServices
-from offramp.server.sockets import bind, join_address
 from offramp.testing.engine import FakeEngine
 
 needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")

@@ -21,8 +21,8 @@ from tests.unit.server.test_connections import is_open, wait_until
 from offramp.client import Client
 from offramp.client.conversion import build_request
 from offramp.proto.descriptors import method_path
-from offramp.server import endpoints
-from offramp.server.arguments.options import ServerOptions
+from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
+from offramp.server.ports.sockets import addresses_of
 from offramp.server.requests import reception
 from offramp.server.requests.reception import (
     CROWDED_S,
@@ -31,7 +31,6 @@ from offramp.server.requests.reception import (
     PendingAnswers,
     ResetCounts,
 )
-from offramp.server.sockets import addresses_of
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 
@@ -207,7 +206,7 @@ def test_watchers_of_a_connection_are_few_and_leave_streams_their_room(served: A
 def test_pings_every_second_are_taken_and_a_flood_is_not(
     served: Any, connection: socket.socket
 ) -> None:
-    assert endpoints.KeepaliveOptions().grpc_http2_min_recv_ping_interval_without_data_ms <= 1000
+    assert KeepaliveOptions().grpc_http2_min_recv_ping_interval_without_data_ms <= 1000
     stop = threading.Event()
     connection.sendall(frame(6, 0, 0, bytes(8)))
     assert not stop.wait(1.1)

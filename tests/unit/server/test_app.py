@@ -33,7 +33,7 @@ from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.arguments.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.common.errors import StartError
-from offramp.server.sockets import check_free
+from offramp.server.ports.sockets import check_free
 from offramp.testing.engine import FakeEngine
 
 X = np.array([[1, 2, 3, 0.95]], np.float32)

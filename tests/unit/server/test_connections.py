@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from offramp.client import Client, ConnectionFailedError, ServerUnavailableError
-from offramp.server import endpoints, sockets
 from offramp.server.arguments.options import MIB
 from offramp.server.common.errors import StartError
 from offramp.server.grpc_endpoint import GrpcEndpoint
-from offramp.server.sockets import (
+from offramp.server.ports import grpc_listener, http_endpoint, sockets
+from offramp.server.ports.sockets import (
     LEAST_CONNECTIONS,
     MAX_HTTP_CONNECTIONS,
     SPARE_DESCRIPTORS,
@@ -119,7 +119,7 @@ def test_idle_http_connections_are_closed(
 @pytest.fixture
 def large_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics of more than the kernel takes for a peer that reads nothing."""
-    monkeypatch.setattr(endpoints, "render_metrics", lambda *_: bytes(32 * MIB))
+    monkeypatch.setattr(http_endpoint, "render_metrics", lambda *_: bytes(32 * MIB))
 
 
 def waiting_bytes(served: Any) -> int:
@@ -176,9 +176,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer[FakeEngine]]:
     """A server of 20 gRPC connections, whose timeouts are short."""
     options = [
         (name, 500 if name in {"grpc.server_handshake_timeout_ms"} else value)
-        for name, value in endpoints._CONNECTION_OPTIONS
+        for name, value in grpc_listener._CONNECTION_OPTIONS
     ]
-    monkeypatch.setattr(endpoints, "_CONNECTION_OPTIONS", options)
+    monkeypatch.setattr(grpc_listener, "_CONNECTION_OPTIONS", options)
     monkeypatch.setattr(
         "offramp.testing.server.GrpcEndpoint",
         lambda services, **known: GrpcEndpoint(services, **known, max_connections=20),

@@ -17,8 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.client import Client
-from offramp.server import endpoints
 from offramp.server.pages.history import HistoryRecorder
+from offramp.server.ports import http_endpoint
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.testing.engine import FakeEngine, fake_model
 from offramp.testing.server import FakeServer
@@ -159,7 +159,7 @@ def test_the_event_loop_does_other_things_between_pages(
         held.set()
         hold.wait(30)
 
-    monkeypatch.setattr(endpoints, "render_metrics", render)
+    monkeypatch.setattr(http_endpoint, "render_metrics", render)
     with ExitStack() as stack:
         peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(10)]
         for peer in peers:
@@ -189,7 +189,7 @@ PATHS = ("/", "/history.json", "/health/live", "/health/ready", "/metrics")
 
 
 def test_every_page_only_reads() -> None:
-    router = endpoints.make_application(ProtocolServices(FakeEngine()), 2**20).router
+    router = http_endpoint.make_application(ProtocolServices(FakeEngine()), 2**20).router
     found = {
         (route.resource.canonical, route.method)
         for route in router.routes()

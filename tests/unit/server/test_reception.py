@@ -32,7 +32,7 @@ from offramp.proto.request_bytes import MAX_FIELDS, InferMessage
 from offramp.server.arguments.logging_setup import JsonFormatter
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.common.errors import REFUSALS, RequestLimitError
-from offramp.server.grpc_listener import MAX_CALLS
+from offramp.server.ports.grpc_listener import MAX_CALLS
 from offramp.server.requests.decoding import RequestDecoder
 from offramp.server.requests.message_memory import PEAK_BYTES, MemoryReturn
 from offramp.server.requests.reception import Reception, Visit, answering_errors

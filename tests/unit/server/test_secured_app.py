@@ -106,7 +106,7 @@ def test_encrypted_connections_are_answered_while_the_server_leaves(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No frame of ours comes between the encrypted ones, and whoever has left is not waited for."""
-    monkeypatch.setattr("offramp.server.grpc_listener.QUIET_S", 3600.0)
+    monkeypatch.setattr("offramp.server.ports.grpc_listener.QUIET_S", 3600.0)
     authority = Authority(tmp_path / "ca")
     certificate, key = authority.issue()
     options = ServerOptions(

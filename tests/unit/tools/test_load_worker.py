@@ -15,7 +15,7 @@ from offramp.certify.decision import MODEL_END
 from offramp.engine.common.errors import BackendError, DeadlineExceededError, QueueFullError
 from offramp.server.arguments.options import MIB
 from offramp.server.grpc_endpoint import GrpcEndpoint
-from offramp.server.http_endpoint import HttpEndpoint
+from offramp.server.ports.http_endpoint import HttpEndpoint
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.common.outcomes import Status

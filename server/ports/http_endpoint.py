@@ -14,16 +14,16 @@ from offramp.server.common.served import ServedEngine
 from offramp.server.pages.history import History, HistoryRecorder
 from offramp.server.pages.metrics import CONTENT_TYPE, render_metrics
 from offramp.server.pages.status import read_refresh, render_status
-from offramp.server.requests.http_access import token_check
-from offramp.server.rest.routes import RestApi
-from offramp.server.security.tls import ServerTls
-from offramp.server.services.protocol_services import ProtocolServices
-from offramp.server.sockets import (
+from offramp.server.ports.sockets import (
     HANDSHAKE_S,
     MAX_HTTP_CONNECTIONS,
     HttpConnections,
     bind,
 )
+from offramp.server.requests.http_access import token_check
+from offramp.server.rest.routes import RestApi
+from offramp.server.security.tls import ServerTls
+from offramp.server.services.protocol_services import ProtocolServices
 
 logger = logging.getLogger(__name__)
 

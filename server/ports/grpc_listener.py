@@ -13,9 +13,7 @@ import grpc.aio
 
 from offramp.server.arguments.options import MAX_CONNECTIONS, KeepaliveOptions
 from offramp.server.common.errors import StartError
-from offramp.server.requests.reception import Reception
-from offramp.server.security.tls import ServerTls
-from offramp.server.sockets import (
+from offramp.server.ports.sockets import (
     HANDSHAKE_S,
     addresses_of,
     close_connections,
@@ -25,6 +23,8 @@ from offramp.server.sockets import (
     refuse_connections,
     send_away,
 )
+from offramp.server.requests.reception import Reception
+from offramp.server.security.tls import ServerTls
 
 QUIET_S: Final = 1.0
 """Without a request for so long, clients that were sent away have no more to say."""

@@ -1,0 +1,1 @@
+"""The two ports of a server: their sockets, connections and limits."""
