@@ -142,8 +142,8 @@ class Relay:
             metadata=[(key, value) for key, value in metadata if isinstance(value, str)],
         )
 
-        when_done: Callable[[Callable[[Any], None]], None] = context.add_done_callback
-        when_done(lambda _: self._end(number))
+        done: Any = lambda _: self._end(number)  # noqa: E731 - its type is private to the stubs
+        context.add_done_callback(done)
         return number, head.encode()
 
     def _end(self, number: int) -> None:
