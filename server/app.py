@@ -12,6 +12,7 @@ quiet, the connections are closed, and the engine saves its state.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
@@ -173,8 +174,14 @@ async def _serve_until_signalled(
     stop = StopSignals()
     with stop.installed():
         return await serve_until_stopped(
-            open_engine, options, stop, models=models, read_again=read_again
+            open_engine, options, stop, _spare_collections, models=models, read_again=read_again
         )
+
+
+def _spare_collections(_: Listening) -> None:
+    """Have collections not look at what lives as long as the process: they stop all threads."""
+    gc.collect()
+    gc.freeze()
 
 
 async def serve_until_stopped(

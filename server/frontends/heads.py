@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, Self
+from functools import lru_cache
+from typing import Final, NamedTuple, Self, TypeAlias
 
 import grpc
 
 from offramp.server.frontends.frames import Payload
 
-_SIZE: Final = struct.Struct("<I")
+_BEGIN: Final = struct.Struct("<Id")
+"""Bytes of the text that follows; seconds to the deadline, NaN without one."""
+_REMEMBERED: Final = 4096
+"""Texts of heads; a connection's calls have mostly the same one."""
 _CODES: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
 
-Metadata = Sequence[tuple[str, str]]
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class CallHead(NamedTuple):
@@ -30,17 +35,19 @@ class CallHead(NamedTuple):
     """Those that are text."""
 
     def encode(self) -> bytes:
-        """Return the head's bytes, before which is their number."""
-        data = json.dumps(self).encode()
-        return _SIZE.pack(len(data)) + data
+        """Return the head's bytes."""
+        text = _text_of(self.method, self.peer, self.metadata)
+        remaining_s = math.nan if self.remaining_s is None else self.remaining_s
+        return _BEGIN.pack(len(text), remaining_s) + text
 
     @classmethod
     def split(cls, payload: Payload) -> tuple[Self, Payload]:
         """Return the head and the message behind it."""
-        (size,) = _SIZE.unpack_from(payload)
-        end = _SIZE.size + size
-        method, peer, remaining_s, metadata = json.loads(bytes(payload[_SIZE.size : end]))
-        return cls(method, peer, remaining_s, _pairs(metadata)), payload[end:]
+        size, remaining_s = _BEGIN.unpack_from(payload)
+        end = _BEGIN.size + size
+        method, peer, metadata = _read_text(bytes(payload[_BEGIN.size : end]))
+        limit_s = None if math.isnan(remaining_s) else remaining_s
+        return cls(method, peer, limit_s, metadata), payload[end:]
 
 
 class CallStatus(NamedTuple):
@@ -59,6 +66,17 @@ class CallStatus(NamedTuple):
         """Read its bytes."""
         code, details, metadata = json.loads(bytes(payload))
         return cls(_CODES[code], details, _pairs(metadata))
+
+
+@lru_cache(_REMEMBERED)
+def _text_of(method: str, peer: str, metadata: Metadata) -> bytes:
+    return json.dumps((method, peer, metadata)).encode()
+
+
+@lru_cache(_REMEMBERED)
+def _read_text(text: bytes) -> tuple[str, str, Metadata]:
+    method, peer, metadata = json.loads(text)
+    return method, peer, _pairs(metadata)
 
 
 def _pairs(lists: Sequence[Sequence[str]]) -> Metadata:

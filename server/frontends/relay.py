@@ -139,7 +139,7 @@ class Relay:
             method=name,
             peer=context.peer(),
             remaining_s=context.time_remaining(),
-            metadata=[(key, value) for key, value in metadata if isinstance(value, str)],
+            metadata=tuple((key, value) for key, value in metadata if isinstance(value, str)),
         )
 
         done: Any = lambda _: self._end(number)  # noqa: E731 - its type is private to the stubs

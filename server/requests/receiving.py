@@ -32,6 +32,9 @@ class MessageReceiver:
 
     def __init__(self) -> None:
         self._turns = Turns()
+        self._late_at_s: dict[asyncio.Task[Any], float] = {}
+        """When the message of each waiting call is late, the first that is late first."""
+        self._looking: asyncio.TimerHandle | None = None
 
     async def only(self, context: _Context) -> bytes:
         """Return the message of a call that has one.
@@ -40,14 +43,20 @@ class MessageReceiver:
             DeadlineExceededError: It does not arrive.
             UndecodableError: There is none.
         """
+        task = asyncio.current_task()
+        assert task is not None, "gRPC's methods run in tasks"
+        self._expect(task)
         try:
-            async with asyncio.timeout(ARRIVAL_S):
-                data = await self._turns.take(context.read())
-        except TimeoutError:
+            data = await self._turns.take(context.read())
+        except asyncio.CancelledError:
+            if task in self._late_at_s or task.uncancel():
+                raise
             raise DeadlineExceededError(
                 f"the call's message did not arrive within {ARRIVAL_S:g} s; "
                 "send it as soon as the call is open, or a smaller one"
             ) from None
+        finally:
+            self._late_at_s.pop(task, None)
         if data is grpc.aio.EOF:
             # So ends a call as well whose client has left, or whose message gRPC has refused as too
             # large: it is cancelled a moment later.
@@ -55,6 +64,22 @@ class MessageReceiver:
             raise UndecodableError("the call has no message; send one ModelInferRequest")
         message: bytes = data
         return message
+
+    def _expect(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a task once its message is late: one timer for all takes less time than each's."""
+        loop = asyncio.get_running_loop()
+        self._late_at_s[task] = loop.time() + ARRIVAL_S
+        if self._looking is None:
+            self._looking = loop.call_later(ARRIVAL_S, self._look)
+
+    def _look(self) -> None:
+        self._looking, loop = None, asyncio.get_running_loop()
+        for task, late_at_s in list(self._late_at_s.items()):
+            if late_at_s > loop.time():
+                self._looking = loop.call_at(late_at_s, self._look)
+                return
+            del self._late_at_s[task]
+            task.cancel()
 
     async def all(self, context: _Context) -> AsyncIterator[bytes]:
         """Yield the messages of a stream, until its client has no more."""
