@@ -6,18 +6,24 @@ import asyncio
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Final, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
-import numpy as np
+from offramp.server.frontends.shared_payloads import (
+    LARGE_BYTES,
+    SHARED_BYTES,
+    SharedPayload,
+    close_all,
+)
 
 _HEAD: Final = struct.Struct("<IIB")
 """Size of the payload in bytes, number of the call, kind."""
 
-_SCRATCH_BYTES: Final = 256 * 1024
-_LARGE_BYTES: Final = 64 * 1024
-"""Payloads above it are received where they stay, and sent without being copied."""
+_SCRATCH_BYTES: Final = 1024 * 1024
+"""More than any frame takes: what is large goes by memory."""
 _HIGH_BYTES: Final = 4 * 1024 * 1024
 """Beyond it in the queue for sending, no further message is to be taken."""
+_SHARED: Final = 128
+"""Added to the kind of a frame whose last bytes are a :class:`SharedPayload`."""
 
 
 class FrameKind(IntEnum):
@@ -47,12 +53,14 @@ class FrameKind(IntEnum):
     """Front end: a line for the log."""
     REFUSED = 11
     """Front end: it has refused a call by itself; status code and reason."""
+    MAPPED = 12
+    """Either: the payload of this descriptor is mapped."""
 
 
 Payload: TypeAlias = bytes | memoryview
 
-Receiver: TypeAlias = Callable[[FrameKind, int, Payload], None]
-"""Takes kind, call and payload of a frame."""
+Receiver: TypeAlias = Callable[[FrameKind, int, Payload, memoryview | None], None]
+"""Takes kind, call and payload of a frame, and its message if that came by memory."""
 
 
 class FrameLink(asyncio.BufferedProtocol):
@@ -67,10 +75,8 @@ class FrameLink(asyncio.BufferedProtocol):
         self._writable.set()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._filled = 0
-        self._large: memoryview | None = None
-        """The payload that is being received in its own place, with its kind and call:"""
-        self._large_frame = (FrameKind.MESSAGE, 0)
-        self._large_filled = 0
+        self._sent_by_memory: set[int] = set()
+        """Descriptors that the other end has not mapped yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""
@@ -81,6 +87,7 @@ class FrameLink(asyncio.BufferedProtocol):
         """See asyncio."""
         self._transport = None
         self._writable.set()
+        close_all([*self._sent_by_memory])
         self._lost()
 
     def pause_writing(self) -> None:
@@ -95,58 +102,57 @@ class FrameLink(asyncio.BufferedProtocol):
         """Wait until there is room for another message."""
         await self._writable.wait()
 
-    def send(self, kind: FrameKind, call: int = 0, *payload: Payload) -> None:
-        """Send a frame; to an end that is gone nothing is sent."""
-        if self._transport is None:
+    def send(self, kind: FrameKind, call: int = 0, payload: Payload = b"") -> None:
+        """Send a frame that is small; to an end that is gone nothing is sent."""
+        if self._transport is not None:
+            self._transport.write(b"".join((_HEAD.pack(len(payload), call, kind), payload)))
+
+    async def send_message(
+        self, kind: FrameKind, call: int, message: Payload, *, head: bytes = b""
+    ) -> None:
+        """Send a frame with a message that may be large, behind a head; nothing if it is gone."""
+        if len(message) <= LARGE_BYTES:
+            self.send(kind, call, b"".join((head, message)))
             return
-        size = sum(map(len, payload))
-        head = _HEAD.pack(size, call, kind)
-        if size <= _LARGE_BYTES:
-            self._transport.write(b"".join((head, *payload)))
-        else:
-            self._transport.writelines((head, *payload))
+        shared = await SharedPayload.of(message)
+        if self._transport is None:
+            close_all([shared.descriptor])
+            return
+        self._sent_by_memory.add(shared.descriptor)
+        payload = head + shared.encode()
+        self._transport.write(_HEAD.pack(len(payload), call, kind + _SHARED) + payload)
 
     def close(self) -> None:
         """End the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
-    def get_buffer(self, sizehint: int) -> Any:  # noqa: ARG002
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         """See asyncio."""
-        if self._large is not None:
-            return self._large[self._large_filled :]
         return self._scratch[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio."""
-        if self._large is None:
-            self._filled += nbytes
-            self._read_scratch()
-            return
-        self._large_filled += nbytes
-        if self._large_filled == len(self._large):
-            payload, self._large = self._large.toreadonly(), None
-            self._receive(*self._large_frame, payload)
-
-    def _read_scratch(self) -> None:
-        start, end, scratch = 0, self._filled, self._scratch
+        start, end, scratch = 0, self._filled + nbytes, self._scratch
         while end - start >= _HEAD.size:
             size, call, kind = _HEAD.unpack_from(scratch, start)
             begin = start + _HEAD.size
-            if size > _LARGE_BYTES and begin + size > end:
-                self._begin_large(FrameKind(kind), call, size, scratch[begin:end])
-                start = end
-            elif begin + size > end:
+            if begin + size > end:
                 break
-            else:
-                start = begin + size
-                self._receive(FrameKind(kind), call, bytes(scratch[begin:start]))
+            start = begin + size
+            self._take(kind, call, bytes(scratch[begin:start]))
         left = end - start
         scratch[:left] = bytes(scratch[start:end])
         self._filled = left
 
-    def _begin_large(self, kind: FrameKind, call: int, size: int, begun: memoryview) -> None:
-        self._large = np.empty(size, np.uint8).data
-        self._large[: len(begun)] = begun
-        self._large_filled = len(begun)
-        self._large_frame = (kind, call)
+    def _take(self, kind: int, call: int, payload: bytes) -> None:
+        if kind == FrameKind.MAPPED:
+            self._sent_by_memory.discard(call)
+            close_all([call])
+        elif kind < _SHARED:
+            self._receive(FrameKind(kind), call, payload, None)
+        else:
+            shared = SharedPayload.decode(payload[-SHARED_BYTES:])
+            message = shared.map()
+            self.send(FrameKind.MAPPED, shared.descriptor)
+            self._receive(FrameKind(kind - _SHARED), call, payload[:-SHARED_BYTES], message)

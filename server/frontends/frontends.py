@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import pickle
 import socket
 import subprocess
@@ -84,6 +85,8 @@ class Frontends:
 
     async def start(self, host: str, port: int) -> int:
         """Start all; return the port, which the system chooses for port 0; StartError."""
+        if not hasattr(os, "memfd_create"):
+            raise StartError("--frontends needs Linux; leave it out")
         bound = bind(host, port, option="--grpc-port", shared=True)
         for one in bound:
             self._placeholders.enter_context(one)
@@ -212,7 +215,9 @@ class Frontend:
         status = await asyncio.to_thread(self._process.wait)
         return f"exit status {status}" if status >= 0 else f"signal {-status}"
 
-    def _receive(self, kind: FrameKind, number: int, payload: Payload) -> None:
+    def _receive(
+        self, kind: FrameKind, number: int, payload: Payload, message: Payload | None
+    ) -> None:
         if kind is FrameKind.REPLY:
             if self._reply is not None and not self._reply.done():
                 self._reply.set_result(json.loads(bytes(payload)))
@@ -222,7 +227,7 @@ class Frontend:
             level, name, text = json.loads(bytes(payload))
             logging.getLogger(name).log(level, "%s", text)
         else:
-            self._calls.receive(self._link, kind, number, payload)
+            self._calls.receive(self._link, kind, number, payload, message)
 
     def _has_ended(self) -> None:
         self.lost.set()

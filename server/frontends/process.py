@@ -105,12 +105,14 @@ class FrontendProcess:
     def _lost(self) -> None:
         self._ended.set()
 
-    def _receive(self, kind: FrameKind, number: int, payload: Payload) -> None:
+    def _receive(
+        self, kind: FrameKind, number: int, payload: Payload, message: Payload | None
+    ) -> None:
         if kind is FrameKind.ORDER:
             name, argument = pickle.loads(payload)  # noqa: S301 - of the process that started us
             self._carrying_out = asyncio.create_task(self._carry_out(name, argument))
         else:
-            self._relay.receive(kind, number, payload)
+            self._relay.receive(kind, number, payload, message)
 
     async def _carry_out(self, name: str, argument: Any) -> None:
         try:

@@ -42,10 +42,15 @@ class Relay:
         self.handlers: Final = {name: self._handler(name, shape) for name, shape in methods.items()}
         """By full name."""
 
-    def receive(self, kind: FrameKind, number: int, payload: Payload) -> None:
-        """Take a frame about a call; those of calls that have ended are of no use."""
+    def receive(
+        self, kind: FrameKind, number: int, payload: Payload, message: Payload | None = None
+    ) -> None:
+        """Take a frame about a call, whose message may have come by memory.
+
+        Those of calls that have ended are of no use.
+        """
         if (take := self._calls.get(number)) is not None:
-            take(kind, payload)
+            take(kind, payload if message is None else message)
 
     def _handler(self, name: str, shape: MethodShape) -> grpc.RpcMethodHandler[Any, Any]:
         method = name.rpartition("/")[2]
@@ -84,9 +89,9 @@ class Relay:
                 outcome.set_result(CallStatus.decode(payload) if status else payload)
 
         self._calls[number] = take
-        self._link.send(FrameKind.CALL, number, head, data)
-        del data
         try:
+            await self._link.send_message(FrameKind.CALL, number, data, head=head)
+            del data
             answer = await outcome
         except BaseException:
             self._end(number)
@@ -111,7 +116,7 @@ class Relay:
             async for data in self._receiver.all(context):
                 await taken.acquire()
                 await self._link.writable()
-                self._link.send(FrameKind.MESSAGE, number, data)
+                await self._link.send_message(FrameKind.MESSAGE, number, data)
                 del data
             self._link.send(FrameKind.END, number)
 

@@ -26,17 +26,24 @@ class RelayedCalls:
         self._handlers = handlers
         self._calls: dict[int, RelayedCall] = {}
 
-    def receive(self, link: FrameLink, kind: FrameKind, number: int, payload: Payload) -> None:
-        """Take a frame about a call."""
+    def receive(
+        self,
+        link: FrameLink,
+        kind: FrameKind,
+        number: int,
+        payload: Payload,
+        message: Payload | None = None,
+    ) -> None:
+        """Take a frame about a call, whose message may have come by memory."""
         if kind is FrameKind.CALL:
-            head, message = CallHead.split(payload)
-            self._open(link, number, head, message)
+            head, rest = CallHead.split(payload)
+            self._open(link, number, head, rest if message is None else message)
         elif kind is FrameKind.OPEN:
             self._open(link, number, CallHead.split(payload)[0])
         elif (call := self._calls.get(number)) is not None:
             if kind is FrameKind.DONE:
                 del self._calls[number]
-            call.receive(kind, payload)
+            call.receive(kind, payload if message is None else message)
 
     def withdraw(self) -> None:
         """Withdraw all calls: their front end is gone."""
@@ -126,7 +133,7 @@ class RelayedCall:
         """Send a message of a stream; returns once the front end has written it."""
         self._taken.clear()
         data = message if self._serialize is None else self._serialize(message)
-        self._link.send(FrameKind.MESSAGE, self._number, data)
+        await self._link.send_message(FrameKind.MESSAGE, self._number, data)
         await self._taken.wait()
 
     async def abort(
@@ -140,6 +147,9 @@ class RelayedCall:
         self._serialize = handler.response_serializer
         try:
             answer = await self._handle(handler)
+            if answer is not None:
+                await self._link.send_message(FrameKind.ANSWER, self._number, answer)
+                return
         except grpc.aio.AbortError:
             assert self._status is not None, "abort() has set it"
             status = self._status
@@ -149,9 +159,6 @@ class RelayedCall:
             logger.exception("unexpected error in %s", self._head.method)
             status = CallStatus(grpc.StatusCode.UNKNOWN)
         else:
-            if answer is not None:
-                self._link.send(FrameKind.ANSWER, self._number, answer)
-                return
             status = CallStatus(grpc.StatusCode.OK)
         self._link.send(FrameKind.STATUS, self._number, status.encode())
 
