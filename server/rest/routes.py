@@ -20,9 +20,11 @@ from aiohttp import web
 from google.protobuf.message import Message
 
 from offramp.engine.common.errors import BadInputError, DeadlineExceededError
+from offramp.engine.common.network import is_loopback
 from offramp.proto import messages
 from offramp.server.common.errors import (
     ERROR_METADATA_KEY,
+    ForbiddenError,
     ForbiddenOriginError,
     RequestLimitError,
     wire_name,
@@ -38,6 +40,7 @@ from offramp.server.rest.json_responses import (
     to_document,
     write_inference,
 )
+from offramp.server.security.access import ADMIN_METHODS
 from offramp.server.services.protocol_services import ProtocolServices
 
 STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
@@ -246,6 +249,8 @@ class RestApi:
             try:
                 self._reception.access.check_method(visit.principal, method, visit.peer)
                 _check_origin(request)
+                if method in ADMIN_METHODS and visit.principal is None:
+                    _check_host(request)
                 response = await answer(visit, request)
                 return await _written(request, response)
             except asyncio.CancelledError:
@@ -353,6 +358,20 @@ def _check_origin(request: web.Request) -> None:
         raise ForbiddenOriginError(
             f"requests of web pages of another origin ({origin:.80}) are refused; call the server "
             "from that site's own server"
+        )
+
+
+def _check_host(request: web.Request) -> None:
+    """Refuse what may come through this machine for another: its own processes use an address.
+
+    A proxy passes on the name that its clients ask for; so does a browser whose page has a name
+    that its maker has changed to mean this machine (DNS rebinding).
+    """
+    name = urlsplit(f"//{request.host}").hostname or ""
+    if not is_loopback(name):
+        raise ForbiddenError(
+            f"what changes the server is taken from its own machine alone, which asks 127.0.0.1 or "
+            f"localhost, not {name!r:.80}; for others, start it with --admin-token-file"
         )
 
 

@@ -409,6 +409,18 @@ def test_pages_of_other_sites_are_refused(served: Any) -> None:
     assert ask(served, INFER, BODY, headers=own)[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("localhost", 200), ("rebound.example", 403)],
+)
+def test_without_tokens_what_changes_the_server_is_asked_by_its_address(
+    served: Any, host: str, status: int
+) -> None:
+    found, answer = ask(served, "/v2/logging", {}, headers={"Host": host})
+    assert (found, "not 'rebound.example'" in str(answer)) == (status, status == 403)
+    assert ask(served, INFER, BODY, headers={"Host": host})[0] == 200
+
+
 def test_requests_have_a_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     with FakeServer(FakeEngine(), ServerOptions(access_log=True)) as server:
         ask(server, INFER, BODY)
