@@ -226,10 +226,21 @@ class ModelVersions:
             _log.exception("%s: version %d: its state is lost", version.name, version.number)
         counts = self._executor.remove(version.key)
         del self._finishing[version.key]
-        earlier = self._earlier.get(version.name)
-        self._earlier[version.name] = add_counts(earlier, counts) if earlier else counts
+        self._keep_counts(version.name, counts)
         await asyncio.to_thread(version.release)
         _log.info("%s: version %d was removed", version.name, version.number)
+
+    def _keep_counts(self, name: str, counts: CountersSnapshot) -> None:
+        """Add a removed version's counts to its name's; of a name that is not served, forget all.
+
+        A repository has a name for each version that ever was.
+        """
+        if name in self.current or any(each.name == name for each in self._finishing.values()):
+            earlier = self._earlier.get(name)
+            self._earlier[name] = add_counts(earlier, counts) if earlier else counts
+        else:
+            self._earlier.pop(name, None)
+            del self._numbers[name]
 
     def _withdraw(self, version: ModelVersion, *, save: bool = True) -> None:
         """Have all that goes on beside the streams forget a version."""

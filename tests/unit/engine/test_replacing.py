@@ -168,8 +168,25 @@ def test_a_model_comes_and_goes_while_another_is_served() -> None:
             await until(removed(engine))
             await engine.load("other", PATH)
             again = engine.statistics()["other"]
-            assert again.earlier is not None
-            assert (again.version, again.requests, again.earlier.answered) == (2, 0, 2)
+            assert (again.version, again.requests, again.earlier) == (1, 0, None)
+
+    asyncio.run(body())
+
+
+def test_nothing_is_left_of_names_that_are_served_no_more() -> None:
+    """A repository has a name for each version that ever was."""
+
+    async def body() -> None:
+        backend = FakeBackend()
+        async with serving(fake_model(backend), backend, partial_model(backend)) as (engine, _):
+            for number in range(5):
+                await engine.load(f"other:{number}", PATH)
+                await engine.infer(f"other:{number}", HALF_SURE)
+                await engine.unload(f"other:{number}")
+            await until(removed(engine))
+            versions = engine._versions
+            assert [*versions._numbers] == [*versions.current] == ["fake"]
+            assert not versions._earlier
 
     asyncio.run(body())
 
