@@ -74,6 +74,7 @@ class ServerKeywords(EngineKeywords, total=False):
     max_message_mib: int
     max_queue_mib: int
     max_concurrent_requests: int
+    frontends: int
     max_connections: int
     shutdown_timeout_s: float
 
