@@ -38,7 +38,7 @@ SECONDS, WARM_UP_S = 4, 1
 FRONTENDS = (0, 1, 2)
 
 
-class Served(NamedTuple):
+class MeasuredServer(NamedTuple):
     """A server that is measured."""
 
     name: str
@@ -69,7 +69,7 @@ def request_to(path: Path) -> bytes:
 
 
 @contextmanager
-def offramp(path: Path, frontends: int, log: Path) -> Iterator[Served]:
+def offramp(path: Path, frontends: int, log: Path) -> Iterator[MeasuredServer]:
     """Serve a model by ``eeserve``."""
     command = [sys.executable, "-m", "offramp.server.cli", str(path), "--mode=off",
                "--grpc-port=0", "--http-port=0", f"--frontends={frontends}"]  # fmt: skip
@@ -77,17 +77,19 @@ def offramp(path: Path, frontends: int, log: Path) -> Iterator[Served]:
         while (ready := READY.search(log.read_text())) is None:
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
-        yield Served(f"{frontends} front ends", process.pid, ready[1])
+        yield MeasuredServer(f"{frontends} front ends", process.pid, ready[1])
         process.terminate()
 
 
 @contextmanager
-def bare(path: Path) -> Iterator[Served]:
+def bare(path: Path) -> Iterator[MeasuredServer]:
     """Serve a model by the yardstick."""
     command = [sys.executable, "-m", "benchmarks.bare_server", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield Served("bare grpc.aio", process.pid, f"127.0.0.1:{process.stdout.readline().strip()}")
+        yield MeasuredServer(
+            "bare grpc.aio", process.pid, f"127.0.0.1:{process.stdout.readline().strip()}"
+        )
         process.kill()
 
 
@@ -104,7 +106,7 @@ def processor_s(process: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(served: Served, clients: int, body: Path, log: Path) -> dict[str, float]:
+def measure(served: MeasuredServer, clients: int, body: Path, log: Path) -> dict[str, float]:
     """Return what h2load found."""
     log.unlink(missing_ok=True)
     command = [
@@ -126,7 +128,7 @@ def measure(served: Served, clients: int, body: Path, log: Path) -> dict[str, fl
     }
 
 
-def check(served: Served, request: bytes) -> None:
+def check(served: MeasuredServer, request: bytes) -> None:
     """Make sure that the request is answered: h2load does not look at gRPC's status."""
     with grpc.insecure_channel(served.address) as channel:
         call: Any = channel.unary_unary(method_path("ModelInfer"))

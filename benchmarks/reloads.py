@@ -68,7 +68,7 @@ def make_bundles(folder: Path) -> list[Path]:
 
 
 @dataclass(slots=True)
-class Load:
+class SteadyAskers:
     """Clients that ask all the time."""
 
     address: str
@@ -136,7 +136,7 @@ def reload_often(folder: Path, reloads: int, clients: int) -> dict[str, Any]:
     add_version(model, 1, bundles)
     memory_mib, took_s = [], []
     with serving(model.parent, folder / "log") as (process, address):
-        load = Load(address)
+        load = SteadyAskers(address)
         askers = [threading.Thread(target=load.ask) for _ in range(clients)]
         for asker in askers:
             asker.start()
