@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -127,21 +128,21 @@ class Frontends:
     async def _watch(self, end: Frontend, settings: FrontendSettings) -> None:
         while True:
             await end.lost.wait()
-            self._ends.discard(end)
             logger.error(
                 "a front end ended (%s); its connections are lost, and another one takes its place",
                 await end.end(),
             )
-            while end not in self._ends:
-                await asyncio.sleep(AGAIN_S)
-                end = Frontend(self._handlers, self._reception)
-                try:
-                    await end.start(settings)
-                except (StartError, FrontendLostError, OSError) as error:
-                    logger.warning("a front end cannot be started: %s", error)
-                    await end.end()
-                else:
-                    self._ends.add(end)
+            self._ends.discard(end)
+            await asyncio.sleep(AGAIN_S)
+            end = Frontend(self._handlers, self._reception)
+            self._ends.add(end)
+            try:
+                await end.start(settings)
+            except (StartError, OSError) as error:
+                logger.warning("a front end cannot be started: %s", error)
+                end.give_up()
+            except FrontendLostError:
+                pass  # which is seen to above
 
     def _settings(self, host: str, port: int) -> FrontendSettings:
         certificates = replace(self._options.security, token_file=None, admin_token_file=None)
@@ -173,7 +174,9 @@ class Frontend:
         self._calls = RelayedCalls(handlers)
         self._link = FrameLink(self._receive, self._has_ended)
         self._process: subprocess.Popen[bytes] | None = None
-        self._reply: asyncio.Future[dict[str, Any]] | None = None
+        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        """To orders, by their numbers."""
+        self._orders = itertools.count()
 
     async def start(self, settings: FrontendSettings) -> None:
         """Start the process, and have it listen.
@@ -200,11 +203,20 @@ class Frontend:
         """Have it do something, and wait until it is done; StartError, FrontendLostError."""
         if self.lost.is_set():
             raise FrontendLostError
-        self._reply = asyncio.get_running_loop().create_future()
-        self._link.send(FrameKind.ORDER, 0, pickle.dumps((name, argument)))
-        reply = await self._reply
+        number = next(self._orders)
+        waiting = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._link.send(FrameKind.ORDER, number, pickle.dumps((name, argument)))
+        try:
+            reply = await waiting
+        finally:
+            del self._replies[number]
         if "error" in reply:
             raise StartError(reply["error"])
+
+    def give_up(self) -> None:
+        """Have it count as lost, though its process may not have ended yet."""
+        self._link.close()
+        self.lost.set()
 
     async def end(self) -> str:
         """End the process if it has not; return how it ended."""
@@ -219,8 +231,8 @@ class Frontend:
         self, kind: FrameKind, number: int, payload: Payload, message: Payload | None
     ) -> None:
         if kind is FrameKind.REPLY:
-            if self._reply is not None and not self._reply.done():
-                self._reply.set_result(json.loads(bytes(payload)))
+            if (waiting := self._replies.get(number)) is not None and not waiting.done():
+                waiting.set_result(json.loads(bytes(payload)))
         elif kind is FrameKind.REFUSED:
             self._reception.count_refused(*json.loads(bytes(payload)))
         elif kind is FrameKind.LOG:
@@ -232,5 +244,6 @@ class Frontend:
     def _has_ended(self) -> None:
         self.lost.set()
         self._calls.withdraw()
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(FrontendLostError())
+        for waiting in self._replies.values():
+            if not waiting.done():
+                waiting.set_exception(FrontendLostError())

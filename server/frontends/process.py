@@ -95,7 +95,7 @@ class FrontendProcess:
         self._ended = asyncio.Event()
         self._relay: Relay
         self._listener: GrpcListener
-        self._carrying_out: asyncio.Task[None] | None = None
+        self._orders = set[asyncio.Task[None]]()
 
     async def run(self, end: socket.socket) -> None:
         """Serve until the other end of the socket is gone."""
@@ -110,18 +110,20 @@ class FrontendProcess:
     ) -> None:
         if kind is FrameKind.ORDER:
             name, argument = pickle.loads(payload)  # noqa: S301 - of the process that started us
-            self._carrying_out = asyncio.create_task(self._carry_out(name, argument))
+            order = asyncio.create_task(self._carry_out(number, name, argument))
+            self._orders.add(order)
+            order.add_done_callback(self._orders.discard)
         else:
             self._relay.receive(kind, number, payload, message)
 
-    async def _carry_out(self, name: str, argument: Any) -> None:
+    async def _carry_out(self, number: int, name: str, argument: Any) -> None:
         try:
             done = await getattr(self, f"_{name}")(argument)
         except StartError as error:
             reply: dict[str, Any] = {"error": str(error)}
         else:
             reply = {"done": done}
-        self._link.send(FrameKind.REPLY, 0, json.dumps(reply).encode())
+        self._link.send(FrameKind.REPLY, number, json.dumps(reply).encode())
 
     async def _listen(self, settings: FrontendSettings) -> int:
         logging.basicConfig(
