@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 AGAIN_S: Final = 1.0
 """From the end of a front end to the start of the one that takes its place."""
 
+_PATIENCE_S: Final = 5.0
+"""Beyond the time that an order may take: for a busy machine."""
+
 _SOCKET_BYTES: Final = 4 * 1024 * 1024
 _MODULE: Final = "offramp.server.frontends.process"
 
@@ -106,14 +109,14 @@ class Frontends:
 
     async def send_away(self, limit_s: float) -> None:
         """See :meth:`GrpcListener.send_away`."""
-        await self._order_all("send_away", limit_s)
+        await self._order_all("send_away", limit_s, within_s=limit_s)
 
     async def stop(self, grace_s: float) -> None:
         """See :meth:`GrpcListener.stop`."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self._order_all("stop", grace_s)
+        await self._order_all("stop", grace_s, within_s=grace_s)
         await self._end_all()
 
     async def _end_all(self) -> None:
@@ -121,9 +124,11 @@ class Frontends:
         self._ends.clear()
         self._placeholders.close()
 
-    async def _order_all(self, name: str, argument: object) -> None:
-        orders = [end.order(name, argument) for end in self._ends]
-        await asyncio.gather(*orders, return_exceptions=True)  # one that is gone has no connection
+    async def _order_all(self, name: str, argument: object, *, within_s: float) -> None:
+        """Have all do something that takes so long at most; one that hangs is not waited for."""
+        orders = (end.order(name, argument) for end in self._ends)
+        limited = (asyncio.wait_for(order, within_s + _PATIENCE_S) for order in orders)
+        await asyncio.gather(*limited, return_exceptions=True)  # one that is gone has no connection
 
     async def _watch(self, end: Frontend, settings: FrontendSettings) -> None:
         while True:

@@ -102,7 +102,7 @@ class Relay:
 
     async def _stream(self, name: str, visit: Visit, _requests: object, context: _Context) -> None:
         number, head = self._begin(name, context)
-        outcomes: asyncio.Queue[_Outcome] = asyncio.Queue()
+        outcomes: asyncio.Queue[_Outcome | BaseException] = asyncio.Queue()
         taken = asyncio.Semaphore(1)
 
         def take(kind: FrameKind, payload: Payload) -> None:
@@ -111,6 +111,15 @@ class Relay:
             else:
                 status = kind is FrameKind.STATUS
                 outcomes.put_nowait(CallStatus.decode(payload) if status else payload)
+
+        async def received() -> _Outcome:
+            if isinstance(outcome := await outcomes.get(), BaseException):
+                raise outcome
+            return outcome
+
+        def forwarded(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (failure := task.exception()) is not None:
+                outcomes.put_nowait(failure)
 
         async def forward() -> None:
             async for data in self._receiver.all(context):
@@ -123,8 +132,9 @@ class Relay:
         self._calls[number] = take
         self._link.send(FrameKind.OPEN, number, head)
         forwarding = asyncio.create_task(forward())
+        forwarding.add_done_callback(forwarded)
         try:
-            while not isinstance(outcome := await outcomes.get(), CallStatus):
+            while not isinstance(outcome := await received(), CallStatus):
                 async with self._reception.streaming(visit.peer, len(outcome)):
                     await context.write(bytes(outcome))
                 self._link.send(FrameKind.TAKEN, number)

@@ -36,7 +36,7 @@ class SharedPayload(NamedTuple):
         try:
             descriptor = await asyncio.shield(writing)
         except asyncio.CancelledError:
-            writing.add_done_callback(lambda done: os.close(done.result()))
+            writing.add_done_callback(_drop)
             raise
         return cls(os.getpid(), descriptor, len(payload))
 
@@ -68,6 +68,12 @@ def _written(payload: bytes | memoryview) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _drop(writing: asyncio.Future[int]) -> None:
+    """Close the memory of a payload that is of no use any more, if there was room for it."""
+    if writing.exception() is None:
+        os.close(writing.result())
 
 
 def close_all(descriptors: Sequence[int]) -> None:

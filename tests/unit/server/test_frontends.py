@@ -24,8 +24,11 @@ from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferRequest
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.common.errors import StartError
+from offramp.server.frontends import frontends
 from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
 from offramp.server.frontends.heads import CallHead, CallStatus
+from offramp.server.frontends.relay import MethodShape, Relay
+from offramp.server.requests.reception import Reception
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 
@@ -188,3 +191,68 @@ def test_they_end_with_the_server() -> None:
         server.run(server.grpc.send_away(5.0))
         assert len(ours & processes()) == 2
     assert wait_until(lambda: not ours & processes())
+
+
+def test_one_that_hangs_does_not_keep_the_server_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frontends, "_PATIENCE_S", 0.1)
+    before = processes()
+    with FakeServer(FakeEngine(), ServerOptions(frontends=1)):
+        (ours,) = processes() - before
+        os.kill(ours, signal.SIGSTOP)
+    assert wait_until(lambda: ours not in processes())
+
+
+class LinkWithoutMemory:
+    """The link of a front end that can send nothing large."""
+
+    def __init__(self) -> None:
+        self.sent: list[FrameKind] = []
+
+    def send(self, kind: FrameKind, _call: int = 0, _payload: bytes = b"") -> None:
+        self.sent.append(kind)
+
+    async def writable(self) -> None: ...
+
+    async def send_message(self, *_: Any, **__: Any) -> None:
+        raise OSError("no memory")
+
+
+class StreamContext:
+    """Of ``grpc.aio``'s what a stream with one message needs."""
+
+    def __init__(self) -> None:
+        self.status: grpc.StatusCode | None = None
+
+    async def read(self) -> bytes:
+        return b"message"
+
+    def add_done_callback(self, _: Any) -> None: ...
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def time_remaining(self) -> None: ...
+
+    async def abort(self, code: grpc.StatusCode, *_: Any, **__: Any) -> None:
+        self.status = code
+        raise grpc.aio.AbortError
+
+
+def test_a_stream_whose_message_cannot_be_passed_on_ends() -> None:
+    link, context = LinkWithoutMemory(), StreamContext()
+    path = method_path("ModelStreamInfer")
+    relay = Relay(link, Reception(), {path: MethodShape(True, True)})  # type: ignore[arg-type]
+    handler = relay.handlers[path]
+
+    async def run() -> None:
+        with pytest.raises(grpc.aio.AbortError):
+            await asyncio.wait_for(handler.stream_stream(None, context), 10)
+
+    asyncio.run(run())
+    assert context.status is grpc.StatusCode.INTERNAL
+    assert link.sent == [FrameKind.OPEN, FrameKind.DONE]
