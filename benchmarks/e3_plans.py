@@ -118,7 +118,7 @@ def planned(
 
 def run_through(model: ModelFacts, cluster: Cluster, size: int) -> float:
     """Rows a second of the whole model with all exits on, on every device."""
-    times = split_times(model, cluster, size, wrapper=False).seconds[:, 0, -1]
+    times = split_times(model, cluster, size, PlanningGoal(wrapper=False)).seconds[:, 0, -1]
     counts = np.array([kind.count for kind in cluster.types])
     return float((counts * size / times).sum())
 

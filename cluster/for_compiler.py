@@ -8,6 +8,7 @@ from typing import Final
 
 from rich.console import Console
 
+from offramp.cluster.planning.forecasting import LAST, METHODS
 from offramp.cluster.planning.goal import SLACK
 from offramp.compiler.commands import values
 from offramp.compiler.commands.arguments import Command, add_bundle, add_json, make_parser
@@ -56,6 +57,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-profile", type=Path, metavar="FILE",
                         help="observations of the exits, window by window, to forecast from "
                         "(default: the bundle's own records)")  # fmt: skip
+    parser.add_argument("--forecast", choices=sorted(METHODS),
+                        help="how the next window follows from those of --batch-profile (default: "
+                        f"{LAST}, which lost least; arima needs the extra forecast)")  # fmt: skip
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from offramp.cluster.planning.forecasting import METHODS
 from offramp.cluster.planning.replanning import PAUSE_WINDOWS, ReplanRules
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.serving.cluster_options import cluster_options
@@ -30,8 +31,9 @@ class _Extension:
         options: EngineOptions,
     ) -> Mapping[str, BackgroundTask]:
         """Return the loop of batch profiles, and that of plans where a model is split."""
-        window_s = cluster_options(options).profile_window_s
-        profiles = ProfileLoop(executor, models, window_s=window_s)
+        asked = cluster_options(options)
+        window_s, forecaster = asked.profile_window_s, METHODS[asked.forecast]()
+        profiles = ProfileLoop(executor, models, window_s=window_s, forecaster=forecaster)
         split = [name for name, model in models.items() if model.split_by is not None]
         if not split or not isinstance(backend, RemoteBackend):
             return {PROFILE: profiles}
@@ -46,7 +48,10 @@ class _Extension:
             scheduling=models[name].options.scheduling,
         )
         rules = ReplanRules(window_s=window_s, pause_s=PAUSE_WINDOWS * window_s)
-        return {PROFILE: profiles, PLAN: PlanLoop(served, profiles, rules=rules)}
+        return {
+            PROFILE: profiles,
+            PLAN: PlanLoop(served, profiles, rules=rules, forecaster=forecaster),
+        }
 
 
 EXTENSION: Final = _Extension()

@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 
 from offramp.cluster.planning.batch_profile import WINDOW_S
 from offramp.cluster.planning.cluster_plan import PlanError
+from offramp.cluster.planning.forecasting import LAST, METHODS
 from offramp.cluster.serving.cluster_options import NAME, ClusterOptions
 from offramp.cluster.serving.cluster_statistics import plan_of, profile_of
 from offramp.cluster.serving.cluster_workers import RAY, ray_workers, read_cluster_workers
@@ -39,7 +40,11 @@ class ClusterSettings:
     """Cluster file whose workers run the stages instead, or ``ray``."""
     ray_address: str | None = field(default=None, metadata={"key": False})
     """HOST:PORT of the head of Ray's cluster, where that is the cluster."""
+    plan: Path | None = None
+    """Of ``eecompile plan --json``, to be served as it stands."""
     profile_window_s: float = WINDOW_S
+    """See :class:`.ClusterOptions`."""
+    forecast: str = LAST
     """See :class:`.ClusterOptions`."""
 
     def __post_init__(self) -> None:
@@ -55,6 +60,19 @@ class _Extension:
             option="--profile-window-s",
             beside="--mode off",
             why=_NO_EXIT,
+        ),
+        Illegal(option="--forecast", beside="--mode off", why=_NO_EXIT),
+        Illegal(
+            option="--plan",
+            without="--cluster",
+            why="a plan is served by the workers of a cluster file; name that with --cluster "
+            "FILE, or leave it out",
+        ),
+        Illegal(
+            option="--plan",
+            beside="--cluster ray",
+            why="there each worker holds the whole model; name a cluster file with --cluster "
+            "(Ray may start its workers), or leave it out",
         ),
         Illegal(
             option="--learn",
@@ -101,6 +119,18 @@ class _Extension:
             metavar="HOST:PORT",
         )
         options.add(
+            "--plan",
+            "plan.json of eecompile plan --json, to be served as it stands (default: a plan is "
+            "made, and anew of what is observed)",
+            metavar="FILE",
+            type=Path,
+        )
+        options.add(
+            "--forecast",
+            "how plans forecast the next window: last lost least, arima needs the extra forecast",
+            choices=sorted(METHODS),
+        )
+        options.add(
             "--profile-window-s",
             "window of the batch profile (rows that run on after each exit), from which eecompile "
             "plan forecasts",
@@ -116,10 +146,17 @@ class _Extension:
             # Those that Ray would have started.
             file = {name: value for name, value in file.items() if name != "workers"}
         asked = ClusterSettings(**{**file, **line})
-        options = ClusterOptions(profile_window_s=asked.profile_window_s)
-        where = folder if "cluster" in file and "cluster" not in line else None
+        options = ClusterOptions(profile_window_s=asked.profile_window_s, forecast=asked.forecast)
+        found = [
+            folder if folder and name in file and name not in line else Path()
+            for name in ("cluster", "plan")
+        ]
         try:
-            devices = _devices(asked, where)
+            METHODS[asked.forecast]()
+        except PlanError as error:
+            raise SettingError(str(error), "forecast") from error
+        try:
+            devices = _devices(asked, *found)
         except (BackendError, PlanError) as error:
             raise SettingError(str(error), "cluster") from error
         extensions = {} if options == ClusterOptions() else {NAME: options}
@@ -140,8 +177,8 @@ class _Extension:
         return [_template().render(plan=plan, profile=profile)] if plan or profile else []
 
 
-def _devices(asked: ClusterSettings, folder: Path | None) -> WorkerDevices | None:
-    """Find the workers that are asked for; ``folder`` is what their file is relative to."""
+def _devices(asked: ClusterSettings, folder: Path, plans: Path) -> WorkerDevices | None:
+    """Find the workers that are asked for; files are relative to ``folder`` and ``plans``."""
     if asked.cluster is None:
         return LocalWorkers(asked.workers) if asked.workers else None
     if asked.cluster == RAY:
@@ -151,7 +188,8 @@ def _devices(asked: ClusterSettings, folder: Path | None) -> WorkerDevices | Non
             f"workers is {asked.workers}, and a cluster has workers of its own; leave one of the "
             "two out"
         )
-    return read_cluster_workers(asked.cluster if folder is None else folder / asked.cluster)
+    plan = None if asked.plan is None else plans / asked.plan
+    return read_cluster_workers(folder / asked.cluster, plan)
 
 
 @cache

@@ -14,7 +14,7 @@ from offramp.cluster.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
 from offramp.cluster.planning.cluster_plan import PlanError, dump_plan
 from offramp.cluster.planning.cluster_times import make_cluster
 from offramp.cluster.planning.facts import exits_in_use, facts_of, recorded_shares
-from offramp.cluster.planning.forecasting import CONSERVATIVE, forecast_next
+from offramp.cluster.planning.forecasting import CONSERVATIVE, LAST, METHODS, forecast_next
 from offramp.cluster.planning.goal import PlanningGoal, PlanningResult
 from offramp.cluster.planning.optimiser import make_cluster_plan
 from offramp.cluster.serving.planning_files import read_planning, read_profiles
@@ -38,6 +38,8 @@ class PlanOptions:
     cost_factor: float | None = None
     batch_profile: Path | None = None
     """What was observed of the exits; ``None`` is the bundle's own records."""
+    forecast: str | None = None
+    """Which of :data:`.METHODS` forecasts from that; ``None`` is the last value."""
     json: Path | None = None
 
 
@@ -110,11 +112,16 @@ def _sizes(own: Profile, profiles: Mapping[str, Profile]) -> tuple[int, ...]:
 def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
     """Gather what plans know of a bundle, with the shares of the exits that are in use."""
     if options.batch_profile is None:
+        if options.forecast is not None:
+            raise PlanError(
+                f"--forecast {options.forecast} has nothing to forecast from; give --batch-profile "
+                "too, the file that eeserve keeps beside a bundle, or leave it out"
+            )
         shares = recorded_shares(bundle)
         shares_from = "the bundle's certify split"
     else:
         profile = _batch_profile(options.batch_profile, bundle)
-        forecast = forecast_next(profile)
+        forecast = forecast_next(profile, METHODS[options.forecast or LAST]())
         shares = {exit_: forecast.going_on[exit_] for exit_ in exits_in_use(bundle.policy)}
         shares_from = (
             f"a conservative forecast ({forecast.method}, quantile {CONSERVATIVE:g}) of "

@@ -1,6 +1,6 @@
 """ARIMA, as the paper forecasts (E3 3.1), by statsmodels: of the extra ``forecast``.
 
-For comparison: it is no default, see :func:`.forecasting.forecast_next`.
+It is no default, see :data:`.forecasting.LAST`.
 """
 
 from __future__ import annotations

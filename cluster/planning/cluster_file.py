@@ -89,6 +89,9 @@ class RouterEntry:
     """Whether workers on other hosts may be reached in the clear."""
     most_result_mib: int | None = None
     """Most that is received of what a run gave, over a network; ``None`` leaves it as it is."""
+    batches_per_worker: int = 1
+    """Batches that a worker has at a time: with 2 it receives the next one and sends the last one
+    while it computes (E3 3.2.2)."""
     ray: RayEntry | None = None
     """How Ray starts the workers that have no address, if it does."""
 
@@ -301,7 +304,8 @@ def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
 
 def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:
     content = _table(table, place)
-    _refuse_unknown(content, (*_ROUTER_FILES, "insecure", "most_result_mib", *LAUNCH_KEYS), place)
+    counts = ("most_result_mib", "batches_per_worker")
+    _refuse_unknown(content, (*_ROUTER_FILES, "insecure", *counts, *LAUNCH_KEYS), place)
     for key in _ROUTER_FILES:
         name = content.get(key)
         if name is not None and (type(name) is not str or not name or not name.isprintable()):
@@ -314,6 +318,7 @@ def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:
             f"{place} insecure = {_shown(content['insecure'])}, expected true or false"
         )
     _whole(content, "most_result_mib", place, most=4096, hint=", which messages hold")
+    _whole(content, "batches_per_worker", place, most=4)
     if ("tls_cert" in content) != ("tls_key" in content):
         raise ClusterFileError(
             f"{place} has one of tls_cert and tls_key, expected both: a certificate and its key"

@@ -73,6 +73,11 @@ class PlannedSplit:
         check_numbers(self, "period_s", "fill_s", "link_period_s", "link_s", least=0)
 
     @property
+    def device_types(self) -> tuple[str, ...]:
+        """The types of the replicas."""
+        return tuple(replica.device_type for replica in self.replicas)
+
+    @property
     def longest_s(self) -> float:
         """Of a batch of which no row leaves, on the slowest of the replicas."""
         return max(replica.longest_s for replica in self.replicas)
@@ -112,6 +117,11 @@ class ClusterPlan:
     def latency_s(self) -> float:
         """Of a row that goes to the model's end, at worst: stages, links, waits to fill batches."""
         return sum(split.longest_s + split.fill_s + split.link_s for split in self.splits)
+
+    def exits(self) -> frozenset[int]:
+        """Give the exits that are on at any split."""
+        used = [replica.exits for split in self.splits for replica in split.replicas]
+        return frozenset().union(*used)
 
     def devices(self) -> dict[str, int]:
         """Count the devices in use, by type."""

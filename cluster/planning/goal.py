@@ -14,6 +14,14 @@ SLACK: Final = 0.2
 BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
+class RefusedSegments(NamedTuple):
+    """Neighbouring segments that devices of a type could not load: no split may have them."""
+
+    device_type: str
+    first: int
+    last: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningGoal:
     """What is asked of a plan."""
@@ -27,6 +35,8 @@ class PlanningGoal:
     wrapper: bool = True
     """Whether exits that earn nothing inside a split may be off (3.4)."""
     batch_sizes: tuple[int, ...] = BATCH_SIZES
+    refused: tuple[RefusedSegments, ...] = ()
+    """What no plan may have, though memory is said to hold it."""
 
     def __post_init__(self) -> None:
         if not self.slo_s > 0:

@@ -108,7 +108,7 @@ class _Optimiser:
         others = [0 if kind == eliminated else count for kind, count in enumerate(budget)]
         self._others = DeviceGrid(tuple(others))
         self._others_cost, self._price = self._others.counts @ prices, float(prices[eliminated])
-        every = [split_times(model, cluster, size, wrapper=goal.wrapper) for size in sizes]
+        every = [split_times(model, cluster, size, goal) for size in sizes]
         counts = self._grid.counts
         self._as_it_is = [WholeModel.of(times, counts, exits=False) for times in every]
         self._wholes = self._as_it_is + [

@@ -27,6 +27,12 @@ class StreamRole(NamedTuple):
     segments: Segments | None
     """Its split; ``None`` for a spare device, which helps where it can."""
 
+    @property
+    def own(self) -> frozenset[int]:
+        """The segments of its split."""
+        first, last = self.segments or (0, -1)
+        return frozenset(range(first, last + 1))
+
 
 def roles_of(plan: ClusterPlan) -> tuple[StreamRole, ...]:
     """Give a stream to each device that a plan uses, in the order of its splits."""

@@ -150,6 +150,10 @@ class ReplanGuard:
         """Say that the change that was decided last was not made: there is no pause after it."""
         self._changed_s = self._changed_before_s
 
+    def plan_again(self) -> None:
+        """Have planning be due at once: what was planned cannot be."""
+        self._planned_s = -math.inf
+
     def _change(self, now_s: float, plan: ClusterPlan, reason: str) -> ReplanDecision:
         self._changed_before_s, self._changed_s = self._changed_s, now_s
         return ReplanDecision(plan=plan, changed=True, reason=reason)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from offramp.cluster.planning.cluster import Cluster, DeviceTimes, ModelFacts
 from offramp.cluster.planning.cluster_plan import PlanError
+from offramp.cluster.planning.goal import PlanningGoal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,15 +57,15 @@ def check_times(model: ModelFacts, cluster: Cluster) -> None:
 
 
 def split_times(
-    model: ModelFacts, cluster: Cluster, batch_size: int, *, wrapper: bool
+    model: ModelFacts, cluster: Cluster, batch_size: int, goal: PlanningGoal
 ) -> SplitTimes:
     """Choose the exits inside of every split, and time it.
 
-    Without the ``wrapper`` all exits are on, as in most of the paper's evaluation; but for the
-    whole model, which may always run as it is.
+    Without the wrapper all exits are on, as in most of the paper's evaluation; but for the whole
+    model, which may always run as it is. What the goal has as refused takes for ever.
     """
     tables = [kind.times for kind in cluster.types]
-    seconds, longest_s, last_exit = _times_of(model, tables, batch_size, wrapper=wrapper)
+    seconds, longest_s, last_exit = _times_of(model, tables, batch_size, wrapper=goal.wrapper)
     whole_s = np.array(
         [float(table.segments_s[model.begins :, batch_size].sum()) for table in tables]
     )
@@ -75,6 +76,12 @@ def split_times(
         seconds[needed[None] > memory[:, None, None]] = np.inf
         longest_s[needed[None] > memory[:, None, None]] = np.inf
         whole_s[before[-1] - before[model.begins] > memory] = np.inf
+    for number, kind in enumerate(cluster.types):
+        for name, first, last in goal.refused:
+            if name == kind.name:
+                seconds[number, : first + 1, last + 1 :] = np.inf
+                longest_s[number, : first + 1, last + 1 :] = np.inf
+                whole_s[number] = np.inf if model.begins <= first else whole_s[number]
     return SplitTimes(
         batch_size=batch_size,
         seconds=seconds,

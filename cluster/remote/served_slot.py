@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -79,11 +80,15 @@ class ServedSlot:
         memory: SharedMemory | None,
         stages: Mapping[int, Stage],
         reached: Reached,
+        *,
+        device: AbstractContextManager[object],
     ) -> None:
+        """``device`` is entered while a stage is computed, by one slot at a time."""
         self._connection = connection
         self._slot = slot
         self._stages = stages
         self._reached = reached
+        self._device = device
         self.use(memory)
 
     def use(self, memory: SharedMemory | None) -> None:
@@ -155,7 +160,8 @@ class ServedSlot:
         tensors = order.tensors
         if order.inline:
             tensors = {**tensors, **{f.name: array_in(body, f, at) for f, at in order.inline}}
-        result = self._slot.run(stage, self._slot.upload(tensors), order.threshold)
+        with self._device:
+            result = self._slot.run(stage, self._slot.upload(tensors), order.threshold)
         self._reached("after-run")
         return _reply(order, result, tensors)
 

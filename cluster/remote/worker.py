@@ -80,6 +80,8 @@ class Worker:
         self._backend: Backend | None = None
         self._stages: dict[int, Stage] = {}
         self._slots: dict[int, ServedSlot] = {}
+        self._device = threading.Lock()
+        """Held while a stage is computed: other slots receive and send meanwhile (E3 3.2.2)."""
 
     def serve(self, silence_s: float | None = None) -> None:
         """Do what the router orders, until it is gone or says to end.
@@ -118,7 +120,9 @@ class Worker:
         if number in self._slots:
             raise FrameError(f"slot {number} is there already")
         slot = self._ready_backend().open_slot()
-        self._slots[number] = ServedSlot(connection, slot, memory, self._stages, self._reached)
+        self._slots[number] = ServedSlot(
+            connection, slot, memory, self._stages, self._reached, device=self._device
+        )
 
     def serve_slot(self, number: int) -> None:
         """Run what is ordered of a slot until its connection ends."""

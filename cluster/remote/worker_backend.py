@@ -25,7 +25,7 @@ from offramp.cluster.remote.routing import RoutedSlot
 from offramp.cluster.remote.stage_orders import describe_graph, describe_stage, manifest_hash
 from offramp.cluster.remote.worker_messages import Hello, Prepare, Release
 from offramp.cluster.remote.worker_slot import LEAST_LIMIT_S, RemoteSlot, RemoteStage
-from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.common.errors import BackendError, StageNotLoadedError, WorkerLostError
 from offramp.engine.common.line_limit import LineLimit
 from offramp.engine.stages.backend_protocol import Backend
 from offramp.engine.stages.plan import StageSpec
@@ -318,8 +318,11 @@ class RemoteBackend:
     def _try_load(self, number: int, stage: RemoteStage) -> BackendError | None:
         try:
             self._load(self._worker_of(number), stage)
-        except BackendError as error:
+        except WorkerLostError as error:
             return error
+        except BackendError as error:
+            segments = (stage.spec.first_segment, stage.spec.last_segment)
+            return StageNotLoadedError(str(error), device=number, segments=segments)
         return None
 
     def _load(self, worker: WorkerHandle, stage: RemoteStage) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from offramp.cluster.planning.batch_profile import WINDOW_S
+from offramp.cluster.planning.forecasting import LAST, METHODS
 from offramp.engine.models.options import EngineOptions, refuse_unless
 
 NAME: Final = "cluster"
@@ -19,9 +20,13 @@ class ClusterOptions:
     profile_window_s: float = WINDOW_S
     """Seconds of a window of the batch profile, which plans are made on (E3 3.1)."""
 
+    forecast: str = LAST
+    """Which of :data:`.METHODS` forecasts the next window."""
+
     def __post_init__(self) -> None:
         a_day = "from 1 to 86400"
         refuse_unless(self, lambda v: 1 <= v <= 86400, a_day, "profile_window_s")
+        refuse_unless(self, METHODS.__contains__, f"one of {', '.join(METHODS)}", "forecast")
 
 
 def cluster_options(options: EngineOptions) -> ClusterOptions:

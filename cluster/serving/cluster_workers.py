@@ -16,6 +16,7 @@ from offramp.cluster.planning.cluster_file import (
     WorkersEntry,
     parse_cluster,
 )
+from offramp.cluster.planning.cluster_plan import ClusterPlan
 from offramp.cluster.planning.cluster_times import make_cluster
 from offramp.cluster.planning.ray_entry import ONE_CPU, RayEntry
 from offramp.cluster.ray.launcher import RayLauncher, actor_needs, reserve
@@ -26,7 +27,7 @@ from offramp.cluster.remote.process import WorkerCommand
 from offramp.cluster.remote.tcp import HostPort, TlsTrust, parse_address
 from offramp.cluster.remote.tcp_launcher import MOST_RESULT_BYTES, TcpLauncher
 from offramp.cluster.serving.cluster_serving import ServedCluster
-from offramp.cluster.serving.planning_files import read_planning, read_profiles
+from offramp.cluster.serving.planning_files import read_plan, read_planning, read_profiles
 from offramp.cluster.serving.worker_devices import MOST_WORKERS, WorkerDevices
 from offramp.engine.common.errors import BackendError
 from offramp.engine.common.network import NetworkError, tls_reason
@@ -56,6 +57,8 @@ class ClusterWorkers(WorkerDevices):
     """Devices, links and goal, which plans are made on; without, no model is split."""
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     """Those that the file names."""
+    plan: ClusterPlan | None = None
+    """That is to be served as it stands."""
     token: bytes = field(repr=False, default=b"")
     """The secret that workers on other hosts have too."""
     tls: TlsTrust | None = None
@@ -65,8 +68,18 @@ class ClusterWorkers(WorkerDevices):
 
     @property
     def count(self) -> int:
-        """How many there are."""
-        return len(self.places)
+        """How many streams they run: one for each batch that a worker has at a time."""
+        return len(self.places) * self.batches_per_worker
+
+    @property
+    def batches_per_worker(self) -> int:
+        """See :class:`.RouterEntry`."""
+        return 1 if self.file is None else self.file.router.batches_per_worker
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether some are on other hosts, or may be."""
+        return self.local < len(self.places)
 
     @property
     def local(self) -> int:
@@ -130,16 +143,22 @@ class ClusterWorkers(WorkerDevices):
         cluster = make_cluster(self.file, own, self.profiles, max_batch_size)
         sizes = [size for size in own.batch_sizes if size <= max_batch_size]
         goal = self.file.goal.goal(sizes or [max_batch_size])
-        return ServedCluster(cluster=cluster, goal=goal)
+        return ServedCluster(
+            cluster=cluster,
+            goal=goal,
+            plan=self.plan,
+            batches_per_worker=self.batches_per_worker,
+        )
 
 
-def read_cluster_workers(path: Path) -> ClusterWorkers:
-    """Read the workers of a cluster file, and the files that it names.
+def read_cluster_workers(path: Path, plan: Path | None = None) -> ClusterWorkers:
+    """Read the workers of a cluster file, the files that it names, and the plan to serve by.
 
     PlanError says in a line what is wrong.
     """
     cluster = parse_cluster(read_planning(path, MOST_FILE_BYTES), str(path))
     profiles = read_profiles(cluster, path.parent)
+    served = None if plan is None else read_plan(plan)
     ray = cluster.router.ray
     entries = cluster.workers or _all_devices(cluster) if ray is not None else cluster.workers
     if not entries:
@@ -160,7 +179,7 @@ def read_cluster_workers(path: Path) -> ClusterWorkers:
     ray = ray or RayEntry()
     addresses = [place.address for place in places if place.address is not None]
     if not addresses:
-        return ClusterWorkers(places=places, file=cluster, profiles=profiles, ray=ray)
+        return ClusterWorkers(places=places, file=cluster, profiles=profiles, plan=served, ray=ray)
     where = f"{path} [router]"
     tls = _trust(cluster.router, path.parent, where)
     for address in addresses:
@@ -172,7 +191,13 @@ def read_cluster_workers(path: Path) -> ClusterWorkers:
             )
     token = _token(cluster.router, path.parent, where)
     return ClusterWorkers(
-        places=places, file=cluster, profiles=profiles, token=token, tls=tls, ray=ray
+        places=places,
+        file=cluster,
+        profiles=profiles,
+        plan=served,
+        token=token,
+        tls=tls,
+        ray=ray,
     )
 
 

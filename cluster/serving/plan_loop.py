@@ -18,7 +18,8 @@ import numpy as np
 
 from offramp.cluster.planning.cluster import Cluster, ModelFacts
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
-from offramp.cluster.planning.forecasting import forecast_next
+from offramp.cluster.planning.forecasting import Forecaster, forecast_next
+from offramp.cluster.planning.goal import RefusedSegments
 from offramp.cluster.planning.replanning import Due, ReplanGuard, ReplanRules
 from offramp.cluster.planning.transition import splits_of
 from offramp.cluster.serving.cluster_serving import describe_plan, served_facts
@@ -49,7 +50,7 @@ class _Known:
     """By exit: the shares of that forecast."""
     gone: frozenset[int] = frozenset()
     """The workers that it did without."""
-    reason: str = "the first plan"
+    reason: str
     changes: int = 0
     given_up: int = 0
     changed_at_s: float | None = None
@@ -68,19 +69,24 @@ class PlanLoop(PeriodicLoop):
         profiles: ProfileLoop,
         *,
         rules: ReplanRules | None = None,
+        forecaster: Forecaster | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("plans")
         self._served = served
         self._profiles = profiles
+        self._forecaster = forecaster
         self._clock = clock
         self._guard = ReplanGuard(rules)
         splits = served.splits
         shares = dict(zip(splits.model.exit_names, splits.model.going_on, strict=True))
-        self._known = _Known(plan=splits.plan, going_on=shares)
+        reason = "the plan that was given" if splits.kept else "the first plan"
+        self._known = _Known(plan=splits.plan, going_on=shares, reason=reason)
         self._lost_at_s: dict[int, float] = {}
         """When workers were first seen to be lost that still are."""
         self._change: SplitChange | None = None
+        self._refused: list[RefusedSegments] = []
+        """What devices could not load."""
         self._failures = FailureLog(_log, "%s: planning failed; its plan stays", served.name)
 
     def start(self) -> None:
@@ -151,6 +157,8 @@ class PlanLoop(PeriodicLoop):
         )
 
     def _look(self) -> None:
+        if self._served.splits.kept:
+            return
         now_s = self._clock()
         gone = self._gone(now_s)
         if self._change is not None:
@@ -203,7 +211,8 @@ class PlanLoop(PeriodicLoop):
             self._known.reason = "no worker is there that could be planned for"
             return
         current = _with_exits(splits.plan, model)
-        decision = self._guard.decide(now_s, current, model, cluster, splits.goal, due=due)
+        goal = replace(splits.goal, refused=(*splits.goal.refused, *self._refused))
+        decision = self._guard.decide(now_s, current, model, cluster, goal, due=due)
         self._known.reason = decision.reason
         self._known.going_on = dict(zip(model.exit_names, model.going_on, strict=True))
         if decision.plan is None:
@@ -230,6 +239,9 @@ class PlanLoop(PeriodicLoop):
         if change.failure is not None:
             self._guard.given_up()
             self._fail(f"the change was given up: {change.failure}")
+            if change.refused is not None:  # the next best plan does without
+                self._refused.append(change.refused)
+                self._guard.plan_again()
             return
         known = self._known
         known.changes += 1
@@ -254,7 +266,7 @@ class PlanLoop(PeriodicLoop):
             profile = replace(profile, windows=(*profile.windows, *running.windows))
         if not profile.windows:
             return splits.model  # nothing was observed: what was planned on holds
-        forecast = forecast_next(profile)
+        forecast = forecast_next(profile, self._forecaster)
         exits = served.executor.deployment(served.name).plan.exits
         shares = {exit_: forecast.going_on[exit_] for exit_ in exits}
         return served_facts(served.deployments.bundle, shares, served.deployments.mode)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from offramp.bundle import Profile
 from offramp.bundle.files import parse_json, read_limited
 from offramp.bundle.schema.serde import from_plain
 from offramp.cluster.planning.batch_profile import MOST_PROFILE_BYTES
 from offramp.cluster.planning.cluster_file import ClusterFile
-from offramp.cluster.planning.cluster_plan import PlanError
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError, parse_plan
+
+_MOST_PLAN_BYTES: Final = 16 << 20
 
 
 def read_planning(path: Path, most_bytes: int) -> bytes:
@@ -20,6 +23,12 @@ def read_planning(path: Path, most_bytes: int) -> bytes:
         raise PlanError(
             f"{path}: cannot be read: {error.strerror}; name a file that is there"
         ) from error
+
+
+def read_plan(path: Path) -> ClusterPlan:
+    """Read a plan that ``eecompile plan --json`` wrote; PlanError if it is none."""
+    content = read_planning(path, _MOST_PLAN_BYTES)
+    return parse_plan(content.decode(errors="replace"), str(path))
 
 
 def read_profiles(cluster: ClusterFile, folder: Path) -> dict[str, Profile]:

@@ -20,7 +20,7 @@ from offramp.cluster.planning.batch_profile import (
     BatchProfileRecorder,
     ProfileStatus,
 )
-from offramp.cluster.planning.forecasting import ShareForecast, forecast_next
+from offramp.cluster.planning.forecasting import Forecaster, ShareForecast, forecast_next
 from offramp.cluster.serving.profile_file import ProfileFile
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.requests.departures import Departures
@@ -68,12 +68,14 @@ class ProfileLoop(PeriodicLoop):
         models: Mapping[str, ServedModel],
         *,
         window_s: float = WINDOW_S,
+        forecaster: Forecaster | None = None,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("batch-profile")
         self._executor = executor
         self._window_s = window_s
+        self._forecaster = forecaster
         self._clock = clock
         self._epoch_s = wall() - clock()
         """Windows begin by this: a wall clock that is set must not tear one."""
@@ -93,7 +95,7 @@ class ProfileLoop(PeriodicLoop):
         """Begin the first window, and start the thread."""
         self._begin_s = self._clock()
         for recorded in self._recorded.values():
-            recorded.forecast = _forecast(recorded)
+            recorded.forecast = self._forecast(recorded)
         if self._recorded:
             self.begin()
 
@@ -117,7 +119,7 @@ class ProfileLoop(PeriodicLoop):
                 _end(other)
                 other.keeps_file = False
             recorded = _make(key, name, model, self._window_s, file)
-            recorded.forecast = _forecast(recorded)
+            recorded.forecast = self._forecast(recorded)
             with self._lock:
                 self._recorded[key] = recorded
             if not self.begun:
@@ -210,7 +212,12 @@ class ProfileLoop(PeriodicLoop):
         )
         recorded.kept = False
         _keep(recorded)
-        recorded.forecast = _forecast(recorded)
+        recorded.forecast = self._forecast(recorded)
+
+    def _forecast(self, recorded: _Recorded) -> ShareForecast | None:
+        """Forecast the window that begins; ``None`` without any before it."""
+        profile = recorded.recorder.profile()
+        return forecast_next(profile, self._forecaster) if profile.windows else None
 
 
 def _file_of(name: str, model: ServedModel) -> ProfileFile | None:
@@ -249,9 +256,3 @@ def _end(recorded: _Recorded) -> None:
 def _keep(recorded: _Recorded) -> None:
     if recorded.file is not None and recorded.keeps_file and not recorded.kept:
         recorded.kept = recorded.file.save(recorded.recorder.profile(), recorded.bundle)
-
-
-def _forecast(recorded: _Recorded) -> ShareForecast | None:
-    """Forecast the window that begins; ``None`` without any before it."""
-    profile = recorded.recorder.profile()
-    return forecast_next(profile) if profile.windows else None

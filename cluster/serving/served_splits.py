@@ -25,19 +25,33 @@ class ServedSplits:
     goal: PlanningGoal
     """What is asked of the plan, and of those that follow it."""
     roles: tuple[StreamRole, ...]
-    """[streams]."""
+    """[workers]."""
+    batches_per_worker: int = 1
+    """Streams of each worker; stream s is of worker s modulo their number."""
+    kept: bool = False
+    """Whether the plan was given, and is not to be changed."""
+    steals: bool = True
+    """Whether devices hold, beside their split, what else there is room for."""
     held: tuple[frozenset[int], ...] = ()
-    """[streams] segments whose weights each has; empty is what it has room for, found once."""
+    """[workers] segments whose weights each has; empty is found once, from the above."""
 
     def __post_init__(self) -> None:
         if not self.held:
-            roomy = tuple(held_segments(role, self.model, self.cluster) for role in self.roles)
-            object.__setattr__(self, "held", roomy)  # frozen from here on
+            found = tuple(map(self._held_by, self.roles))
+            object.__setattr__(self, "held", found)  # frozen from here on
+
+    def _held_by(self, role: StreamRole) -> frozenset[int]:
+        return held_segments(role, self.model, self.cluster) if self.steals else role.own
 
     @property
     def borders(self) -> frozenset[int]:
         """The segments behind which stages have to end."""
         return borders_of(self.plan)
+
+    @property
+    def exits(self) -> frozenset[int]:
+        """The exits that the plan was made with."""
+        return frozenset(self.model.exit_names)
 
     def batch_size(self, most: int) -> int:
         """Rows of a batch: the plan's, as E3 keeps it constant at every split; ``most`` at most."""
@@ -50,13 +64,13 @@ class ServedSplits:
         """
         return place_plan(
             self.plan,
-            self.roles,
+            self.roles * self.batches_per_worker,
             [stage.unit for stage in stages.stages],
             model=self.model,
             cluster=self.cluster,
             max_batch_size=max_batch_size,
             overhead_s=overhead_s,
-            held=self.held,
+            held=self.held * self.batches_per_worker,
         )
 
     def holds(self, stream: int, spec: StageSpec) -> bool:

@@ -16,6 +16,7 @@ from typing import Final, Protocol, TypeAlias
 
 from offramp.cluster.planning.cluster import ModelFacts
 from offramp.cluster.planning.cluster_plan import ClusterPlan
+from offramp.cluster.planning.goal import RefusedSegments
 from offramp.cluster.planning.placing import StreamRole
 from offramp.cluster.planning.transition import (
     Action,
@@ -25,7 +26,7 @@ from offramp.cluster.planning.transition import (
     splits_of,
 )
 from offramp.cluster.serving.served_splits import ServedSplits
-from offramp.engine.common.errors import EngineError
+from offramp.engine.common.errors import EngineError, StageNotLoadedError
 from offramp.engine.models.deployment import DeploymentMaker
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.serving.executor import Executor
@@ -163,6 +164,8 @@ class SplitChange:
         self._clock = clock
         self.failure: str | None = None
         """Why it was given up, once it is over."""
+        self.refused: RefusedSegments | None = None
+        """What a worker could not load of its split in the next plan, if that is why."""
         self.switched = False
         """Whether the next plan is in force."""
         self._going = self._change()
@@ -181,6 +184,8 @@ class SplitChange:
             number = self._switch(narrowed, joining)
         except (EngineError, ValueError) as error:
             self.failure = str(error)
+            if isinstance(error, StageNotLoadedError):
+                self._note_refusal(error)
             self._give_up()
             return
         self.switched = True
@@ -198,6 +203,11 @@ class SplitChange:
             _log.error("%s: what workers may steal is not loaded: %s", served.name, error)
             with contextlib.suppress(EngineError):  # told already
                 served.hold(joining.holds)
+
+    def _note_refusal(self, error: StageNotLoadedError) -> None:
+        role = self._after.roles[error.device]
+        if role.own.issuperset(error.segments):
+            self.refused = RefusedSegments(role.device_type, *error.segments)
 
     def _make_room(self, narrowed: ServedSplits) -> _Waits:
         """Have workers stop that have no room for another split, and all stop stealing."""
@@ -300,9 +310,8 @@ def _narrow(splits: ServedSplits) -> ServedSplits:
     memory = {kind.name: kind.memory_bytes for kind in splits.cluster.types}
     twice_bytes = 2 * sum(splits.model.weight_bytes)
     everything = frozenset(range(splits.model.segments))
-    held = []
-    for role in splits.roles:
-        first, last = role.segments or (0, -1)
-        roomy = memory[role.device_type] >= twice_bytes
-        held.append(everything if roomy else frozenset(range(first, last + 1)))
-    return replace(splits, held=tuple(held))
+    held = tuple(
+        everything if splits.steals and memory[role.device_type] >= twice_bytes else role.own
+        for role in splits.roles
+    )
+    return replace(splits, held=held)

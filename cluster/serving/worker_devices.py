@@ -11,9 +11,9 @@ from offramp.bundle import Bundle
 from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher, worker_command
 from offramp.cluster.remote.process import WorkerCommand
 from offramp.cluster.remote.worker_backend import RemoteBackend
-from offramp.cluster.serving.cluster_serving import ServedCluster, plan_splits
+from offramp.cluster.serving.cluster_serving import ServedCluster, plan_splits, segments_of
 from offramp.cluster.serving.served_splits import ServedSplits
-from offramp.engine.common.errors import BackendError
+from offramp.engine.common.errors import BackendError, StageNotLoadedError
 from offramp.engine.models.options import MOST_THREADS, ON_CPU, EngineOptions
 from offramp.engine.stages.backend_protocol import Backend
 
@@ -31,13 +31,18 @@ class WorkerDevices:
 
     @property
     def count(self) -> int:
-        """How many workers there are, on whatever hosts."""
+        """How many streams the workers run, on whatever hosts."""
         raise NotImplementedError
 
     @property
     def local(self) -> int:
-        """How many of them are processes on the router's host."""
+        """How many workers are processes on the router's host."""
         return self.count
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether some are on other hosts."""
+        return False
 
     def launchers(
         self,
@@ -80,13 +85,21 @@ class WorkerDevices:
         return RemoteBackend(local, launchers=launchers, threads=threads)
 
     def split(
-        self, name: str, bundle: Bundle, backend: Backend, options: EngineOptions
+        self,
+        name: str,
+        bundle: Bundle,
+        backend: Backend,
+        options: EngineOptions,
+        refused: Sequence[StageNotLoadedError] = (),
     ) -> ServedSplits | None:
         """Split a model by a plan, if there is what plans are made on; OptionsError."""
         served = self.planned_for(bundle, options.of(name).max_batch_size)
         if served is None or not isinstance(backend, RemoteBackend):
             return None
-        splits = plan_splits(name, bundle, served, backend.device_types, options.mode)
+        kinds = backend.device_types
+        # What was refused at first may be what devices hold only to take work from others.
+        served = served.without(*(segments_of(error, kinds) for error in refused[1:]))
+        splits = plan_splits(name, bundle, served, kinds, options.mode, steals=not refused)
         backend.hold(splits.holds)
         return splits
 

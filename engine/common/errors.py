@@ -61,6 +61,16 @@ class WorkerLostError(BackendError):
     """The process that ran a stage ended, or hung and was ended; its batch is resumed elsewhere."""
 
 
+class StageNotLoadedError(BackendError):
+    """A device could not load a stage: its memory does not hold it, for instance."""
+
+    def __init__(self, message: str, *, device: int, segments: tuple[int, int]) -> None:
+        """``device`` is counted as the streams are; ``segments`` are the stage's first and last."""
+        super().__init__(message)
+        self.device = device
+        self.segments = segments
+
+
 class OutOfServiceError(BackendError):
     """No stream of the device can run anything now; they are tried again. Another server may."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
@@ -114,6 +114,33 @@ _REMEDIES: dict[type, str] = {
     PrecisionEvidence: "serve engines of another --precision",
     BatchEffect: "compile the float32 model",
 }
+
+
+def policy_of_exits(
+    bundle: Bundle, exits: Collection[int], profile: Profile, options: ModelOptions
+) -> ExitPolicy:
+    """Return a bundle's policy without its exits that are not among ``exits``.
+
+    It is certified anew, since rows that would have left there leave at later ones now. The policy
+    stays as it is where no such exit is in it, where exits depend on earlier ones, and where no
+    early answer is certified.
+    """
+    kept = tuple(active.exit for active in bundle.policy.active if active.exit in exits)
+    promise = bundle.policy.promise
+    depends = bundle.manifest.answer.criterion.depends_on_earlier
+    if depends or promise is None or len(kept) == len(bundle.policy.active):
+        return bundle.policy
+    max_disagreement, confidence_level = left_for_exits(bundle, options)
+    found = certified_on(
+        kept,
+        CostModel.of(bundle.manifest, profile, options.max_batch_size),
+        bundle.records(),
+        max_disagreement=max_disagreement,
+        confidence_level=confidence_level,
+        answer=bundle.manifest.answer,
+        max_class_disagreement=promise.max_class_disagreement,
+    )
+    return bundle.policy if found.promise is None else found
 
 
 def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from offramp.bundle import Bundle
+from offramp.engine.common.errors import StageNotLoadedError
 from offramp.engine.scheduling import Placement
 from offramp.engine.stages.backend_protocol import Backend, StreamBackend
 from offramp.engine.stages.plan import Plan
@@ -21,6 +22,11 @@ class ModelSplits(Protocol):
     @property
     def borders(self) -> frozenset[int]:
         """The segments behind which stages have to end."""
+        ...
+
+    @property
+    def exits(self) -> frozenset[int]:
+        """The exits that earn something where the model is split like this: others are off."""
         ...
 
     def batch_size(self, most: int) -> int:
@@ -45,7 +51,12 @@ class StreamDevices(Protocol):
 
     @property
     def local(self) -> int:
-        """How many of them use the cores and files of this host."""
+        """How many of them use the cores of this host at a time."""
+        ...
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether some do not have the files of this host."""
         ...
 
     def check(self, options: EngineOptions) -> None:
@@ -63,11 +74,17 @@ class StreamDevices(Protocol):
         ...
 
     def split(
-        self, name: str, bundle: Bundle, backend: Backend, options: EngineOptions
+        self,
+        name: str,
+        bundle: Bundle,
+        backend: Backend,
+        options: EngineOptions,
+        refused: Sequence[StageNotLoadedError] = (),
     ) -> ModelSplits | None:
         """Split a model among the devices, and say which of them holds what.
 
-        ``None`` has each hold all of it.
+        ``None`` has each hold all of it. ``refused`` is what devices could not load of the ways in
+        which it was split before.
 
         Raises:
             OptionsError: It cannot be split as it is asked.

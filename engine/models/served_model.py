@@ -21,7 +21,7 @@ from offramp.engine.common.errors import BackendError, OptionsError
 from offramp.engine.common.state_file import StateFile
 from offramp.engine.control.controller import Controller, ControlStatus
 from offramp.engine.control.evidence_window import EvidenceWindow
-from offramp.engine.models.controllers import make_controller
+from offramp.engine.models.controllers import make_controller, policy_of_exits
 from offramp.engine.models.deployment import Deployment, DeploymentMaker
 from offramp.engine.models.device_profile import measure_profile
 from offramp.engine.models.devices import ModelSplits
@@ -144,6 +144,9 @@ class ServedModel:
         warn_of_saturation(name, bundle.manifest, cpu_features(), mode)
         warn_of_other_kernels(name, bundle.manifest, backend.name, mode)
         profile = bundle.profile() if splits else _profile(name, bundle, backend, options)
+        if splits:
+            policy = policy_of_exits(bundle, splits.exits, profile, of_model)
+            bundle = replace(bundle, policy=policy)
         deployments = DeploymentMaker(
             bundle, backend, profile, mode=mode, options=of_model, splits=splits
         )

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from offramp.bundle import Bundle
 from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU_RUNTIMES
-from offramp.engine.common.errors import BackendError, OptionsError
-from offramp.engine.models.devices import ModelSplits
+from offramp.engine.common.errors import BackendError, OptionsError, StageNotLoadedError
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.models.plain_serving import served_mode
 from offramp.engine.models.served_model import ServedModel, warm_slots
@@ -84,7 +83,7 @@ async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: Wra
     """Return the path of a model's bundle, which is made first where the model is an ONNX file."""
     if not is_onnx_file(path):
         return path
-    if options.devices is not None and options.devices.local < options.devices.count:
+    if options.devices is not None and options.devices.elsewhere:
         raise OptionsError(
             f"{name}: {path} is an ONNX file, whose bundle is made in a temporary folder that "
             "workers on other hosts do not have; make one that they have too: "
@@ -120,10 +119,8 @@ async def _open_bundles(
             began_s = time.monotonic()
             shown = "the model" if wrapped.holds(bundle.path) else bundle.path
             _log.info("%s: loading %s", name, shown)
-            splits = None
-            if len(bundles) == 1:  # of several, every worker holds all
-                splits = await in_thread(_split, name, bundle, backend, options)
-            load = partial(ServedModel.load, splits=splits)
+            alone = len(bundles) == 1  # of several, every worker holds all
+            load = _load_split if alone else ServedModel.load
             loaded[name] = await in_thread(load, name, bundle, backend, options, parallel)
             _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
         slots = await in_thread(warm_slots, backend, loaded, options.streams)
@@ -208,14 +205,26 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
     return options.devices.open(backend, tuple(models.values()), threads=threads)
 
 
-def _split(
-    name: str, bundle: Bundle, backend: Backend, options: EngineOptions
-) -> ModelSplits | None:
-    """Split a model among the devices that run the streams, where it has exits to run."""
+def _load_split(
+    name: str, bundle: Bundle, backend: Backend, options: EngineOptions, parallel: ParallelLimit
+) -> ServedModel:
+    """Load a model, split among the devices that run the streams where it has exits to run.
+
+    Where a device cannot load its part, it is split in the next best way.
+    """
     mode = served_mode(bundle.manifest, options.mode, uncertified=options.uncertified_exits)
     if mode is Mode.OFF or options.devices is None:
-        return None
-    return options.devices.split(name, bundle, backend, options)
+        return ServedModel.load(name, bundle, backend, options, parallel)
+    refused = list[StageNotLoadedError]()
+    while True:
+        splits = options.devices.split(name, bundle, backend, options, refused)
+        try:
+            return ServedModel.load(name, bundle, backend, options, parallel, splits=splits)
+        except StageNotLoadedError as error:
+            if splits is None:
+                raise
+            _log.warning("%s: %s; it is split otherwise", name, error)
+            refused.append(error)
 
 
 def _close_after_failure(backend: Backend) -> None:

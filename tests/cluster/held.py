@@ -18,7 +18,7 @@ from offramp.cluster.remote.worker_backend import Holds, RemoteBackend
 from offramp.cluster.serving.cluster_serving import ServedCluster
 from offramp.engine.backends.host import HostSlot, HostStage
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.common.errors import BackendError, StageNotLoadedError, WorkerLostError
 from offramp.engine.stages.backend_protocol import StageResult, TensorBatch
 from offramp.engine.stages.plan import StageSpec
 
@@ -77,8 +77,13 @@ class HeldBackend(RemoteBackend):
         self.on_prepare(spec)
         if not any(self.rule(n, spec) for n in range(self.workers)):
             raise BackendError(f"nobody holds {spec.unit}")
+        holders = [n for n in range(self.workers) if self.rule(n, spec)]
         if self.refuses(spec):
-            raise BackendError(f"stage {spec.unit} cannot be loaded")
+            raise StageNotLoadedError(
+                f"stage {spec.unit} cannot be loaded",
+                device=holders[0],
+                segments=(spec.first_segment, spec.last_segment),
+            )
         same = [s for s in list(self._made) if s.spec.unit == spec.unit]
         stage = same[0] if same else HeldStage(spec, self.within.prepare(spec))
         self._made.add(stage)

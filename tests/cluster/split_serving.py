@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from offramp.engine.common.errors import OutOfServiceError
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.requests.results import EngineResult
+from offramp.engine.stages.plan import StageSpec
 
 LIMIT_S = 60.0
 """Bound of everything awaited: a test hangs no longer, and asserts no time."""
@@ -111,8 +113,12 @@ def serve(
     cluster: ServedCluster | None = None,
     plan: ClusterPlan | None = FRONT,
     may_refuse: bool = False,
+    refuses: Callable[[HeldBackend, StageSpec], bool] | None = None,
 ) -> HeldBackend:
-    """Serve by ``plan`` under load while ``body`` runs; all answers are those of one process."""
+    """Serve by ``plan`` under load while ``body`` runs; all answers are those of one process.
+
+    ``refuses`` says which stages cannot be loaded from the start.
+    """
     bundle, requests = small
     options = EngineOptions(
         threads=1,
@@ -121,6 +127,8 @@ def serve(
         defaults=ModelOptions(max_batch_size=ROWS),
     )
     backend = HeldBackend(KINDS, weights_of(bundle))
+    if refuses is not None:
+        backend.refuses = partial(refuses, backend)
 
     async def run() -> list[tuple[int, EngineResult]]:
         async with await Engine.open({"small": bundle.path}, options, backend=backend) as engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -136,6 +137,32 @@ def test_what_was_observed_replaces_the_records(cluster: Path) -> None:
     path.write_text(dump_batch_profile(BatchProfile(window_s=120.0, exits=1)))
     with pytest.raises(PlanError, match=f"is of 1 exits, expected {exits} as the bundle has"):
         plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster, batch_profile=path))
+
+
+def test_the_method_of_the_forecast_may_be_chosen(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits = len(Bundle.open(BUNDLE).manifest.exits)
+    windows = [
+        ProfileWindow(start_s=120.0 * n, decided=(100,) * exits, went_on=(share,) * exits)
+        for n, share in enumerate((80, 80, 80, 80, 80, 80, 80, 20))
+    ]
+    profile = BatchProfile(window_s=120.0, exits=exits, windows=tuple(windows))
+    path = cluster.parent / "observed.json"
+    path.write_text(dump_batch_profile(profile))
+    options = PlanOptions(bundle=BUNDLE, cluster=cluster, batch_profile=path)
+    found = {
+        name: plan_bundle(replace(options, forecast=name)) for name in (None, "last", "ewma", "ar")
+    }
+    assert found[None].model == found["last"].model
+    assert "(last value, quantile" in found[None].shares_from
+    assert "(EWMA, quantile" in found["ewma"].shares_from
+    assert found["ewma"].model.going_on[0] > found["last"].model.going_on[0], "80 is not forgotten"
+    monkeypatch.setitem(sys.modules, "statsmodels.tsa.arima.model", None)
+    with pytest.raises(PlanError, match=r"statsmodels.*pip install"):
+        plan_bundle(replace(options, forecast="arima"))
+    with pytest.raises(PlanError, match="--forecast ewma has nothing to forecast from; give --bat"):
+        plan_bundle(replace(options, forecast="ewma", batch_profile=None))
 
 
 def test_a_profile_of_another_device_is_read_beside_the_cluster_file(cluster: Path) -> None:

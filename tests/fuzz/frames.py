@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from random import Random
 from typing import Final
 
@@ -54,7 +55,12 @@ class WorkerFrames:
         self._memory = SharedMemory.create(_MEMORY)
         stages = {1: backend.prepare(_SPEC)}
         self._slot = ServedSlot(
-            self._connection, backend.open_slot(), self._memory, stages, lambda _point: None
+            self._connection,
+            backend.open_slot(),
+            self._memory,
+            stages,
+            lambda _point: None,
+            device=nullcontext(),
         )
 
     def seeds(self) -> Sequence[bytes]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from offramp.bundle import Bundle
 from offramp.cluster.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
-from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError, parse_plan
+from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
 from offramp.cluster.planning.cluster_times import make_cluster
 from offramp.cluster.planning.facts import facts_of, recorded_shares
 from offramp.cluster.planning.placing import roles_for, stage_times
-from offramp.cluster.serving.planning_files import read_planning, read_profiles
+from offramp.cluster.serving.planning_files import read_plan, read_planning, read_profiles
 from offramp.cluster.serving.served_splits import ServedSplits
 from offramp.engine.scheduling import DeviceKind, Placement, StreamPlacement
 from offramp.engine.stages.plan import Mode, make_plan
-
-MOST_PLAN_BYTES: Final = 2**24
 
 
 def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> ServedSplits:
@@ -25,7 +22,7 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
 
     Times reach up to batches of ``most_rows``. PlanError says in a line what does not fit.
     """
-    planned = parse_plan(read_planning(plan, MOST_PLAN_BYTES).decode(errors="replace"), str(plan))
+    planned = read_plan(plan)
     _check_segments(planned, bundle, plan)
     file = parse_cluster(read_planning(cluster, MOST_FILE_BYTES), str(cluster))
     rows = max(most_rows, planned.batch_size)

@@ -179,3 +179,22 @@ def test_who_holds_what_changes_while_workers_serve() -> None:
         np.testing.assert_array_equal(again.answer, departure.answer)
         assert sorted(map(len, stages)) == [2, 3], "who runs what nobody holds loads it for that"
         slot.close()
+
+
+def test_workers_with_two_batches_at_a_time_answer_as_one_process() -> None:
+    expected = in_process(SCRIPTS)
+    with scripted_workers(2) as backend:
+        backend.hold(lambda worker, spec: (spec.index > 0) == (worker > 0))
+
+        async def body(engine: Engine) -> None:
+            assert await answers_of(engine, SCRIPTS) == expected
+            assert [seat.open_slots for seat in backend._seats] == [2, 2]
+
+        serve(
+            backend,
+            body,
+            streams=4,
+            placement=placed({0}, {1, 2}, {0}, {1, 2}),
+            scheduling=PolicyName("refill"),
+            max_batch_size=4,
+        )

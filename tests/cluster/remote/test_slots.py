@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +96,14 @@ def served(*, shared: bool) -> Iterator[tuple[RemoteSlot, ServedSlot]]:
     """A slot, and who serves it."""
     ours, theirs = Connection.pair()
     memory = SharedMemory.create(FIRST_BYTES) if shared else None
-    serving = ServedSlot(Connection(theirs), HostSlot(), memory, {1: STAGE}, lambda _point: None)
+    serving = ServedSlot(
+        Connection(theirs),
+        HostSlot(),
+        memory,
+        {1: STAGE},
+        lambda _point: None,
+        device=nullcontext(),
+    )
     tensors = SharedTensors(memory, serving.use) if memory else InlineTensors()
     slot = RemoteSlot(FakeWorker(SlotLink(ours, tensors)), load=lambda *_: None)
     thread = threading.Thread(target=serving.serve)
@@ -294,7 +301,9 @@ def test_runs_longer_than_their_limit_do_not_lengthen_it(
 
 def test_an_order_that_is_known_comes_with_its_body() -> None:
     ours, theirs = Connection.pair()
-    serving = ServedSlot(Connection(theirs), HostSlot(), None, {1: STAGE}, lambda _point: None)
+    serving = ServedSlot(
+        Connection(theirs), HostSlot(), None, {1: STAGE}, lambda _point: None, device=nullcontext()
+    )
     thread = threading.Thread(target=serving.serve)
     thread.start()
     given = np.ones((1, 2, 2), np.float32)
@@ -317,3 +326,53 @@ def test_an_order_that_is_known_comes_with_its_body() -> None:
 def test_dtypes_that_do_not_travel_are_refused() -> None:
     with pytest.raises(BackendError, match=r"tensor 'x' of dtype <U1 cannot be sent to a worker"):
         forms_of({"x": np.array(["a"])})
+
+
+def test_a_worker_takes_the_next_batch_while_it_computes_the_last() -> None:
+    """Two slots, one device: what the second is given has come before the first is done."""
+    device, computing, go_on = threading.Lock(), threading.Event(), threading.Event()
+    at_once: list[int] = []
+
+    def slow(fetched: Sequence[str], tensors: Mapping[str, NDArray[Any]], state: None) -> list[Any]:
+        at_once.append(1)
+        computing.set()
+        assert go_on.wait(30)
+        assert len(at_once) == 1, "two batches were computed at once"
+        at_once.pop()
+        return STAGE.execute(fetched, tensors, state)
+
+    stage = replace(STAGE, execute=slow)
+    arrived = threading.Semaphore(0)
+
+    def reached(point: str) -> None:
+        if point == "before-run":
+            arrived.release()
+
+    slots, threads = [], []
+    for _ in range(2):
+        ours, theirs = Connection.pair()
+        serving = ServedSlot(
+            Connection(theirs), HostSlot(), None, {1: stage}, reached, device=device
+        )
+        slots.append(RemoteSlot(FakeWorker(SlotLink(ours, InlineTensors())), load=lambda *_: None))
+        threads.append(threading.Thread(target=serving.serve))
+    found: list[StageResult] = []
+
+    def ask(slot: RemoteSlot) -> None:
+        found.append(slot.run(remote_stage(), slot.upload({SCRIPT: script([0.5, 0.6, 0.7])})))
+
+    threads += [threading.Thread(target=ask, args=(slot,)) for slot in slots]
+    for thread in threads:
+        thread.start()
+    assert computing.wait(30)
+    assert arrived.acquire(timeout=30)
+    assert arrived.acquire(timeout=30), "the second batch has come too"
+    assert not found
+    go_on.set()
+    for thread in threads[2:]:
+        thread.join(30)
+    for slot in slots:
+        slot.close()
+    for thread in threads[:2]:
+        thread.join(30)
+    assert len(found) == 2

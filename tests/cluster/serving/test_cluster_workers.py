@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from offramp.cluster.planning.cluster_file import ClusterFileError
+from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.cluster.planning.ray_entry import RayEntry
 from offramp.cluster.remote.process import WorkerCommand
 from offramp.cluster.remote.tcp import HostPort
@@ -145,3 +146,22 @@ def test_each_worker_is_a_stream_and_only_those_here_take_cores(folder: Path) ->
     assert options.threads_per_stream() == EngineOptions(streams=1).threads_per_stream()
     with pytest.raises(ValueError, match="streams is 3 and there are 2 workers"):
         EngineOptions(devices=workers, streams=3)
+
+
+def test_a_worker_may_have_several_batches_at_a_time(folder: Path) -> None:
+    workers = read(folder, LOCAL + "count = 2\n[router]\nbatches_per_worker = 2\n")
+    assert (workers.count, workers.local, workers.elsewhere) == (4, 2, False)
+    assert len(workers.launchers(WorkerCommand())) == 2
+    options = EngineOptions(devices=workers, threads=1)
+    assert options.streams == 4
+    with pytest.raises(ClusterFileError, match=r"\[router\] batches_per_worker = 9, expected"):
+        read(folder, LOCAL + "[router]\nbatches_per_worker = 9\n")
+
+
+def test_a_plan_is_read_with_the_workers(folder: Path) -> None:
+    (folder / "cluster.toml").write_text(DEVICES + LOCAL)
+    (folder / "plan.json").write_text("{}")
+    with pytest.raises(PlanError, match=r"plan.json: schema None, expected 1; plan again"):
+        read_cluster_workers(folder / "cluster.toml", folder / "plan.json")
+    with pytest.raises(PlanError, match=r"absent.json: cannot be read: No such file"):
+        read_cluster_workers(folder / "cluster.toml", folder / "absent.json")

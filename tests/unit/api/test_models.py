@@ -388,7 +388,7 @@ NOT_KEYWORDS = {
     *("--log-level", "--log-format", "--access-log"),  # a program sets its own logging up
     *("--grpc-port", "--http-port"),  # arguments of serve, with defaults of their own
     *("--model", "--config"),  # models are an argument
-    *("--cluster", "--ray-address"),  # for servers
+    *("--cluster", "--ray-address", "--plan", "--forecast"),  # for servers
     *("--model-repository", "--model-control", "--load-model", "--model-versions"),  # likewise
     *("--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file", "--admin-token-file"),
     *("--repository-poll-s", "--trace-endpoint", "--trace-rate"),

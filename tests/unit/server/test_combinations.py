@@ -19,11 +19,12 @@ GIVEN = {
     "--task": "regression",
     "--audit-budget": "0.1", "--cluster": "ray", "--confidence": "0.9", "--controller": "certified",
     "--criterion-module": "mine.py:sure", "--custom-ops": "lib.so", "--device": "cuda:1",
-    "--engine-build-minutes": "0", "--json": "found.json", "--max-disagreement": "0.02",
+    "--engine-build-minutes": "0", "--forecast": "ewma", "--json": "found.json",
+    "--max-disagreement": "0.02",
     "--learn": None, "--learn-folder": "there", "--learn-gib": "1", "--learn-keep": None,
     "--learn-samples": "9000", "--max-queue-delay-ms": "0", "--max-source-share": "0.5",
     "--never-beyond-compiled": None,
-    "--no-cuda-graphs": None, "--no-state": None, "--precision": "fp16",
+    "--no-cuda-graphs": None, "--no-state": None, "--plan": "plan.json", "--precision": "fp16",
     "--profile-window-s": "60", "--ramp-budget": "0.1", "--ray-address": "head:6379",
     "--threads": "1", "--trust-inputs": None, "--uncertified-exits": None,
 }  # fmt: skip
@@ -31,7 +32,7 @@ GIVEN = {
 EVERY = combinations()
 LEARNING = ("--learn-samples", "--learn-folder", "--learn-gib", "--learn-keep")
 KEYS = {action.dest for action in make_parser().options()} - {
-    "criterion_module", "custom_ops", "json", "learn_folder", "learn_gib", "learn_keep",
+    "criterion_module", "custom_ops", "json", "plan", "learn_folder", "learn_gib", "learn_keep",
     "learn_samples", "ray_address", "self_check",
 }  # fmt: skip
 """Options that a configuration file may set."""
@@ -87,7 +88,9 @@ def test_a_row_says_what_to_do(row: Illegal) -> None:
     assert " " not in row.option
 
 
-@pytest.mark.parametrize("flag", sorted({row.option for row in EVERY} - {"--ray-address"}))
+@pytest.mark.parametrize(
+    "flag", sorted({row.option for row in EVERY} - {"--ray-address", "--plan"})
+)
 def test_each_option_of_the_table_is_taken_elsewhere(flag: str) -> None:
     others = {
         "--json": ["--self-check"],
@@ -110,11 +113,12 @@ def write(path: Path, *settings: tuple[str, str], model: str = "") -> Path:
 
 ENGINE = {
     "mode", "backend", "device", "precision", "graphs", "threads", "engine_build_minutes",
-    "keep_state", "profile_window_s", "uncertified_exits",
+    "forecast", "keep_state", "profile_window_s", "uncertified_exits",
 }  # fmt: skip
 IN_FILES = [(row, value) for row, value in cases() if row.beside and row.option in {
     "--audit-budget", "--confidence", "--controller", "--device", "--engine-build-minutes",
-    "--max-disagreement", "--max-queue-delay-ms", "--max-source-share", "--never-beyond-compiled",
+    "--forecast", "--max-disagreement", "--max-queue-delay-ms", "--max-source-share",
+    "--never-beyond-compiled",
     "--no-cuda-graphs", "--no-state", "--precision", "--profile-window-s", "--ramp-budget",
     "--threads", "--trust-inputs", "--uncertified-exits",
 }]  # fmt: skip
