@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -115,24 +115,39 @@ class _Out:
     samples: int
 
 
+def evenly_spaced(costs: CostModel, max_overhead: float = DEFAULT_MAX_OVERHEAD) -> tuple[int, ...]:
+    """Choose exits for the start: as many as the budget allows, evenly spaced (Apparate 3.1).
+
+    Evenly by place among the exits; each is in the middle of its share of the model.
+    """
+    for count in range(costs.exits, 0, -1):
+        spaced = tuple((2 * i + 1) * costs.exits // (2 * count) for i in range(count))
+        if costs.overhead(spaced) <= max_overhead:
+            return spaced
+    return ()
+
+
 class ApparateController(UncertifiedController):
     """Keeps thresholds and exits in use to the last samples."""
 
     name = "apparate"
 
-    def __init__(
-        self,
-        policy: ExitPolicy,
-        costs: CostModel,
-        settings: ApparateSettings | None = None,
-        *,
-        keep_thresholds: bool = False,
-    ) -> None:
-        """Start with the bundle's policy, or evenly spaced exits as published.
+    @classmethod
+    def as_published(
+        cls, costs: CostModel, settings: ApparateSettings | None = None, *, version: int = 0
+    ) -> Self:
+        """Start with evenly spaced exits, none of which answers until the first tuning (3.1).
 
-        No exit answers until the first tuning (3.1), under a policy of a version of its own, unless
-        the policy's thresholds are kept.
+        As many exits as the ramp budget of the settings allows; ``version`` is their policy's.
         """
+        settings = settings or ApparateSettings()
+        exits = evenly_spaced(costs, settings.max_overhead)
+        return cls(policy_of(version, exits, [NEVER] * len(exits)), costs, settings)
+
+    def __init__(
+        self, policy: ExitPolicy, costs: CostModel, settings: ApparateSettings | None = None
+    ) -> None:
+        """Start with a policy; :meth:`as_published` makes the published one."""
         self._settings = settings = settings or ApparateSettings()
         super().__init__(
             policy,
@@ -146,9 +161,6 @@ class ApparateController(UncertifiedController):
         self._violated = False
         self._since_adjustment = self._jobs = 0
         self._out: _Out | None = None
-        if not keep_thresholds:
-            exits = [a.exit for a in policy.active]
-            self._replace(exits, [NEVER] * len(exits))
 
     def observe(self, seen: Observations) -> None:
         """Record what is complete, and watch the agreement of what the policy in force served."""

@@ -1,35 +1,57 @@
-"""What baselines add to the controllers that a served model may have: Apparate's."""
+"""The controllers that baselines add to those that a served model may have."""
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from offramp.baselines.apparate import ApparateController, ApparateSettings
-from offramp.bundle import ExitPolicy
-from offramp.engine.control.controller import Controller, ControllerKind
-from offramp.engine.control.costs import CostModel
+from offramp.baselines.pame import PERIOD, PameController, PameSettings
+from offramp.calibration.rehearsal.two_stage import StageTimes
+from offramp.engine.control.controller import Controller, ControllerKind, ControlTask
 
 
-def _apparate(
-    policy: ExitPolicy,
-    costs: CostModel,
-    *,
-    max_overhead: float,
-    max_disagreement: float,
-    confidence_level: float,
-) -> Controller:
+def _apparate(task: ControlTask) -> Controller:
+    """Begin as published (3.1), whatever exits the bundle was compiled with."""
     settings = ApparateSettings(
-        max_overhead=max_overhead,
-        max_disagreement=max_disagreement,
-        confidence_level=confidence_level,
+        max_overhead=task.max_overhead,
+        max_disagreement=task.max_disagreement,
+        confidence_level=task.confidence_level,
     )
-    return ApparateController(policy, costs, settings)
+    version = task.policy.version + 1
+    return ApparateController.as_published(task.costs, settings, version=version)
+
+
+def _pame(task: ControlTask) -> Controller:
+    """Begin with the bundle's policy, for batches of the largest size.
+
+    A period is longer the fewer answers are audited, so that it has as many whose disagreement is
+    known: else a single one, counted for all that were not audited, would raise thresholds.
+    """
+    settings = PameSettings(
+        batch_size=task.batch_size,
+        period=max(math.ceil(PERIOD / task.audit_probability), task.batch_size),
+        max_disagreement=task.max_disagreement,
+        confidence_level=task.confidence_level,
+        audit_probability=task.audit_probability,
+    )
+    return PameController(task.policy, StageTimes.of(task.manifest, task.profile), settings)
 
 
 EXTENSION: Final = (
     ControllerKind(
         name=ApparateController.name,
-        description="tunes to the latest samples, as Apparate publishes it; promises nothing",
+        description="starts without early answers and tunes to the latest samples, as Apparate "
+        "publishes it: every sample runs on and the ramp budget is 0.02, in every mode; promises "
+        "nothing",
         make=_apparate,
+        runs_on=True,
+    ),
+    ControllerKind(
+        name=PameController.name,
+        description="looks at the load again and again, as PAME does when it changes: moves exits "
+        "that make batches late towards the end, and raises thresholds where answers got worse, "
+        "never the other way round; promises nothing",
+        make=_pame,
     ),
 )

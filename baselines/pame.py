@@ -13,6 +13,8 @@ audited; without any, only latency is kept.
 Batches are made of samples as they were started, n after the other, whatever batches the
 scheduler formed: what counts is whether the load would fit the inference time matrix.
 
+It serves as ``eeserve --controller pame``.
+
 What to expect: there is no statement about unseen samples. The estimate of one period is as noisy
 as a period is short, thresholds never fall and exits never move back, so that under a load that
 changes to and fro it ends with less and less. Forced answers are outside of the estimate, and
@@ -32,6 +34,8 @@ from offramp.calibration.rehearsal.two_stage import StageTimes
 from offramp.certify import MODEL_END, BoolArray, IntArray, Observations, first_exit
 from offramp.engine.control.static import UncertifiedController, policy_of
 
+PERIOD: Final = 1024
+"""Samples from one look to the next, where all of them run to the end."""
 _ROUNDING: Final = 1e-9
 """By how much a threshold may miss 1 through sums of steps."""
 
@@ -46,7 +50,7 @@ class PameSettings:
     """τ_l: largest share of batches that an exit may make late."""
     batch_size: int = 32
     """n: as rehearsed."""
-    period: int = 1024
+    period: int = PERIOD
     """Samples from one look to the next, and looked at."""
     threshold_step: float = 0.05
     """By which a confidence threshold is raised."""
@@ -78,7 +82,7 @@ class PameController(UncertifiedController):
         self, policy: ExitPolicy, times: StageTimes, settings: PameSettings | None = None
     ) -> None:
         """Start with a policy, the bundle's, as a rehearsal chose it, and times of all exits."""
-        self._settings = settings = settings or PameSettings()
+        self.settings = settings = settings or PameSettings()
         super().__init__(
             policy,
             max_disagreement=settings.max_disagreement,
@@ -94,7 +98,7 @@ class PameController(UncertifiedController):
         """Count, and look at a period once it is full: what the policy in force served."""
         self._counters.add(seen, version=self.policy.version)
         self._recent.append(seen.take(seen.policy_version == self.policy.version))
-        if sum(map(len, self._recent)) >= self._settings.period:
+        if sum(map(len, self._recent)) >= self.settings.period:
             period, self._recent = _join(self._recent), []
             self._look(period)
 
@@ -129,7 +133,7 @@ class PameController(UncertifiedController):
 
     def _violations(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
         """Share of the period's batches that each exit made late."""
-        size, found = self._settings.batch_size, {}
+        size, found = self.settings.batch_size, {}
         rows, after = size, None
         batches = len(period) // size
         late = np.zeros(batches, dtype=np.bool_)
@@ -147,7 +151,7 @@ class PameController(UncertifiedController):
 
     def _move(self, active: dict[int, float], violations: Mapping[int, float]) -> dict[int, float]:
         """Put the next later candidate, with the same threshold, in the place of an exit."""
-        late = [e for e in active if violations[e] > self._settings.max_violations]
+        late = [e for e in active if violations[e] > self.settings.max_violations]
         if not late:
             return active
         exit_ = late[0]
@@ -169,12 +173,12 @@ class PameController(UncertifiedController):
         """
         counted = period.take(~period.forced)
         raised = dict(active)
-        allowed = self._settings.max_disagreement * len(counted)
+        allowed = self.settings.max_disagreement * len(counted)
         complete = counted.take(counted.complete)
         was = wrong = _wrong_by_exit(complete, raised)
         while sum(wrong.values()) > allowed:
             worst = max(wrong, key=wrong.__getitem__)
-            stepped = min(raised[worst] + self._settings.threshold_step, 1.0)
+            stepped = min(raised[worst] + self.settings.threshold_step, 1.0)
             # 1 is the last threshold at which anything may answer.
             raised[worst] = NEVER if raised[worst] >= 1 - _ROUNDING else stepped
             wrong = _wrong_by_exit(complete, raised)

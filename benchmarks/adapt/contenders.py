@@ -17,15 +17,14 @@ from offramp.baselines.thresholds import (
     tune_separate,
     tune_shared,
 )
-from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
+from offramp.bundle import Bundle, ExitPolicy
 from offramp.bundle.records import TUNE
 from offramp.calibration.rehearsal.two_stage import StageTimes
 from offramp.certify import Records
-from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.static import StaticController
-from offramp.engine.models.controllers import make_controller
+from offramp.engine.models.controllers import make_controller, ramp_budget
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.stages.plan import Mode
 from offramp.tools.bench.common.bench_flags import look_up
@@ -46,6 +45,17 @@ class Workplace:
     release mode, as published, else what the bundle's own take."""
     audit_budget: float
     """Share of compute that audits may take."""
+
+    def options(self, controller: str) -> ModelOptions:
+        """The options under which a controller would serve."""
+        return ModelOptions(
+            max_batch_size=self.batch_size,
+            controller=controller,
+            max_disagreement=self.max_disagreement,
+            confidence=self.confidence_level,
+            audit_budget=self.audit_budget,
+            ramp_budget=self.ramp_budget,
+        )
 
     def tuning_records(self) -> Records:
         """All exits on the tuning split, each in use."""
@@ -94,20 +104,17 @@ def _static(workplace: Workplace, tune: Callable[[Records, float], Tuning]) -> C
 
 
 def _apparate(workplace: Workplace, window: int) -> Controller:
-    """Apparate as published: evenly spaced exits, none of which answers at first (3.1)."""
-    budget = workplace.ramp_budget
-    budget = DEFAULT_MAX_OVERHEAD if budget is None else budget
-    exits = evenly_spaced(workplace.costs, budget)
-    policy = ExitPolicy(
-        version=0, active=tuple(ActiveExit(exit=index, threshold=NEVER) for index in exits)
-    )
+    """Apparate as it serves, but for the number of samples that it tunes on."""
+    options = workplace.options("apparate")
     settings = ApparateSettings(
         max_disagreement=workplace.max_disagreement,
         confidence_level=workplace.confidence_level,
-        max_overhead=budget,
+        max_overhead=ramp_budget(
+            workplace.bundle.policy, workplace.costs, options, all_run_on=True
+        ),
         tuning_window=window,
     )
-    return ApparateController(policy, workplace.costs, settings)
+    return ApparateController.as_published(workplace.costs, settings)
 
 
 def _pame(workplace: Workplace) -> Controller:
@@ -124,14 +131,7 @@ def _pame(workplace: Workplace) -> Controller:
 
 def _certified(workplace: Workplace, mode: Mode) -> Controller:
     """The one that is served."""
-    options = ModelOptions(
-        max_batch_size=workplace.batch_size,
-        controller="certified",
-        max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence_level,
-        audit_budget=workplace.audit_budget,
-        ramp_budget=workplace.ramp_budget,
-    )
+    options = workplace.options("certified")
     controller, _ = make_controller(workplace.bundle, workplace.bundle.profile(), mode, options)
     return controller
 

@@ -226,18 +226,6 @@ def adjust(
     )
 
 
-def evenly_spaced(costs: CostModel, max_overhead: float = DEFAULT_MAX_OVERHEAD) -> tuple[int, ...]:
-    """Choose exits for the start: as many as the budget allows, evenly spaced (Apparate 3.1).
-
-    Evenly by place among the exits; each lies in the middle of its share of the model.
-    """
-    for count in range(costs.exits, 0, -1):
-        spaced = tuple((2 * i + 1) * costs.exits // (2 * count) for i in range(count))
-        if costs.overhead(spaced) <= max_overhead:
-            return spaced
-    return ()
-
-
 def _within_budget(
     kept: tuple[int, ...], worth: Utilities, costs: CostModel, max_overhead: float
 ) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from offramp.bundle import ExitPolicy
+from offramp.bundle import ExitPolicy, Manifest, Profile
 from offramp.certify import Observations
+from offramp.engine.control.costs import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,28 @@ class Controller(Protocol):
         """Go on from a kept state; ValueError if it does not fit this controller."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ControlTask:
+    """The model that an extension's controller is made for, and the limits it works within."""
+
+    manifest: Manifest
+    profile: Profile
+    """As measured on this machine."""
+    policy: ExitPolicy
+    """The bundle's policy, cut down to the limits below where it exceeds them."""
+    batch_size: int
+    """Most rows of a batch."""
+    costs: CostModel
+    """At that batch size."""
+    max_overhead: float
+    """Ramp budget: how much later the model's end may come for the exits in use, as a share."""
+    max_disagreement: float
+    """The constraint."""
+    confidence_level: float
+    audit_probability: float
+    """Share of the early answers after which samples run on; 1 where all of them do."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerKind:
     """A controller that an extension adds; ``EXTENSION`` of its module ``for_control`` has them.
@@ -153,6 +176,7 @@ class ControllerKind:
     """As on the command line."""
     description: str
     """For the help."""
-    make: Callable[..., Controller]
-    """Takes the policy to begin with, the :class:`.CostModel` of the bundle, and by name
-    ``max_overhead`` (the ramp budget), ``max_disagreement`` and ``confidence_level``."""
+    make: Callable[[ControlTask], Controller]
+    runs_on: bool = False
+    """Whether every sample runs to the end in audit mode too. Exits save no compute then, so that
+    the ramp budget is that of release mode, and all answers are audited."""

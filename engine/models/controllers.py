@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Final
+
+from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
 from offramp.bundle.engines import PrecisionEvidence
@@ -13,7 +16,7 @@ from offramp.engine.common.control_state import identity_of
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, ExitProposals
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
-from offramp.engine.control.controller import Controller
+from offramp.engine.control.controller import Controller, ControlTask
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.initial import certified_on, within_budget
 from offramp.engine.control.shift import ShiftGuard
@@ -25,7 +28,7 @@ from offramp.engine.stages.plan import Mode
 MAX_DISAGREEMENT: Final = 0.01
 """The constraint where neither bundle nor user names one: a bundle without exits promises none."""
 STATIC_AUDIT_PROBABILITY: Final = 0.05
-"""Of a static policy in audit mode: it has no evidence to aim for."""
+"""In audit mode, of controllers that have no evidence to aim for: static, and those added."""
 
 
 def make_controller(
@@ -36,48 +39,49 @@ def make_controller(
     It starts from the bundle's records and policy, or where the policy does not suit, from one that
     was certified the same way. In release mode everything runs to the end, so that exits only cost
     throughput: there the ramp budget is Apparate's 2 % unless the options say otherwise, and exits
-    beyond it are left out. Where exits depend on earlier ones, the policy stays as it is.
+    beyond it are left out; so it is in audit mode under a controller that lets everything run on.
+    Where exits depend on earlier ones, the policy stays as it is.
     """
     records = bundle.records()
-    promise = bundle.policy.promise
     max_disagreement, confidence_level = left_for_exits(bundle, options)
-    costs = CostModel.of(bundle.manifest, profile, options.max_batch_size)
-    budget = ramp_budget(bundle.policy, costs, mode, options)
     limits: dict[str, Any] = {
         "max_disagreement": max_disagreement,
         "confidence_level": confidence_level,
     }
-    policy = bundle.policy
+    costs = CostModel.of(bundle.manifest, profile, options.max_batch_size)
     depends = bundle.manifest.answer.criterion.depends_on_earlier
-    kept = tuple(active.exit for active in policy.active)
-    if not depends:  # without an exit, what later ones say would be another matter
-        kept = within_budget(
-            policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
-        )
-    suits = promise is not None and promise.covers(max_disagreement, confidence_level)
+    kind = None if depends else added_controllers().get(options.controller)
+    all_run_on = mode is Mode.RELEASE or (kind is not None and kind.runs_on)
+    budget = ramp_budget(bundle.policy, costs, options, all_run_on=all_run_on)
+    audited = 1.0 if all_run_on else STATIC_AUDIT_PROBABILITY
+    # where exits depend on earlier ones, none can be left out
+    most = math.inf if depends else budget
+    policy = _within_limits(bundle, costs, records, max_overhead=most, **limits)
+    promise = bundle.policy.promise
     of_classes = None if promise is None else promise.max_class_disagreement
-    if not suits or len(kept) < len(policy.active):
-        policy = certified_on(
-            kept,
-            costs,
-            records,
-            answer=bundle.manifest.answer,
-            max_class_disagreement=of_classes,
-            **limits,
-        )
     # what is served is too little to certify each class again
     pinned = options.never_beyond_compiled or of_classes is not None
     controller: Controller
     if options.controller == "static" or depends:
-        audited = 1.0 if mode is Mode.RELEASE else STATIC_AUDIT_PROBABILITY
         controller = StaticController(policy, **limits, audit_probability=audited)
-    elif kind := added_controllers().get(options.controller):
+    elif kind is not None:
         if of_classes is not None:
             raise OptionsError(
                 f"{bundle.path} promises at most {of_classes:g} for each class, and controller "
                 f"{kind.name} tunes thresholds of its own; choose certified or static"
             )
-        controller = kind.make(policy, costs, max_overhead=budget, **limits)
+        controller = kind.make(
+            ControlTask(
+                manifest=bundle.manifest,
+                profile=profile,
+                policy=policy,
+                batch_size=options.max_batch_size,
+                costs=costs,
+                max_overhead=budget,
+                audit_probability=audited,
+                **limits,
+            )
+        )
     else:
         controller = CertifiedController(
             policy,
@@ -100,10 +104,38 @@ def make_controller(
         "max_disagreement": repr(max_disagreement),
         "confidence": repr(confidence_level),
         # as asked for: what of it follows from times differs a little at every start
-        "ramp_budget": repr(_least_budget(mode, options)),
+        "ramp_budget": repr(_least_budget(options, all_run_on=all_run_on)),
         "never_beyond_compiled": repr(pinned),
     }
     return controller, fingerprint
+
+
+def _within_limits(
+    bundle: Bundle,
+    costs: CostModel,
+    records: Mapping[str, NDArray[Any]],
+    *,
+    max_overhead: float,
+    max_disagreement: float,
+    confidence_level: float,
+) -> ExitPolicy:
+    """The bundle's policy where it suits the limits, else what is certified of its exits."""
+    policy, promise = bundle.policy, bundle.policy.promise
+    kept = within_budget(
+        policy, costs, records, max_overhead=max_overhead, max_disagreement=max_disagreement
+    )
+    suits = promise is not None and promise.covers(max_disagreement, confidence_level)
+    if suits and len(kept) == len(policy.active):
+        return policy
+    return certified_on(
+        kept,
+        costs,
+        records,
+        max_disagreement=max_disagreement,
+        confidence_level=confidence_level,
+        answer=bundle.manifest.answer,
+        max_class_disagreement=None if promise is None else promise.max_class_disagreement,
+    )
 
 
 _CAUSES: dict[type, str] = {
@@ -166,23 +198,25 @@ def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]
     return allowed - spent, half_risk(options.confidence)
 
 
-def ramp_budget(policy: ExitPolicy, costs: CostModel, mode: Mode, options: ModelOptions) -> float:
+def ramp_budget(
+    policy: ExitPolicy, costs: CostModel, options: ModelOptions, *, all_run_on: bool
+) -> float:
     """How much later the model's end may come for the exits in use, as a share.
 
     What the user asks for is a limit on everything. Where nothing is asked, a cascade's quantised
     model is not counted: it comes late by that for any exit, and saves by far more.
     """
-    least = _least_budget(mode, options)
+    least = _least_budget(options, all_run_on=all_run_on)
     if options.ramp_budget is not None:
         return least
     least += costs.front_ms / costs.source_ms
-    if mode is Mode.RELEASE:
+    if all_run_on:
         return least
     return max(costs.overhead([active.exit for active in policy.active]), least)
 
 
-def _least_budget(mode: Mode, options: ModelOptions) -> float:
+def _least_budget(options: ModelOptions, *, all_run_on: bool) -> float:
     """The ramp budget as far as it does not follow from measured times."""
     if options.ramp_budget is not None:
         return options.ramp_budget
-    return DEFAULT_MAX_OVERHEAD if mode is Mode.RELEASE else 0.1
+    return DEFAULT_MAX_OVERHEAD if all_run_on else 0.1

@@ -85,8 +85,8 @@ class ModelOptions:
     """Largest share of all compute that audits may take (audit mode)."""
     ramp_budget: float | None = None
     """How much later the model's end may come for the exits in use, as a share (Apparate's ramp
-    budget); ``None`` is 0.02 in release mode, where exits save no compute, else what the exits
-    compiled in cost, at least 0.1."""
+    budget); ``None`` is 0.02 in release mode, where exits save no compute, and under controllers
+    that let every sample run on, else what the exits compiled in cost, at least 0.1."""
 
     trust_inputs: bool = False
     """Whether exits answer, and the controller learns from, samples whose inputs are far outside of

@@ -11,11 +11,11 @@ import pytest
 from tests.unit.certify.problems import realistic
 from tests.unit.control.served import policy_of, serve
 
-from offramp.baselines.apparate import ApparateController, ApparateSettings
+from offramp.baselines.apparate import ApparateController, ApparateSettings, evenly_spaced
 from offramp.baselines.thresholds import tune
 from offramp.bundle import ExitPolicy
 from offramp.bundle.schema.policy import NEVER
-from offramp.engine.control.adjustment import Adjustment, Reason, evenly_spaced
+from offramp.engine.control.adjustment import Adjustment, Reason
 from offramp.engine.control.controller import Controller, Evidence, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.models.options import ModelOptions
@@ -32,7 +32,7 @@ ROOMY = ApparateSettings(max_overhead=1.0)
 
 
 def controller(settings: ApparateSettings = ROOMY, policy: ExitPolicy = POLICY) -> Any:
-    return ApparateController(policy, COSTS, settings, keep_thresholds=True)
+    return ApparateController(policy, COSTS, settings)
 
 
 def right(samples: int, seed: int = 0) -> tuple[Any, Any]:
@@ -59,13 +59,28 @@ def finish(target: Controller) -> Job:
     return job
 
 
-def test_it_starts_without_answering_early_and_with_a_version_of_its_own() -> None:
-    fresh = ApparateController(POLICY, COSTS)
-    assert fresh.policy == policy_of(6, {0: NEVER, 2: NEVER})
+def test_it_starts_as_published_or_with_the_policy_given() -> None:
+    fresh = ApparateController.as_published(COSTS, ROOMY, version=6)
+    assert fresh.policy == policy_of(6, {0: NEVER, 1: NEVER, 2: NEVER})
     assert fresh.status().state == "shadow mode"
+    one = ApparateController.as_published(COSTS, ApparateSettings(max_overhead=1 / 40))
+    assert one.policy == policy_of(0, {1: NEVER})
+    assert ApparateController.as_published(COSTS).policy.active == ()  # 1 ms is beyond 2 % of 40
     assert controller().policy is POLICY
-    in_shadow = policy_of(5, {0: NEVER})
-    assert ApparateController(in_shadow, COSTS).policy is in_shadow
+
+
+def test_exits_are_evenly_spaced_within_the_budget() -> None:
+    costs = CostModel(
+        source_ms=80.0,
+        segments_ms=(10.0,) * 8,
+        stages_ms=(0.5,) * 7,
+        after_segment=tuple(range(7)),
+        exits_ms=(0.5,) * 7,
+    )
+    assert evenly_spaced(costs, 1.0) == (0, 1, 2, 3, 4, 5, 6)
+    assert evenly_spaced(costs, 2.5 / 80) == (1, 5)
+    assert evenly_spaced(costs, 1.5 / 80) == (3,)
+    assert evenly_spaced(costs, 0.0) == ()
 
 
 @pytest.mark.parametrize(
@@ -252,7 +267,7 @@ def test_lost_accuracy_goes_before_an_adjustment() -> None:
 
 
 def test_the_first_thresholds_come_with_the_first_adjustment() -> None:
-    target = ApparateController(POLICY, COSTS, ROOMY)
+    target = ApparateController.as_published(COSTS, ROOMY)
     feed(target, right(128))
     finish(target)
     by_exit = {a.exit: a.threshold for a in target.policy.active}
@@ -363,8 +378,7 @@ def stream(window: int) -> tuple[ApparateController, float, float]:
         exits_ms=(0.02,) * 10,
     )
     settings = ApparateSettings(tuning_window=window, max_overhead=0.015)
-    start = policy_of(1, dict.fromkeys(evenly_spaced(costs, 0.015), NEVER))
-    target = ApparateController(start, costs, settings)
+    target = ApparateController.as_published(costs, settings)
     errors, spent = 0, 0.0
     for begin in range(0, 8_000, 8):
         rows = slice(begin, begin + 8)

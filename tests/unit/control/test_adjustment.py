@@ -16,7 +16,6 @@ from offramp.engine.control.adjustment import (
     Adjustment,
     Reason,
     adjust,
-    evenly_spaced,
     measure_utilities,
     upper_bound_ms,
 )
@@ -244,13 +243,6 @@ def test_without_exits_the_middle_one_is_tried() -> None:
     cheap_late = costing(e3=2, e4=2)
     assert adjusted([], [], costs=cheap_late, max_overhead=1.5 / 80).tried == 5
     assert adjusted([], [], max_overhead=0.0).active == ()
-
-
-def test_the_start_is_evenly_spaced_within_the_budget() -> None:
-    assert evenly_spaced(COSTS, 1.0) == (0, 1, 2, 3, 4, 5, 6)
-    assert evenly_spaced(COSTS, 2.5 / 80) == (1, 5)
-    assert evenly_spaced(COSTS, 1.5 / 80) == (3,)
-    assert evenly_spaced(COSTS, 0.0) == ()
 
 
 @pytest.mark.parametrize(

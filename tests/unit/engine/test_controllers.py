@@ -32,7 +32,11 @@ def test_times_of_a_busy_machine_do_not_make_the_state_unfit(mode: Mode) -> None
     calm_costs, busy_costs = (
         CostModel.of(bundle.manifest, p, options.max_batch_size) for p in (profile, busy)
     )
-    budgets = [ramp_budget(bundle.policy, c, mode, options) for c in (calm_costs, busy_costs)]
+    all_run_on = mode is Mode.RELEASE
+    budgets = [
+        ramp_budget(bundle.policy, c, options, all_run_on=all_run_on)
+        for c in (calm_costs, busy_costs)
+    ]
     assert (budgets[0] < budgets[1]) == (mode is Mode.AUDIT)
     _, calm_print = make_controller(bundle, profile, mode, options)
     _, busy_print = make_controller(bundle, busy, mode, options)

@@ -254,7 +254,7 @@ def test_extensions_have_keys_too(tmp_path: Path) -> None:
         ('[engine]\nbackend = "onnx"', "'onnx' is none of auto, tensorrt, cuda, openvino, onnx"),
         (
             '[defaults]\ncontroller = "apparat"',
-            "'apparat' is none of certified, apparate, static; ",
+            "'apparat' is none of certified, apparate, pame, static; ",
         ),
         (
             "[defaults]\nconfidence = 95",
