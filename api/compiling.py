@@ -83,6 +83,7 @@ class CompileKeywords(TypedDict, total=False):
     selection: Selection
     rehearsal_batch: int
     max_violations: float
+    min_gain: float
     tolerance: float | None
     reference_batch_size: int
     threads: int

@@ -89,11 +89,13 @@ def limit_of_heads(best: Sequence[HeadScore], source_ms: float, terms: PolicyTer
     )
 
 
-def limit_of_rehearsal(max_violations: float) -> str:
+def limit_of_rehearsal(max_violations: float, min_gain: float) -> str:
     """Say why a rehearsal kept no exit."""
     return (
         "every exit made too many of the rehearsed batches later than the unmodified model would "
-        f"(--max-violations {max_violations:g}); a larger one, or --selection savings, keeps exits"
+        f"(--max-violations {max_violations:g}), or shortened their mean latency by too little "
+        f"(--min-gain {min_gain:g}); a larger share of the one, a smaller one of the other, or "
+        "--selection savings, keeps exits"
     )
 
 

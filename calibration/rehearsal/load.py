@@ -162,7 +162,8 @@ class RehearsalSettings:
     max_violations: float = 0.02
     """τ_l: largest share of batches that an exit may make late."""
     min_gain: float = 0.01
-    """Least share of the source model's time that each exit takes off the mean latency."""
+    """Least share of the source model's time that each exit takes off the mean latency; 0 is as
+    published."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "interval", "batches"):

@@ -136,6 +136,7 @@ def _fix_path(
             batch_size=options.choice.rehearsal_batch,
             max_disagreement=options.promise.max_disagreement,
             max_violations=options.choice.max_violations,
+            min_gain=options.choice.min_gain,
         )
         return choice.by_rehearsal(tune, settings)
     return choice.by_savings(tune, options.choice.max_overhead, candidates=candidates)

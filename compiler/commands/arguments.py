@@ -181,16 +181,24 @@ def add_promise(
 
 
 def add_rehearsing(
-    group: argparse._ActionsContainer, batch: int | None, violations: float | None
+    group: argparse._ActionsContainer,
+    batch: int | None,
+    violations: float | None,
+    min_gain: float | None,
 ) -> None:
     """Add the settings of PAME's rehearsal; without defaults they are the bundle's own."""
     own = "" if batch is not None else " (default: as the bundle was made)"
+    of_search = "" if batch is not None else "; with --anew, or where no exit is in use"
     group.add_argument("--rehearsal-batch", type=values.positive, default=batch, metavar="N",
                        help=f"rows of a batch that is rehearsed{own}")  # fmt: skip
     group.add_argument("--max-violations", type=values.share_from_0, default=violations,
                        metavar="SHARE",
                        help="largest share of such batches that an exit may make later than the "
                        f"unmodified model would{own}")  # fmt: skip
+    group.add_argument("--min-gain", type=values.share_from_0, default=min_gain, metavar="SHARE",
+                       help="least share of the model's time by which each exit must shorten the "
+                       f"mean latency of such batches, 0 as PAME publishes it{of_search}{own}"
+                       )  # fmt: skip
 
 
 def compile_parser() -> LayeredParser:
@@ -297,7 +305,7 @@ def _add_choice(group: argparse._ActionsContainer) -> None:
                        help="limit on the time that exits may add where none is taken, at the "
                        "reference batch size (default: no limit, that time is a price in the "
                        "savings)")  # fmt: skip
-    add_rehearsing(group, 32, 0.02)
+    add_rehearsing(group, 32, 0.02, 0.01)
 
 
 def _add_measuring(group: argparse._ActionsContainer) -> None:
@@ -370,7 +378,7 @@ on the new data, and certified on a part of it. Graphs and profile stay.""",
                         help="search the exits from scratch by rehearsal, instead of moving those "
                         "in use; thresholds may fall too")  # fmt: skip
     add_promise(parser, parser, None, None)
-    add_rehearsing(parser, None, None)
+    add_rehearsing(parser, None, None, None)
     add_seed(parser, "seed of split and batches")
     return parser
 

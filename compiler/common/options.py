@@ -225,12 +225,15 @@ class ChoiceOptions:
     """Rows of a rehearsed batch. With ``pame`` only."""
     max_violations: float = 0.02
     """Largest share of batches that an exit may make late. With ``pame`` only."""
+    min_gain: float = 0.01
+    """Least share of the source model's time that each exit must take off the mean latency; PAME
+    has no such limit, which is 0. With ``pame`` only."""
     reference_batch_size: int = 8
     """Savings are predicted with the times profiled at this batch size."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "max_overhead")
-        refuse_unless(self, lambda v: 0 <= v < 1, _FROM_0, "max_violations")
+        refuse_unless(self, lambda v: 0 <= v < 1, _FROM_0, "max_violations", "min_gain")
         sizes = ("rehearsal_batch", "reference_batch_size")
         refuse_unless(self, lambda v: v >= 1, "at least 1", *sizes)
 
@@ -359,6 +362,8 @@ class RehearseOptions(RewriteOptions):
     confidence_level: float | None = None
     rehearsal_batch: int | None = None
     max_violations: float | None = None
+    min_gain: float | None = None
+    """Of a search only."""
     seed: int = 0
 
 
@@ -431,6 +436,8 @@ COMPILE: Final[tuple[Illegal, ...]] = (
     Illegal(option="--rehearsal-batch", without="--selection pame",
             why="nothing is rehearsed then; add it, or leave this out"),
     Illegal(option="--max-violations", without="--selection pame",
+            why="nothing is rehearsed then; add it, or leave this out"),
+    Illegal(option="--min-gain", without="--selection pame",
             why="nothing is rehearsed then; add it, or leave this out"),
     Illegal(option="--candidates", beside="--exits",
             why="--exits names all places; leave one of them out"),

@@ -310,7 +310,7 @@ def _find_limit(certified: Certified, found: FoundExits) -> Certified:
         source_ms = profile.source_ms[profile.column(asked.batch_size)]
         limit = limits.limit_of_heads(found.best, source_ms, asked)
     elif not path.active and options.choice.selection == "pame":
-        limit = limits.limit_of_rehearsal(options.choice.max_violations)
+        limit = limits.limit_of_rehearsal(options.choice.max_violations, options.choice.min_gain)
     else:
         limit = choice.limit(path, chosen.tune, certified.records, options.choice.max_overhead)
     return replace(certified, limit=limit)

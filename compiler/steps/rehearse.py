@@ -99,6 +99,12 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
             f"{bundle.path}: by the criterion {criterion.name} exits depend on each other, "
             "and rehearsing moves single ones; compile the model again on the new data"
         )
+    searched = options.anew or not bundle.policy.active
+    if options.min_gain is not None and not searched:
+        raise CompileError(
+            f"--min-gain {options.min_gain:g} is for a search, and the {len(bundle.policy.active)} "
+            f"exits of {bundle.path} are only moved; add --anew, or leave it out"
+        )
     target = options.target()
     settings, choice = _asked(bundle, options)
     dataset = read_samples(options.data, bundle.manifest, group=options.group)
@@ -113,7 +119,7 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         record_exits(bundle.manifest, bundle.read, part, title, progress)
         for title, part in parts.items()
     )
-    if options.anew or not bundle.policy.active:
+    if searched:
         path = choice.by_rehearsal(tune, settings)
     else:
         path = _adapted(bundle.policy, choice, tune, settings)
@@ -162,6 +168,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
         batch_size=options.rehearsal_batch or kept.batch_size,
         max_disagreement=bound,
         max_violations=kept.max_violations if violations is None else violations,
+        min_gain=kept.min_gain if options.min_gain is None else options.min_gain,
     )
     return settings, PolicyChoice.again(
         bundle,

@@ -208,6 +208,23 @@ def test_anew_finds_what_compiling_finds(bundle: Bundle, capfd: pytest.CaptureFi
     assert thresholds_of(found).min() < raised.min()
 
 
+def test_a_search_keeps_the_exits_that_gain_as_much_as_asked(
+    bundle: Bundle, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert rehearsed(bundle).rehearsal.settings.min_gain == 0.01
+    found = {}
+    for gain in ("0", "0.99"):
+        asked = ["--anew", "--min-gain", gain, "--output", f"{gain}.ee"]
+        assert main(["rehearse", "tiny.ee", "--data", "same.npz", *asked]) == 0
+        found[gain] = rehearsed(Bundle.open(f"{gain}.ee")).rehearsal
+        assert found[gain].settings.min_gain == float(gain)
+    assert len(found["0"].active) > len(found["0.99"].active) == 0
+    assert found["0.99"].ended == "gain"
+    capfd.readouterr()
+    line = fails(capfd, "tiny.ee", "--data", "same.npz", "--min-gain", "0")
+    assert "exits of tiny.ee are only moved; add --anew, or leave it out" in line
+
+
 def test_what_is_asked_for_is_promised(bundle: Bundle) -> None:
     asked = ["--max-disagreement", "0.1", "--confidence", "0.9", "--rehearsal-batch", "8"]
     asked += ["--max-violations", "0", "--output", "new.ee"]

@@ -95,8 +95,9 @@ def test_heads_that_cost_more_than_they_save() -> None:
 
 
 def test_a_rehearsal_that_keeps_nothing_names_its_own_limit() -> None:
-    limit = limit_of_rehearsal(0.02)
+    limit = limit_of_rehearsal(0.02, 0.3)
     assert "--max-violations 0.02" in limit
+    assert "--min-gain 0.3" in limit
 
 
 def test_exits_that_agree_too_little() -> None:

@@ -38,6 +38,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--max-disagreement": "0.02",
     "--max-overhead": "0.1",
     "--max-violations": "0.05",
+    "--min-gain": "0",
     "--name": "fashion",
     "--optimization-level": "1",
     "--parts": "stages",
