@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import uvloop
 from benchmarks.common import make_parser
-from benchmarks.replay import Replay, single_samples
+from benchmarks.replay import Replay, altered, single_samples
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
@@ -129,14 +129,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def all_different(samples: Sequence[dict[str, NDArray[Any]]]) -> list[dict[str, NDArray[Any]]]:
     """Repeat samples, each a little changed, until none counts as a copy: copies have no audits."""
-    found = []
-    for turn in range(REMEMBERED // len(samples) + 2):
-        for sample in samples:
-            changed = {name: array.copy() for name, array in sample.items()}
-            first = next(iter(changed.values()))
-            first.flat[0] += first.dtype.type(turn if first.dtype.kind in "iu" else 1e-4 * turn)
-            found.append(changed)
-    return found
+    turns = range(REMEMBERED // len(samples) + 2)
+    return [altered(sample, turn) for turn in turns for sample in samples]
 
 
 async def settle(system: DrivenEngine, limit_s: float) -> float:

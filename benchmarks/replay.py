@@ -33,6 +33,17 @@ def single_samples(dataset: Dataset, count: int) -> list[dict[str, NDArray[Any]]
     ]
 
 
+def altered(sample: Mapping[str, NDArray[Any]], turn: int) -> dict[str, NDArray[Any]]:
+    """Copy a sample, and change one element a little: by so many turns, another one at each.
+
+    Controllers count equal samples once; so one may be sent again.
+    """
+    changed = {name: array.copy() for name, array in sample.items()}
+    first = next(iter(changed.values()))
+    first.flat[0] += first.dtype.type(turn if first.dtype.kind in "iu" else 1e-4 * turn)
+    return changed
+
+
 class Replay:
     """Sends samples to an engine one by one and notes how each request ends."""
 
