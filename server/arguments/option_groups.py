@@ -233,7 +233,8 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     options.add(
         "--ramp-budget",
         "how much longer the whole model may take for all exits in use, as a share of its time "
-        "(default: 0.02 in release mode, else the cost of the compiled exits, at least 0.1)",
+        "(default: 0.02 where every sample runs on, as in release mode, else the cost of the "
+        "compiled exits, at least 0.1)",
         metavar="SHARE",
         type=number(0.0),
     )

@@ -41,7 +41,7 @@ def test_every_order_sends_each_sample_once() -> None:
         assert order.tolist() != list(range(200))
 
 
-def test_successive_samples_of_a_video_are_alike_within_a_scene() -> None:
+def test_consecutive_samples_of_a_video_are_alike_within_a_scene() -> None:
     """Samples on a line: their place is their value, and a scene walks along it."""
     line = np.arange(100, dtype=np.float32)[:, None] * np.ones((1, 8), np.float32)
     order = video_order(line, rng(), scene=10)
