@@ -153,6 +153,13 @@ def behaviour_of(system: System, depths: NDArray[np.int64]) -> Behaviour:
     )
 
 
+def points_of(system: System, placement: Placement) -> OperatingPoints:
+    """The one operating point of a system, to the model's end, and what its stages take."""
+    table = placement.kinds[0].seconds
+    last = OperatingPoint(deepest=len(table) - 1, exit=MODEL_END, agreement=1.0)
+    return OperatingPoints(points=(last,), latencies=Latencies(table, system.going_on))
+
+
 def run(
     system: System,
     trace: Trace,
@@ -164,12 +171,9 @@ def run(
 ) -> Outcomes:
     """Simulate a system under a load."""
     placement, streams = system.placement, len(system.placement.streams)
-    table = placement.kinds[0].seconds
-    last = OperatingPoint(deepest=len(table) - 1, exit=MODEL_END, agreement=1.0)
-    points = OperatingPoints(points=(last,), latencies=Latencies(table, system.going_on))
     scheduler = make_scheduler(
         PolicyName.parse(system.policy),
-        points,
+        points_of(system, placement),
         max_batch_size=system.batch_size,
         max_queue=MOST_WAITING,
         streams=streams,
@@ -178,7 +182,7 @@ def run(
     return simulate(
         behaviour_of(system, depths),
         scheduler,
-        table,
+        placement.kinds[0].seconds,
         draw_load(trace.arrivals_s, trace.duration_s, len(depths), slo_s=slo_s, seed=seed),
         streams=streams,
         placement=placement,

@@ -21,6 +21,8 @@ from offramp.tools.bench.common.outcomes import Outcomes, Status
 from offramp.tools.bench.load.alarm import make_alarm
 from offramp.tools.bench.load.request_log import Reply, RequestLog, percentiles_ms
 
+COUNTED = 0.9
+"""Part of a closed loop's time that counts: the last."""
 _HEAD_START_S = 0.05
 """Before the first arrival: the load is set up by then."""
 
@@ -132,12 +134,12 @@ class Replay:
 
     async def closed_loop(self, concurrency: int, duration_s: float) -> float:
         """Keep requests under way; gives answers a second, the first tenth left out."""
-        return len(await self.saturate(concurrency, duration_s)) / (0.9 * duration_s)
+        return len(await self.saturate(concurrency, duration_s)) / (COUNTED * duration_s)
 
     async def saturate(self, concurrency: int, duration_s: float) -> NDArray[np.float64]:
         """Keep requests under way; gives the seconds that each took, the first tenth left out."""
         started_s = time.monotonic()
-        counted_from_s = started_s + 0.1 * duration_s
+        counted_from_s = started_s + (1 - COUNTED) * duration_s
         end_s = started_s + duration_s
         took_s: list[float] = []
 

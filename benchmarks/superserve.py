@@ -1,6 +1,7 @@
 """SuperServe's bursty experiment (6.2.1 and A.5), simulated: policies under CV² 2, 4 and 8.
 
     python -m benchmarks.superserve [--json FILE]
+    python -m benchmarks.superserve --buckets 3,6,12,64 [--json FILE]
 
 From the paper: 8 workers; a constant stream of 1,500 requests/s and a gamma stream of 5,550; SLO
 36 ms; six subnets of accuracy 73.82 … 80.16 %; 8 workers sustain about 8,000 requests/s on the
@@ -16,12 +17,19 @@ wait.
 That cost table ("linear") leaves no room at 7,050 requests/s for anything but the smallest subnet,
 while the paper's system works at 76 to 78 % there. So there is a second one ("fitted"): the subnets
 sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that this is possible.
+The third ("GPU") has curves of a GPU: a batch of 16 takes 5 times as long as one query, 9 ms on the
+smallest subnet and 36 ms, the objective, on the largest, so that 7,050 requests/s leave room for
+some 77 %, as in the paper.
+
+With ``--buckets`` it is the published rule alone, with so many latency buckets, of which the paper
+does not say how many there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 from benchmarks.common import make_parser
@@ -29,12 +37,15 @@ from benchmarks.common import make_parser
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
     Latencies,
+    ModelScheduler,
     OperatingPoint,
     OperatingPoints,
     StageTable,
     pareto_front,
 )
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.engine.scheduling.policies.slackfit import BareSlackFit
+from offramp.engine.scheduling.queue import SampleQueue
 from offramp.tools.bench.common.outcomes import Summary, summarise
 from offramp.tools.bench.common.output import (
     describe_environment,
@@ -46,6 +57,8 @@ from offramp.tools.bench.common.traces import Trace, bursty, constant
 from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
 from offramp.tools.bench.simulation import SimulatedOutcomes, draw_load, simulate
 
+SubnetTable: TypeAlias = Sequence[Sequence[float]]
+"""[subnets][rows + 1]: seconds of batches, the smallest subnet first."""
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)
 """Of the subnets, the smallest first; as variants they are numbered from the largest."""
 WORKERS, SLO_MS, MAX_BATCH = 8, 36.0, 16
@@ -56,6 +69,8 @@ SUSTAINED: dict[str, tuple[float | None, ...]] = {
 """Requests a second that 8 workers sustain on each; ``None`` is between its neighbours."""
 FIXED_PART = 2.0
 """What a batch costs besides its rows, in rows."""
+GPU_FIXED_PART, GPU_FULL_S = 2.57, (9e-3, 36e-3)
+"""The same of the table "GPU", and seconds of a full batch on the smallest and the largest."""
 POLICIES = (
     "slackfit",
     "slackfit-bare",
@@ -65,6 +80,7 @@ POLICIES = (
     *(f"fixed:final@{variant}" for variant in range(len(ACCURACIES) - 1, 0, -1)),
     "fixed:final",
 )
+MAX_WAITING = 4_096
 RECORDS = 4_096
 PUBLISHED = (
     "published (figures 8 and 10c, read off the text): SuperServe attains > 0.999 at every CV², at "
@@ -78,14 +94,20 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--duration-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--buckets", help="numbers of buckets of the published rule, by commas")
     options = parser.parse_args()
     results: dict[str, dict[str, Summary]] = {}
     console = wide_console()
-    tables = {name: costs_for(rates, options.seed) for name, rates in SUSTAINED.items()}
-    for name, costs in tables.items():
+    for name, table in tables_for(options.seed).items():
         for cv2 in (2, 4, 8):
             trace = bursty(1_500, 5_550, cv2, options.duration_s, options.seed)
-            rows = {policy: run(policy, costs, trace, options.seed) for policy in POLICIES}
+            if options.buckets is None:
+                rows = {policy: run(policy, table, trace, options.seed) for policy in POLICIES}
+            else:
+                rows = {
+                    f"{count} buckets": run_bare(int(count), table, trace, options.seed)
+                    for count in options.buckets.split(",")
+                }
             results[f"{name}, cv2={cv2}"] = rows
             title = f"SIMULATED, {name} costs, {trace.name}; agree is accuracy"
             print_summaries(console, rows, title=title)
@@ -95,7 +117,9 @@ def main() -> None:
             "simulated": True,
             "assumptions": " ".join((__doc__ or "").split("From the paper:")[1].split()),
             "published": PUBLISHED,
-            "ms_per_row": {name: [1e3 * c for c in costs] for name, costs in tables.items()},
+            "seconds_of_full_batches": {
+                name: [row[-1] for row in table] for name, table in tables_for(options.seed).items()
+            },
             "results": {
                 case: {policy: summary.to_json() for policy, summary in rows.items()}
                 for case, rows in results.items()
@@ -105,32 +129,72 @@ def main() -> None:
         write_json(options.json, document)
 
 
-def run(policy: str, costs: Sequence[float], trace: Trace, seed: int) -> Summary:
+def tables_for(seed: int) -> dict[str, SubnetTable]:
+    """Make the cost tables, by name."""
+    found = {name: affine(costs_for(rates, seed), FIXED_PART) for name, rates in SUSTAINED.items()}
+    return {**found, "GPU": gpu_table()}
+
+
+def gpu_table() -> SubnetTable:
+    """Make the table "GPU"."""
+    low, high = (full_s / (GPU_FIXED_PART + MAX_BATCH) for full_s in GPU_FULL_S)
+    return affine(np.linspace(low, high, len(ACCURACIES)).tolist(), GPU_FIXED_PART)
+
+
+def affine(costs: Sequence[float], fixed_part: float) -> SubnetTable:
+    """Give the seconds of batches whose rows cost so much, the smallest subnet first."""
+    sizes = np.arange(1, MAX_BATCH + 1)
+    return [[0.0, *(cost * (fixed_part + sizes)).tolist()] for cost in costs]
+
+
+def run(policy: str, table: SubnetTable, trace: Trace, seed: int) -> Summary:
     """Simulate one policy; accuracy is reported as agreement."""
-    found = outcomes(policy, costs, trace, seed)
+    return as_accuracy(outcomes(policy, table, trace, seed))
+
+
+def run_bare(buckets: int, table: SubnetTable, trace: Trace, seed: int) -> Summary:
+    """Simulate the published rule with so many buckets."""
+    points = table_points(table)
+    policy = BareSlackFit(points, MAX_BATCH, WORKERS, buckets=buckets)
+    queue = SampleQueue(MAX_WAITING, full=MAX_BATCH)
+    scheduler = ModelScheduler(policy, points.latencies, queue, streams=WORKERS)
+    return as_accuracy(simulated(scheduler, table, trace, seed))
+
+
+def as_accuracy(found: SimulatedOutcomes) -> Summary:
+    """Summarise, with the subnets' accuracy as agreement."""
     worth = np.array(ACCURACIES[::-1])[found.variant[found.answered]]
     accuracy = float(worth.mean()) if worth.size else None
     return replace(summarise(found, slo_ms=SLO_MS), agreement=accuracy)
 
 
-def outcomes(policy: str, costs: Sequence[float], trace: Trace, seed: int) -> SimulatedOutcomes:
-    """Simulate one policy under a trace; ``costs`` are the subnets' seconds a row, rising."""
-    rows = [[0.0, *(cost * (FIXED_PART + np.arange(1, MAX_BATCH + 1))).tolist()] for cost in costs]
-    full, *smaller = ([row] for row in reversed(rows))
+def outcomes(policy: str, table: SubnetTable, trace: Trace, seed: int) -> SimulatedOutcomes:
+    """Simulate one policy under a trace."""
     scheduler = make_scheduler(
-        PolicyName.parse(policy),
-        points_of(Latencies(full, smaller=[StageTable(table) for table in smaller])),
-        max_batch_size=MAX_BATCH,
-        streams=WORKERS,
+        PolicyName.parse(policy), table_points(table), max_batch_size=MAX_BATCH, streams=WORKERS
     )
+    return simulated(scheduler, table, trace, seed)
+
+
+def simulated(
+    scheduler: ModelScheduler, table: SubnetTable, trace: Trace, seed: int
+) -> SimulatedOutcomes:
+    """Simulate a scheduler under a trace."""
+    full, *smaller = ([row] for row in reversed(table))
     nobody_early = Behaviour(
         exits=(MODEL_END,),
         leaves_at=np.zeros(RECORDS, np.int64),
         agrees=np.ones((1, RECORDS), np.bool_),
     )
     load = draw_load(trace.arrivals_s, trace.duration_s, RECORDS, slo_s=SLO_MS / 1e3, seed=seed)
-    variants = [SimulatedVariant(behaviour=nobody_early, seconds=table) for table in smaller]
+    variants = [SimulatedVariant(behaviour=nobody_early, seconds=rows) for rows in smaller]
     return simulate(nobody_early, scheduler, full, load, streams=WORKERS, smaller=variants)
+
+
+def table_points(table: SubnetTable) -> OperatingPoints:
+    """Make every subnet to its end a point."""
+    full, *smaller = ([row] for row in reversed(table))
+    return points_of(Latencies(full, smaller=[StageTable(rows) for rows in smaller]))
 
 
 def points_of(latencies: Latencies) -> OperatingPoints:
@@ -155,7 +219,7 @@ def costs_for(rates: Sequence[float | None], seed: int) -> list[float]:
 
 def sustains(cost: float, rps: float, seed: int) -> bool:
     """Whether 8 workers answer 99.9 % of evenly spaced requests in time."""
-    found = run("fixed:final", [cost], constant(rps, 4.0), seed)
+    found = run("fixed:final", affine([cost], FIXED_PART), constant(rps, 4.0), seed)
     return found.attainment is not None and found.attainment >= 0.999
 
 

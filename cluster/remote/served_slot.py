@@ -160,8 +160,9 @@ class ServedSlot:
         tensors = order.tensors
         if order.inline:
             tensors = {**tensors, **{f.name: array_in(body, f, at) for f, at in order.inline}}
+        batch = self._slot.upload(tensors)
         with self._device:
-            result = self._slot.run(stage, self._slot.upload(tensors), order.threshold)
+            result = self._slot.run(stage, batch, order.threshold)
         self._reached("after-run")
         return _reply(order, result, tensors)
 

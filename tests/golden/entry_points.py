@@ -97,9 +97,11 @@ def shrinking(system: str, *, easy: float, size: int, rate: float) -> Json:
 def bursts(policy: str, *, cv2: float, duration_s: float) -> Json:
     """SuperServe's bursty experiment, its costs assumed instead of found."""
     costs = np.linspace(5.5e-5, 2.2e-4, len(superserve.ACCURACIES)).tolist()
-    return superserve.run(policy, costs, bursty(1_500, 5_550, cv2, duration_s, 0), 0).to_json()
+    table = superserve.affine(costs, superserve.FIXED_PART)
+    return superserve.run(policy, table, bursty(1_500, 5_550, cv2, duration_s, 0), 0).to_json()
 
 
 def sustained(rps: float) -> Json:
     """What SuperServe's costs are found by, at one rate."""
-    return superserve.run("fixed:final", [2e-4], constant(rps, 0.2), 0).to_json()
+    table = superserve.affine([2e-4], superserve.FIXED_PART)
+    return superserve.run("fixed:final", table, constant(rps, 0.2), 0).to_json()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Final
 
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.points import OperatingPoints
 from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
 from offramp.engine.scheduling.queue import SampleQueue
 
-BUCKETS = 64
-"""Latency buckets of SlackFit; the paper says evenly sized and not how many."""
+BARE_BUCKETS: Final = 6
+"""Latency buckets of the published rule, which says evenly sized and not how many: here as many as
+figure 6 has subnets. With a few, each holds a setting of a large batch. With 64, most hold a single
+one, and the rule answers a middling slack by a setting that is slow *and* small, and falls behind
+for good (``benchmarks.superserve``)."""
+BUCKETS: Final = 64
+"""Of ours, which goes down from a bucket that does not keep up."""
 
 
 class BareSlackFit(SlackPolicy):
@@ -33,7 +39,7 @@ class BareSlackFit(SlackPolicy):
         max_batch_size: int,
         streams: int = 1,
         *,
-        buckets: int = BUCKETS,
+        buckets: int = BARE_BUCKETS,
     ) -> None:
         super().__init__(points, max_batch_size, streams)
         ranked = []
@@ -72,12 +78,11 @@ class BareSlackFit(SlackPolicy):
 class SlackFit(BareSlackFit):
     """SlackFit that keeps up with the queue, and takes the best point that it leaves time for.
 
-    Three things are ours. How many buckets there are decides which settings compete, and with
-    them whether a middling slack is answered by a setting that is slow *and* small: bare, the rule
-    falls behind for good at loads that it could carry (``benchmarks.superserve``). So a bucket
-    whose choice cannot keep up with the queue gives way to the next lower one that can, or to
-    the one that comes closest. Nor is its batch size a limit: whatever fits the slack at its point
-    goes along, for what is left behind needs a batch of its own.
+    Three things are ours. How many buckets there are decides which settings compete, and which
+    number is right differs from table to table (see :data:`BARE_BUCKETS`). So there are many, and
+    a bucket whose choice cannot keep up with the queue gives way to the next lower one that can,
+    or to the one that comes closest. Nor is its batch size a limit: whatever fits the slack at its
+    point goes along, for what is left behind needs a batch of its own.
 
     And that largest batch may not be there: bare, the rule cuts a lone sample short to fit 32. So
     its point is where the search begins, and the best one is taken at which the rows that do wait
@@ -86,6 +91,16 @@ class SlackFit(BareSlackFit):
     """
 
     name = "slackfit"
+
+    def __init__(
+        self,
+        points: OperatingPoints,
+        max_batch_size: int,
+        streams: int = 1,
+        *,
+        buckets: int = BUCKETS,
+    ) -> None:
+        super().__init__(points, max_batch_size, streams, buckets=buckets)
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
         """Look into the bucket, and down from there for one that keeps up."""

@@ -16,7 +16,7 @@ RECORDED = {
     "refill": "91cc1208025589a7",
     "rebatch": "d0b2b86b15b9e9f1",
     "slackfit": "a3eebb4aa7109f0e",
-    "slackfit-bare": "e3f232bdd95fd393",
+    "slackfit-bare": "ca4054deadf99d58",
     "max-accuracy": "d5b607f90214caf3",
     "max-batch": "3cc2569437f40236",
     "cheapest": "b6441f8e05bec675",

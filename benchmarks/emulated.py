@@ -1,0 +1,229 @@
+"""Systems of E3's evaluation on emulated devices: the real router, wire and worker processes.
+
+Workers answer by script and sleep for as long as a device would (:mod:`.testing.emulated_worker`),
+with all times stretched, so that a machine of two cores carries many: what the router itself takes
+is the smaller, the more they are stretched, and is in the figures.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import uvloop
+from benchmarks.e3_systems import MOST_WAITING, System, behaviour_of, points_of
+from benchmarks.replay import COUNTED, Replay
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer, ExitPolicy, TensorSpec
+from offramp.certify.decision import MODEL_END
+from offramp.cluster.planning.cluster import Cluster
+from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.process import WorkerCommand
+from offramp.cluster.remote.worker_backend import RemoteBackend
+from offramp.engine.core import Engine
+from offramp.engine.models.deployment import Deployment
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.scheduling import DeviceLink, Placement
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, StageSpec
+from offramp.testing.backend import SCRIPT
+from offramp.testing.emulated_worker import MODULE, EmulatedDevice
+from offramp.testing.scripted_worker import ScriptedBackend
+
+MODEL: Final = "emulated"
+SURE: Final = 0.9
+THRESHOLD: Final = 0.75
+_CLASSES: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedCluster:
+    """Worker processes that take as long as a cluster's devices, times so much."""
+
+    backend: RemoteBackend
+    stretch: float
+    slowdowns: tuple[Path, ...]
+    """[workers]: files with what each one's times are multiplied by."""
+
+    def slow_down(self, slower: Mapping[int, float] | None = None) -> None:
+        """Have workers take so many times as long from now on, by their numbers; others as ever."""
+        for number, path in enumerate(self.slowdowns):
+            path.write_text(str((slower or {}).get(number, 1.0)))
+
+
+@contextmanager
+def emulated_cluster(
+    cluster: Cluster, *, row_bytes: float, stretch: float
+) -> Iterator[EmulatedCluster]:
+    """Start a worker for each device of a cluster; they end with the context."""
+    kinds = {kind.name: kind for kind in cluster.types}
+    devices = [
+        EmulatedDevice(
+            segments_s=stretched(kinds[name].times.segments_s, stretch),
+            exits_s=stretched(kinds[name].times.exits_s, stretch),
+            link_s=stretch * cluster.link.latency_s,
+            row_s=stretch * row_bytes / cluster.link.bytes_per_s,
+        )
+        for name in cluster.device_types
+    ]
+    with emulated_workers(devices, stretch=stretch) as found:
+        yield found
+
+
+@contextmanager
+def emulated_workers(
+    devices: Sequence[EmulatedDevice], *, stretch: float
+) -> Iterator[EmulatedCluster]:
+    """Start a worker for each device, whose times are stretched; they end with the context."""
+    with tempfile.TemporaryDirectory() as folder:
+        launchers, slowdowns = [], []
+        for number, device in enumerate(devices):
+            slowdowns.append(Path(folder) / f"{number}.slowdown")
+            path = Path(folder) / f"{number}.json"
+            replace(device, slowdown=str(slowdowns[-1])).write(path)
+            command = WorkerCommand(
+                module=MODULE, arguments=("--device", str(path), "--number", str(number))
+            )
+            launchers.append(LocalLauncher(command))
+        backend = RemoteBackend(ScriptedBackend(), launchers=launchers, least_s=60.0)
+        found = EmulatedCluster(backend=backend, stretch=stretch, slowdowns=tuple(slowdowns))
+        found.slow_down()
+        try:
+            yield found
+        finally:
+            backend.close()
+
+
+def goodput_emulated(
+    emulated: EmulatedCluster,
+    system: System,
+    depths: NDArray[np.int64],
+    *,
+    slo_s: float,
+    under_way: int,
+    duration_s: float,
+    batches_per_worker: int = 1,
+) -> float:
+    """Serve closed-loop clients by a system; gives the rows a second that are in time (E3 5).
+
+    All times, the returned rate's too, are those of the devices, not stretched.
+    """
+    stretch = emulated.stretch
+
+    async def serve() -> float:
+        model = _served(emulated, system, batches_per_worker)
+        streams = batches_per_worker * len(system.placement.streams)
+        engine = Engine({MODEL: model}, emulated.backend, streams=streams)
+        try:
+            answers = np.zeros(len(depths), np.int64)
+            replay = Replay(engine, MODEL, _samples(system, depths), answers)
+            took_s = await replay.saturate(under_way, stretch * duration_s)
+        finally:
+            await engine.close()
+        in_time = np.count_nonzero(took_s <= stretch * slo_s)
+        return in_time / (COUNTED * duration_s)
+
+    return uvloop.run(serve())
+
+
+def stretched(times: NDArray[np.float64], stretch: float) -> tuple[tuple[float, ...], ...]:
+    """Give a table of seconds, times so much."""
+    return tuple(tuple(row) for row in (stretch * times).tolist())
+
+
+def _slower(placement: Placement, stretch: float, batches: int) -> Placement:
+    """Stretch all times, and give each device so many streams."""
+
+    def link(given: DeviceLink) -> DeviceLink:
+        return DeviceLink(
+            bytes_per_s=given.bytes_per_s / stretch, latency_s=given.latency_s * stretch
+        )
+
+    return replace(
+        placement,
+        streams=placement.streams * batches,
+        kinds=tuple(
+            replace(kind, seconds=stretched(np.array(kind.seconds), stretch))
+            for kind in placement.kinds
+        ),
+        link=link(placement.link),
+        links=tuple((a, b, link(given)) for a, b, given in placement.links),
+    )
+
+
+def _samples(system: System, depths: NDArray[np.int64]) -> list[dict[str, NDArray[Any]]]:
+    """Make the script of each row: it is sure at the stage that it leaves at, and behind it."""
+    leaves_at = behaviour_of(system, depths).leaves_at
+    last = system.spans[-1][1]
+    samples = []
+    for stage in leaves_at.tolist():
+        sure = np.full(last + 2, 0.5, np.float32)
+        sure[system.spans[stage][1] : last + 1] = SURE
+        sure[last + 1] = 0
+        samples.append({SCRIPT: np.stack([sure, 1 - sure], axis=-1)[None]})
+    return samples
+
+
+def _plan_of(system: System) -> Plan:
+    stages = tuple(
+        StageSpec(
+            index=index,
+            first_segment=first,
+            last_segment=last,
+            exit=exit_,
+            load=bytes,
+            inputs=(SCRIPT,),
+            carried=() if exit_ == MODEL_END else (SCRIPT,),
+            answer=None if exit_ is None else "answer",
+            form="probabilities",
+            threshold=0.0 if exit_ == MODEL_END else THRESHOLD,
+        )
+        for index, (first, last, exit_) in enumerate(system.spans)
+    )
+    return Plan(stages=stages, policy_version=1, mode=Mode.LEAVE)
+
+
+def _served(emulated: EmulatedCluster, system: System, batches: int) -> ServedModel:
+    placement = system.placement
+    emulated.backend.hold(lambda n, spec: spec.index in placement.streams[n].holds)
+    stretched = _slower(placement, emulated.stretch, batches)
+    points = points_of(system, stretched)
+    policy = PolicyName.parse(system.policy)
+    deployment = Deployment(
+        number=0,
+        policy=ExitPolicy(version=1, active=()),
+        pipeline=Pipeline(emulated.backend, _plan_of(system)),
+        points=points,
+        batch_size=system.batch_size,
+        placement=stretched,
+    )
+    last = system.spans[-1][1]
+    return ServedModel(
+        inputs=(TensorSpec(name=SCRIPT, dtype="float32", shape=("batch", last + 2, _CLASSES)),),
+        outputs=(TensorSpec(name="answer", dtype="float32", shape=("batch", _CLASSES)),),
+        answer=Answer(output="answer", classes=_CLASSES, form="probabilities"),
+        mode=Mode.LEAVE,
+        options=ModelOptions(
+            max_batch_size=system.batch_size,
+            scheduling=policy,
+            max_queue_samples=MOST_WAITING,
+        ),
+        deployment=deployment,
+        scheduler=make_scheduler(
+            policy,
+            points,
+            max_batch_size=system.batch_size,
+            max_queue=MOST_WAITING,
+            streams=len(stretched.streams),
+            placement=stretched,
+        ),
+        good_inputs={SCRIPT: np.zeros((1, last + 2, _CLASSES), np.float32)},
+    )

@@ -1,0 +1,326 @@
+"""SuperServe's policies (6.2, 6.4) MEASURED ON EMULATED DEVICES, and how fast the router is.
+
+    python -m benchmarks.superserve_emulated [--only NAME,…] [--stretch 10] [--duration-s 3]
+        [--json FILE]
+
+Each of 8 devices is a worker process that sleeps for as long as a batch takes on it, by the curves
+of the table "GPU" of benchmarks/superserve.py, which are assumed; router, scheduler, wire and
+processes are the real ones. All times are stretched tenfold; rates and latencies are those of the
+devices. The objective is 36 ms, the mean rate 7,050 requests/s but where said. Accuracy is that of
+the subnet that answered. Beside slackfit-bare, the published rule, and slackfit, ours, stand
+max-batch (MaxBatch), max-accuracy (MaxAcc), cheapest (INFaaS without an accuracy target), and
+fixed:final@5 to @3, single subnets (Clipper+), the smallest first.
+
+* bursts: 1,500 constant and 5,550 of a gamma stream of CV² 2, 4 and 8 (figures 8 and 10);
+* accelerating: from 2,500 to 7,400 requests/s (figure 9; 11b);
+* spikes: 5,500, and 8,750 for a tenth of each second, as the MAF trace is described in 6.2;
+* kills: 1,500 constant and 3,500 of CV² 2 while a worker is killed every 12 s as they pass here,
+  1.2 s of the devices', which the router starts again (6.4, where it is lost for good);
+* router: queries a second of closed-loop clients on 1 to 8 workers that take no time, not
+  stretched; processor time of the router a query.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import uvloop
+from benchmarks.common import make_parser
+from benchmarks.emulated import EmulatedCluster, emulated_workers, stretched
+from benchmarks.replay import COUNTED, Replay
+from benchmarks.superserve import (
+    ACCURACIES,
+    MAX_BATCH,
+    MAX_WAITING,
+    SLO_MS,
+    WORKERS,
+    gpu_table,
+    table_points,
+)
+from rich.table import Table
+
+from offramp.bundle import Answer, ExitPolicy, TensorSpec
+from offramp.bundle.schema.parts import Exit, Head, Variant
+from offramp.certify.decision import MODEL_END
+from offramp.engine.core import Engine
+from offramp.engine.models.deployment import Deployment
+from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.served_model import ServedModel
+from offramp.engine.scheduling.policies import PolicyName, make_scheduler
+from offramp.engine.stages.pipeline import Pipeline
+from offramp.engine.stages.plan import Mode, Plan, StageSpec
+from offramp.testing.backend import SCRIPT
+from offramp.testing.emulated_worker import EmulatedDevice
+from offramp.tools.bench.common.outcomes import Outcomes, summarise
+from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.traces import Trace, accelerate, bursty
+
+MODEL: Final = "supernet"
+SUBNETS: Final = len(ACCURACIES)
+FIXED: Final = tuple(f"fixed:final@{variant}" for variant in (5, 4, 3))
+POLICIES: Final = ("slackfit-bare", "slackfit", "max-batch", "max-accuracy", "cheapest", *FIXED)
+FEW: Final = ("slackfit-bare", "slackfit", "max-batch", "cheapest", FIXED[1])
+KILL_EVERY_S: Final = 12.0
+UNDER_WAY: Final = 256
+_CLASSES: Final = 2
+
+Row = dict[str, Any]
+
+
+def spikes(duration_s: float, seed: int) -> Trace:
+    """Draw 5,500 arrivals a second, and 8,750 in the first tenth of each."""
+    draw, arrivals = np.random.default_rng(seed), []
+    for begin_s in np.arange(0.0, duration_s, 0.1):
+        rate = 8_750 if round(begin_s * 10) % 10 == 0 else 5_500
+        ends_s = min(begin_s + 0.1, duration_s)
+        count = draw.poisson(rate * (ends_s - begin_s))
+        arrivals.append(np.sort(draw.uniform(begin_s, ends_s, count)))
+    return Trace(name="spikes", arrivals_s=np.concatenate(arrivals), duration_s=duration_s)
+
+
+class ServedSupernet:
+    """A supernet of one stage a subnet, on emulated workers."""
+
+    def __init__(self, emulated: EmulatedCluster, table: Sequence[Sequence[float]]) -> None:
+        self._emulated, self._table = emulated, table
+        script = np.full((1, SUBNETS + 1, _CLASSES), 0.5, np.float32)
+        script[:, -1] = 0
+        self._samples = [{SCRIPT: script}]
+
+    def load(self, policy: str, trace: Trace, *, kills: bool = False) -> Row:
+        """Serve a trace by a policy; gives attainment and accuracy."""
+        return uvloop.run(self._load(policy, trace, kills=kills))
+
+    def rate(self, policy: str, duration_s: float) -> tuple[float, float]:
+        """Queries a second of closed-loop clients, and the router's processor seconds for each."""
+        return uvloop.run(self._rate(policy, duration_s))
+
+    async def _load(self, policy: str, trace: Trace, *, kills: bool) -> Row:
+        stretch, slo_s = self._emulated.stretch, SLO_MS / 1e3
+        engine = self._engine(policy)
+        killing = asyncio.create_task(self._kill()) if kills else None
+        try:
+            replay = Replay(engine, MODEL, self._samples, np.zeros(1, np.int64))
+            found = await replay.open_loop(
+                stretch * trace.arrivals_s, stretch * trace.duration_s, stretch * slo_s
+            )
+            (statistics,) = engine.statistics().values()
+            smaller = [variant.answered for variant in statistics.variants]
+            answered = [statistics.answered - sum(smaller), *smaller]
+        finally:
+            if killing is not None:
+                killing.cancel()
+            await engine.close()
+        summary = summarise(_faster(found, stretch), slo_ms=SLO_MS)
+        worth = np.array(ACCURACIES[::-1])
+        return {
+            "policy": policy,
+            "requests": len(found.intended_s),
+            "attainment": summary.attainment,
+            "accuracy %": 100 * float(worth @ answered) / max(sum(answered), 1),
+            "restarts": statistics.worker_restarts,
+        }
+
+    async def _kill(self) -> None:
+        chosen = random.Random(0)
+        while True:
+            await asyncio.sleep(KILL_EVERY_S)
+            if pids := self._emulated.backend.pids:
+                os.kill(chosen.choice(pids), signal.SIGKILL)
+
+    async def _rate(self, policy: str, duration_s: float) -> tuple[float, float]:
+        engine = self._engine(policy)
+        try:
+            replay = Replay(engine, MODEL, self._samples, np.zeros(1, np.int64))
+            began_s = time.process_time()
+            took_s = await replay.saturate(UNDER_WAY, duration_s)
+            busy_s = time.process_time() - began_s
+        finally:
+            await engine.close()
+        return len(took_s) / (COUNTED * duration_s), COUNTED * busy_s / max(len(took_s), 1)
+
+    def _engine(self, policy: str) -> Engine:
+        backend = self._emulated.backend
+        table = stretched(np.array(self._table), self._emulated.stretch)
+        points = table_points(table)
+        full, *smaller = (
+            Pipeline(backend, _plan_of(segment)) for segment in reversed(range(SUBNETS))
+        )
+        deployment = Deployment(
+            number=0,
+            policy=ExitPolicy(version=1, active=()),
+            pipeline=full,
+            smaller=tuple(smaller),
+            points=points,
+            batch_size=MAX_BATCH,
+        )
+        chosen, streams = PolicyName.parse(policy), len(self._emulated.slowdowns)
+        shape = (SUBNETS + 1, _CLASSES)
+        model = ServedModel(
+            inputs=(TensorSpec(name=SCRIPT, dtype="float32", shape=("batch", *shape)),),
+            outputs=(TensorSpec(name="answer", dtype="float32", shape=("batch", _CLASSES)),),
+            answer=Answer(output="answer", classes=_CLASSES, form="probabilities"),
+            mode=Mode.LEAVE,
+            options=ModelOptions(max_batch_size=MAX_BATCH, scheduling=chosen),
+            deployment=deployment,
+            scheduler=make_scheduler(
+                chosen,
+                points,
+                max_batch_size=MAX_BATCH,
+                max_queue=MAX_WAITING,
+                streams=streams,
+            ),
+            good_inputs={SCRIPT: np.zeros((1, *shape), np.float32)},
+            variants=tuple(map(_variant, range(1, SUBNETS))),
+        )
+        return Engine({MODEL: model}, backend, streams=streams)
+
+
+def _variant(number: int) -> Variant:
+    """Name a subnet; of its exit only the agreement is read, and that for a page."""
+    end = Exit(
+        index=0,
+        after_segment=0,
+        file="",
+        inputs=(),
+        output="answer",
+        confidence="",
+        head=Head(kind="mean"),
+        agreement=ACCURACIES[SUBNETS - 1 - number],
+    )
+    return Variant(index=number, name=f"subnet {number}", segments=(), exits=(end,))
+
+
+def _plan_of(segment: int) -> Plan:
+    stage = StageSpec(
+        index=0,
+        first_segment=segment,
+        last_segment=segment,
+        exit=MODEL_END,
+        load=bytes,
+        inputs=(SCRIPT,),
+        carried=(),
+        answer="answer",
+        form="probabilities",
+        threshold=0.0,
+    )
+    return Plan(stages=(stage,), policy_version=1, mode=Mode.LEAVE)
+
+
+def _faster(found: Outcomes, stretch: float) -> Outcomes:
+    return replace(
+        found,
+        intended_s=found.intended_s / stretch,
+        latency_s=found.latency_s / stretch,
+        duration_s=found.duration_s / stretch,
+    )
+
+
+def bursts(stretch: float, duration_s: float) -> Iterator[Row]:
+    """Figures 8 and 10."""
+    with _devices(stretch) as served:
+        for cv2 in (2, 4, 8):
+            trace = bursty(1_500, 5_550, cv2, duration_s, 0)
+            for policy in POLICIES:
+                yield {"CV²": cv2, **served.load(policy, trace)}
+
+
+def accelerating(stretch: float, duration_s: float) -> Iterator[Row]:
+    """Figure 11b."""
+    with _devices(stretch) as served:
+        for per_s2 in (250, 5_000):
+            trace = accelerate(2_500, 7_400, per_s2, 8, duration_s, seed=0)
+            for policy in FEW:
+                yield {"per s²": per_s2, **served.load(policy, trace)}
+
+
+def spiky(stretch: float, duration_s: float) -> Iterator[Row]:
+    """Figure 9, in shape."""
+    with _devices(stretch) as served:
+        for policy in FEW:
+            yield served.load(policy, spikes(duration_s, 0))
+
+
+def killed(stretch: float, duration_s: float) -> Iterator[Row]:
+    """Section 6.4."""
+    with _devices(stretch) as served:
+        trace = bursty(1_500, 3_500, 2, 3 * duration_s, 0)
+        for policy in FEW[:3]:
+            yield served.load(policy, trace, kills=True)
+
+
+def router(_: float, duration_s: float) -> Iterator[Row]:
+    """Queries a second that the router carries."""
+    nothing = np.zeros((SUBNETS, MAX_BATCH + 1)).tolist()
+    for workers in (1, 2, 4, 8):
+        device = EmulatedDevice(segments_s=nothing)
+        with emulated_workers([device] * workers, stretch=1.0) as emulated:
+            served = ServedSupernet(emulated, gpu_table())
+            rate, busy_s = served.rate("fixed:final@5", max(duration_s, 2.0))
+            yield {"workers": workers, "queries/s": round(rate),
+                   "router µs a query": 1e6 * busy_s}  # fmt: skip
+
+
+class _devices:  # noqa: N801 - a context manager
+    """Eight devices with the curves of the table "GPU"."""
+
+    def __init__(self, stretch: float) -> None:
+        table = gpu_table()
+        device = EmulatedDevice(segments_s=stretched(np.array(table), stretch))
+        self._workers = emulated_workers([device] * WORKERS, stretch=stretch)
+
+    def __enter__(self) -> ServedSupernet:
+        return ServedSupernet(self._workers.__enter__(), gpu_table())
+
+    def __exit__(self, *error: object) -> None:
+        self._workers.__exit__(*error)
+
+
+EXPERIMENTS: Final[Mapping[str, Callable[[float, float], Iterator[Row]]]] = {
+    "bursts": bursts,
+    "accelerating": accelerating,
+    "spikes": spiky,
+    "kills": killed,
+    "router": router,
+}
+
+
+def main() -> None:
+    """Measure, print, and write if asked, after each experiment."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", default=",".join(EXPERIMENTS), help="names of experiments")
+    parser.add_argument("--stretch", type=float, default=10.0, help="factor of all times")
+    parser.add_argument("--duration-s", type=float, default=3.0, help="of a load, not stretched")
+    options = parser.parse_args()
+    found: dict[str, Sequence[Row]] = {}
+    for name in options.only.split(","):
+        rows: list[Row] = []
+        for row in EXPERIMENTS[name](options.stretch, options.duration_s):
+            rows.append(row)
+            print(row, flush=True)
+        found[name] = rows
+        table = Table(*rows[0], title=f"MEASURED ON EMULATED DEVICES: {name}")
+        for row in rows:
+            table.add_row(*(f"{v:,.4f}" if isinstance(v, float) else str(v) for v in row.values()))
+        wide_console(140).print(table)
+        document = {
+            "measured_on_emulated_devices": "all figures",
+            "assumptions": " ".join((__doc__ or "").split("FILE]")[1].split()),
+            "experiments": found,
+            "environment": describe_environment(
+                seed=0, stretch=options.stretch, duration_s=options.duration_s
+            ),
+        }
+        write_json(options.json, document)
+
+
+if __name__ == "__main__":
+    main()
