@@ -35,7 +35,7 @@ from offramp.engine.serving.extension import BackgroundTask
 from offramp.engine.serving.observers import InputObserver, InputObservers
 from offramp.engine.serving.opening import load_model, open_models
 from offramp.engine.serving.versions import ModelLoading, ModelVersion, ModelVersions
-from offramp.engine.stages.backend_protocol import StreamBackend
+from offramp.engine.stages.backend_protocol import SlotsByStream, StreamBackend
 from offramp.engine.stages.plan import Mode
 
 
@@ -84,8 +84,8 @@ class Engine:
             scheduler,
             streams=streams,
             slots=slots,
-            # Each stream has a device, which it starts again.
-            open_slot=backend.open_slot_of if isinstance(backend, StreamBackend) else None,
+            # A stream keeps to its device, also when it is started again.
+            open_slot=backend.open_slot_of if isinstance(backend, SlotsByStream) else None,
         )
         upgrades = EngineUpgrades(options.build_budget)
         self._control = ControlLoop(self._executor, models, upgrades=upgrades)

@@ -41,7 +41,7 @@ CPU_RUNTIMES: Final = frozenset({CPU, "openvino-cpu"})
 class _Options:
     threads: int
     streams: int
-    device: int
+    devices: tuple[int, ...]
     precision: Precision | None
     graphs: bool
     max_rows: int
@@ -53,7 +53,7 @@ def make_backend(
     *,
     threads: int = 1,
     streams: int = 1,
-    device: int = 0,
+    devices: Sequence[int] = (0,),
     precision: Precision | None = None,
     graphs: bool = True,
     max_rows: int = 32,
@@ -67,7 +67,8 @@ def make_backend(
         name: One of :data:`BACKENDS`.
         threads: Intra-op threads of each running stage, on the CPU.
         streams: How many stages will run at the same time, where that has to be known before.
-        device: Number of the GPU, where one is used.
+        devices: Numbers of the GPUs, where one is used; several are of one model, and streams are
+            dealt out to them in turn. ``auto`` without any takes a backend on the CPU.
         precision: Of TensorRT's engines; ``None`` is the least that a bundle has.
         graphs: Whether stages are captured into CUDA graphs, where one is used.
         max_rows: Most rows of a batch that will be run, where no engine says it.
@@ -77,7 +78,7 @@ def make_backend(
     options = _Options(
         threads=threads,
         streams=streams,
-        device=device,
+        devices=tuple(devices),
         precision=precision,
         graphs=graphs,
         max_rows=max_rows,
@@ -95,14 +96,19 @@ def make_backend(
 
 
 def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
-    reasons = []
+    reasons = [] if options.devices else ["no GPU is to be used"]
+    several = len(options.devices) > 1  # these very ones were asked for: no CPU in their place
     try:
-        probe.find_device(options.device)
+        for device in options.devices:
+            probe.find_device(device)
     except BackendError as error:  # the one reason against all that need a GPU
+        if several:
+            raise
         reasons.append(str(error))
     has_gpu = not reasons
     for name, entry in _ENTRIES.items():
-        if (entry.needs_gpu and not has_gpu) or not entry.is_candidate(options):
+        wanted = has_gpu if entry.needs_gpu else not several
+        if not wanted or not entry.is_candidate(options):
             continue
         try:
             _refuse_operators(name, needed)
@@ -117,8 +123,42 @@ def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
     raise BackendError("; ".join(reasons))
 
 
-def _tensorrt(options: _Options) -> Backend:
-    device = probe.require(f"cuda:{options.device}")
+def _on_each(make: Callable[[_Options, int], Backend]) -> Callable[[_Options], Backend]:
+    """Turn what makes a backend on a GPU into what makes one on all the GPUs of the options."""
+
+    def make_all(options: _Options) -> Backend:
+        if not options.devices:
+            raise BackendError("that backend runs on a GPU, and none is named; give cuda:0, …")
+        if len(options.devices) == 1:
+            return make(options, options.devices[0])
+        from offramp.engine.backends.several_devices import SeveralDevices  # noqa: PLC0415
+
+        _require_alike(options.devices)
+        with ExitStack() as failed:
+            backends: dict[str, Backend] = {}
+            for device in options.devices:
+                backend = backends[f"cuda:{device}"] = make(options, device)
+                failed.callback(backend.close)
+            failed.pop_all()
+        return SeveralDevices(backends)
+
+    return make_all
+
+
+def _require_alike(devices: Sequence[int]) -> None:
+    """Refuse GPUs of several models: times and engines are of one."""
+    models = {f"cuda:{index}": probe.find_device(index).name for index in devices}
+    if len(set(models.values())) > 1:
+        told = ", ".join(f"{device} is {model}" for device, model in models.items())
+        raise BackendError(
+            f"{told}, expected GPUs of one model, for which engines and times are the same; name "
+            "only those, or run workers of both (eeserve --cluster), which are planned by profiles "
+            "of their own"
+        )
+
+
+def _tensorrt(options: _Options, index: int) -> Backend:
+    device = probe.require(f"cuda:{index}")
     _tensorrt_version()  # loads it
     from offramp.engine.backends.tensorrt import TensorRTFactory  # noqa: PLC0415
 
@@ -131,9 +171,9 @@ def _tensorrt(options: _Options) -> Backend:
     )
 
 
-def _cuda(options: _Options) -> Backend:
+def _cuda(options: _Options, index: int) -> Backend:
     try:
-        device = probe.find_device(options.device)
+        device = probe.find_device(index)
         from offramp.engine.backends import onnxruntime_cuda  # noqa: PLC0415
         from offramp.engine.cuda.pycuda_driver import require_pycuda  # noqa: PLC0415
 
@@ -141,7 +181,7 @@ def _cuda(options: _Options) -> Backend:
         require_pycuda()
         onnxruntime_cuda.try_provider(device.index)
     except BackendError as error:
-        raise BackendError(f"CUDA cannot be used on cuda:{options.device}: {error}") from error
+        raise BackendError(f"CUDA cannot be used on cuda:{index}: {error}") from error
     return _on_gpu(
         device,
         options,
@@ -271,7 +311,7 @@ def _require_plain(options: _Options) -> None:
 def _require_engines(options: _Options) -> None:
     """Refuse bundles without engines for this GPU, TensorRT and precision, before one is loaded."""
     _require_plain(options)
-    device = probe.require(f"cuda:{options.device}")
+    device = probe.require(f"cuda:{options.devices[0]}")  # all are of one model
     place = EnginePlace(
         gpu=device.name,
         compute_capability=device.compute_capability,
@@ -335,8 +375,8 @@ class _Entry(NamedTuple):
 
 
 _ENTRIES: Final[Mapping[str, _Entry]] = {
-    "tensorrt": _Entry(_tensorrt, needs_gpu=True, require=_require_engines),
-    "cuda": _Entry(_cuda, needs_gpu=True, require=_require_plain),
+    "tensorrt": _Entry(_on_each(_tensorrt), needs_gpu=True, require=_require_engines),
+    "cuda": _Entry(_on_each(_cuda), needs_gpu=True, require=_require_plain),
     "openvino": _Entry(_openvino, is_candidate=_compares_openvino, require=_require_faster),
     "onnxruntime": _Entry(_cpu, custom_ops=True),
 }

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import aligned
-from offramp.engine.cuda.memory import PooledMemory, Region
+from offramp.engine.cuda.memory import MemoryPool, PooledMemory, Region
 
 RowPart: TypeAlias = tuple[str, np.dtype[Any], tuple[int, ...]]
 """A tensor's name, type on the device and shape of one row."""
@@ -155,7 +155,8 @@ class CudaBatch:
 class BufferedRows:
     """A batch in memory of its own, that waits at a split; written for good."""
 
-    pool: object
+    pool: MemoryPool
+    """Of the device that has them."""
     rows: int
     layout: Layout
     memory: PooledMemory

@@ -276,6 +276,8 @@ class MemoryPool:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._read = HostRegion(driver)
+        self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._idle: defaultdict[int, list[int]] = defaultdict(list)
         self._all: set[int] = set()
@@ -292,6 +294,23 @@ class MemoryPool:
             address = idle.pop() if idle else self._allocate(size_bytes)
         return PooledMemory(address, size_bytes, self._returned)
 
+    def read(self, memory: PooledMemory, size_bytes: int) -> NDArray[np.uint8]:
+        """Copy the beginning of memory that was taken to the host, and wait; on any thread.
+
+        What wrote it is done. BackendError if it cannot be read, DeviceLostError.
+        """
+        driver = self._driver
+        with self._reading, driver.current(), ExitStack() as releases:
+            self._read.reserve(size_bytes)
+            content = self._read.array[:size_bytes]
+            stream, event = driver.stream(), driver.event()
+            releases.callback(stream.close)
+            releases.callback(event.close)
+            driver.copy_out(content, memory.address, stream)
+            driver.record(event, stream)
+            driver.synchronize(event)
+            return content.copy()
+
     def close(self) -> None:
         """Free everything, buffered batches that are still referred to as well."""
         with self._lock:
@@ -299,6 +318,7 @@ class MemoryPool:
                 self._driver.free(address)
             self._all.clear()
             self._idle.clear()
+        self._read.free()
 
     def _allocate(self, size_bytes: int) -> int:
         try:

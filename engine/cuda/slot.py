@@ -8,7 +8,7 @@
     select   nothing, where the stage end found the same survivors: it has brought them to the
              other input area already; else a gather
     buffer   to memory of its own, and waits, so that any slot may merge it at once
-    merge    into an input area
+    merge    into an input area; rows of another device come through the host
 
 The stage end (``engine/kernels/stage_end.cu``) writes confidences, survivors and their number
 to pinned memory; but for these and the answer nothing comes to the host.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from offramp.engine.cuda.device_batch import BufferedRows, CudaBatch, Layout, La
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory, SlotResources
 from offramp.engine.cuda.execution import StageRun
-from offramp.engine.cuda.memory import Arena, MemoryPool
+from offramp.engine.cuda.memory import Arena, HostRegion, MemoryPool
 from offramp.engine.cuda.prepared_stages import CudaStage, StageFacts, StageRegistry
 from offramp.engine.cuda.runs import OpenStages, StageRuns
 from offramp.engine.cuda.stream import DeviceKernels, SlotStream
@@ -78,6 +78,8 @@ class CudaSlot:
         self._layouts = Layouts()
         self.arena = Arena(driver, self._forget_addresses)
         """Its buffers; to be looked at only."""
+        self._staging = HostRegion(driver)
+        """What passes between the host and another device than this."""
         with ExitStack() as failed:
             failed.callback(self.arena.free)
             self.arena.open(shared.stages.needs())
@@ -177,7 +179,7 @@ class CudaSlot:
         """Enqueue copies of buffered rows into an input area, part after part."""
         with self._at_work("buffered rows could not be merged"):
             self._tidy()
-            buffered = [(self._own_buffered(batch), rows) for batch, rows in parts]
+            buffered = [(self._on_this_device(batch), rows) for batch, rows in parts]
             first, total = buffered[0][0], sum(len(rows) for _, rows in buffered)
             row = first.layout.row
             if other := next((b.layout.row for b, _ in buffered if b.layout.row != row), None):
@@ -202,6 +204,26 @@ class CudaSlot:
                 )
             return merged
 
+    def download(self, batch: TensorBatch) -> dict[str, NDArray[Any]]:
+        """Copy the tensors of a batch to the host, and wait."""
+        assert isinstance(batch, CudaBatch)
+        with self._at_work("%d rows could not be copied to the host", batch.rows):
+            self._check(batch)
+            self._work.wait()  # what came before may still use the region
+            self._staging.reserve(batch.layout.size_bytes)
+            found = {}
+            for tensor, address in zip(batch.layout.tensors, batch.addresses, strict=True):
+                end = tensor.offset + batch.rows * tensor.row_bytes
+                content = self._staging.array[tensor.offset : end]
+                self._work.pending = True
+                if content.size:
+                    self._driver.copy_out(content, address, self._stream)
+                found[tensor.name] = content.view(tensor.dtype).reshape(
+                    (batch.rows, *tensor.sample_shape)
+                )
+            self._work.wait()
+            return {name: array.copy() for name, array in found.items()}
+
     @property
     def graphs(self) -> int:
         """How many CUDA graphs it has now."""
@@ -224,6 +246,7 @@ class CudaSlot:
             releases.enter_context(self._driver.current())
             releases.callback(self._shared.stages.sweep)
             releases.callback(self.arena.free)
+            releases.callback(self._staging.free)
             releases.callback(self._stream.close)
             releases.callback(self._event.close)
             releases.callback(self._open.close)
@@ -360,10 +383,26 @@ class CudaSlot:
         if not batch.valid:
             raise BackendError("a batch was used after its buffer was written again")
 
-    def _own_buffered(self, batch: TensorBatch) -> BufferedRows:
-        if not isinstance(batch, BufferedRows) or batch.pool is not self._shared.pool:
-            raise BackendError("only buffered batches of the same backend can be merged")
-        return batch
+    def _on_this_device(self, batch: TensorBatch) -> BufferedRows:
+        """Return buffered rows that this slot can copy; those of another device are fetched."""
+        if not isinstance(batch, BufferedRows):
+            raise BackendError("only buffered batches can be merged")
+        if batch.pool is self._shared.pool:
+            return batch
+        size_bytes = batch.layout.size_bytes
+        try:
+            content = batch.pool.read(batch.memory, size_bytes)
+        except DeviceLostError as error:  # of the other device: this one is as well as before
+            raise BackendError(f"rows that waited on another GPU are lost: {error}") from error
+        self._work.wait()  # the rows before may still be read from the region
+        self._staging.reserve(size_bytes)
+        self._staging.array[:size_bytes] = content
+        fetched = replace(batch, pool=self._shared.pool, memory=self._shared.pool.take(size_bytes))
+        self._work.pending = True
+        self._work.held.append(fetched)
+        sent = self._staging.array[:size_bytes]
+        self._driver.copy_in(fetched.memory.address, sent, self._stream)
+        return fetched
 
     def _resources(self) -> SlotResources:
         return SlotResources(

@@ -17,7 +17,7 @@ from offramp.engine.models.devices import StreamDevices
 from offramp.engine.models.learning_options import LearnOptions
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.stages.plan import Mode
-from offramp.engine.tensorrt.probe import parse_device
+from offramp.engine.tensorrt.probe import parse_devices
 
 RUN_THROUGH = PolicyName("run-through")
 MOST_SHARE = 1 - 1e-9
@@ -29,11 +29,6 @@ _MOST_ROWS, MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
 exhaust the machine before anything is served."""
 SHARE_WEIGHTS = ("auto", "always", "never")
 """What may be asked of weights in memory: that a bundle's models have one copy of them."""
-_ON_CPU = (
-    "workers run stages on the CPU, as tensors of a GPU cannot be handed from process to process; "
-    "give --backend onnxruntime or openvino, or no --workers"
-)
-"""Why a backend is refused."""
 ON_CPU = ("onnxruntime", "openvino")
 """The backends whose streams are the machine's cores."""
 
@@ -159,7 +154,8 @@ class EngineOptions:
     backend: str = "auto"
     """One of :data:`offramp.engine.backends.BACKENDS`."""
     device: str = "cuda:0"
-    """The GPU, for backends that use one."""
+    """The GPU, for backends that use one; of several, ``cuda:0,cuda:1``, each runs every so
+    manieth stream."""
     precision: Precision | None = None
     """The precision of TensorRT's engines; ``None`` is the least of those that were built."""
     graphs: bool = True
@@ -168,7 +164,8 @@ class EngineOptions:
     """Minutes of an hour, in the long run, in which engines are built beside serving for stages
     that control brought into use; 0 builds none, and such stages run as chains of segments."""
     streams: int = 1
-    """Batches that run at the same time, of whatever models."""
+    """Batches that run at the same time, of whatever models; 1 is one for each GPU of
+    ``device``."""
     devices: StreamDevices | None = None
     """What runs the streams, one each; ``None`` runs them in this process."""
     threads: int | None = None
@@ -210,12 +207,35 @@ class EngineOptions:
             raise ValueError(
                 f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"
             )
-        try:
-            parse_device(self.device)
-        except BackendError as error:
-            raise ValueError(f"device: {error}") from error
+        self._spread_streams()
         if self.backend in ON_CPU:
             self.check_cores()
+
+    def _spread_streams(self) -> None:
+        """Have a stream for each GPU at least; refuse, by a ValueError, devices that are none."""
+        try:
+            count = len(parse_devices(self.device))
+        except BackendError as error:
+            raise ValueError(f"device: {error}") from error
+        if count == 1:
+            return
+        if self.devices is not None:
+            raise ValueError(
+                f"device is {self.device!r:.100}, and workers have GPUs of their own: name them in "
+                "the cluster file ([[workers]] device), and leave device out"
+            )
+        if self.backend in ON_CPU:
+            raise ValueError(
+                f"device is {self.device!r:.100}, and backend {self.backend} runs on the CPU; "
+                "leave device out, or choose backend tensorrt or cuda"
+            )
+        if self.streams == 1:
+            object.__setattr__(self, "streams", count)  # frozen from here on
+        elif self.streams < count:
+            raise ValueError(
+                f"streams is {self.streams}, and device names {count} GPUs, expected a stream for "
+                f"each at least; leave streams out, or give {count} or more"
+            )
 
     def check_cores(self) -> None:
         """Refuse, by an OptionsError, more threads than cores where the CPU executes."""

@@ -41,7 +41,7 @@ from offramp.engine.scheduling import (
     Placement,
 )
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler, may_buffer
-from offramp.engine.stages.backend_protocol import StreamBackend
+from offramp.engine.stages.backend_protocol import SlotsByStream, StreamBackend
 from offramp.engine.stages.pipeline import zeros
 from offramp.engine.stages.plan import Mode
 from offramp.engine.stages.precision import warn_of_other_kernels, warn_of_saturation
@@ -274,7 +274,7 @@ def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions
 
 
 def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int) -> list[Slot]:
-    """Open a slot for every stream and warm it up for all models, where slots share nothing.
+    """Open the slot of every stream and warm it up for all models, where slots share nothing.
 
     BackendError if one cannot be opened, for instance for want of memory; none is left open then.
     """
@@ -282,8 +282,11 @@ def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int
     if backend.on_cpu:
         return slots
     try:
-        for _ in range(streams):
-            slots.append(backend.open_slot())
+        for stream in range(streams):
+            if isinstance(backend, SlotsByStream):
+                slots.append(backend.open_slot_of(stream))
+            else:
+                slots.append(backend.open_slot())
             for model in models.values():
                 model.warm_up(slots[-1], model.deployment)
     except BaseException:

@@ -15,14 +15,20 @@ class ParallelLimit:
     below 1, where batches run one after another. With neither, a batch may start on any idle
     stream.
 
-    One limit is shared by all models of a device.
+    One limit is shared by all models. With several ``devices`` the streams are dealt out to them in
+    turn, and a batch only has to mind those on its own device.
     """
 
     WINDOW = 256
     """Samples with a deadline between two steps."""
 
     def __init__(
-        self, max_batch_size: int, *, fixed: int | None = None, max_violations: float | None = None
+        self,
+        max_batch_size: int,
+        *,
+        fixed: int | None = None,
+        max_violations: float | None = None,
+        devices: int = 1,
     ) -> None:
         if fixed is not None and max_violations is not None:
             raise ValueError("give τ_b itself or the violation ratio that it follows, not both")
@@ -34,6 +40,7 @@ class ParallelLimit:
         self._max_violations = max_violations
         self.value = self._most if fixed is None else fixed
         """τ_b now."""
+        self._devices = devices
         self._running: dict[int, int] = {}
         self._seen = 0
         self._late = 0
@@ -59,7 +66,21 @@ class ParallelLimit:
         """Whether a batch may start on a stream."""
         if self.value >= self._most:
             return True
-        return all(rows < self.value for other, rows in self._running.items() if other != stream)
+        return all(
+            rows < self.value
+            for other, rows in self._running.items()
+            if other != stream and self._share_device(stream, other)
+        )
+
+    def may_fail_alike(self, stream: int, other: int) -> bool:
+        """Whether what failed on a stream may fail on another for the same reason.
+
+        That is the stream itself; of several devices, all streams on the same one.
+        """
+        return stream == other or (self._devices > 1 and self._share_device(stream, other))
+
+    def _share_device(self, stream: int, other: int) -> bool:
+        return stream % self._devices == other % self._devices
 
     def observe(self, samples: int, late: int) -> None:
         """Count samples with a deadline that were answered, and those of them that were late.

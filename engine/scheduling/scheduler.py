@@ -324,13 +324,16 @@ class ModelScheduler:
         return wait_until(until_s)
 
     def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:
-        """Whether a stream can run a batch; not where it failed, if another can."""
+        """Whether a stream can run a batch; not on the device where it failed, if another can."""
         placed, able = batch.plan.placed, self._in_flight.others(stream)
         if placed is not None:
             if not placed.holds(stream, batch.stage):
                 return False
             able = frozenset(n for n in able if placed.holds(n, batch.stage))
-        return batch.failed_on != stream or not able
+        if (failed_on := batch.failed_on) is None:
+            return True
+        alike = self._parallel.may_fail_alike
+        return not alike(failed_on, stream) or all(alike(failed_on, other) for other in able)
 
     def _next_retry(
         self, plan: ServedPlan | None, stream: int, now_s: float

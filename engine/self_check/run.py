@@ -33,6 +33,7 @@ from offramp.engine.self_check.subject import CheckSubject
 from offramp.engine.serving.opening import backend_for
 from offramp.engine.stages.plan import make_plan
 from offramp.engine.tensorrt.lookup import PREFERRED, TOLERANCES
+from offramp.engine.tensorrt.probe import parse_devices
 
 SECONDS: Final = 45.0
 """For all checks. Loading stages, and the reference's answers, come on top."""
@@ -73,6 +74,10 @@ def run_self_check(
         BundleError: A bundle is absent, damaged or of another version.
         BackendError: The backend cannot run here.
     """
+    if len(parse_devices(options.device)) > 1:
+        raise BackendError(
+            f"device is {options.device}, and a self-check is of one GPU; run it once for each"
+        )
     bundles = {name: Bundle.open(path) for name, path in models.items()}
     backend = make(models, options)
     environment = describe_environment(

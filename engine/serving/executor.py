@@ -41,8 +41,8 @@ _JOIN_LIMIT_S = 10.0
 class Executor:
     """Runs models on the streams of one device; :meth:`start` starts their threads.
 
-    It owns the scheduler from here on, and ``slots``, open and warm ones for the streams' first
-    starts. Models are known by a key; that of the first ones is their name.
+    It owns the scheduler from here on, and ``slots`` [streams], open and warm ones for the streams'
+    first starts. Models are known by a key; that of the first ones is their name.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Executor:
         self._shared = SharedByStreams(
             backend=backend,
             open_slot=open_slot or (lambda _stream: backend.open_slot()),
-            warm_slots=list(slots),
+            warm_slots=dict(enumerate(slots)),
             scheduler=scheduler,
             models=self._models,
             available=self._available,
@@ -260,5 +260,5 @@ class Executor:
                 thread.join(_JOIN_LIMIT_S)
             if thread.is_alive():
                 _log.error("%s: a stage still runs after %g s", thread.name, _JOIN_LIMIT_S)
-        for slot in self._shared.warm_slots:
+        for slot in self._shared.warm_slots.values():
             slot.close()

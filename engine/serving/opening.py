@@ -21,7 +21,7 @@ from offramp.engine.models.served_model import ServedModel, warm_slots
 from offramp.engine.onnx_files import OnnxFileError, WrappedFiles, is_onnx_file
 from offramp.engine.scheduling import ParallelLimit
 from offramp.engine.stages.plan import Mode
-from offramp.engine.tensorrt.probe import parse_device
+from offramp.engine.tensorrt.probe import parse_devices
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -112,6 +112,7 @@ async def _open_bundles(
         _largest_batch(models, options),
         fixed=options.parallel_below,
         max_violations=options.max_violations,
+        devices=len(parse_devices(options.device)),
     )
     loaded: dict[str, ServedModel] = {}
     try:
@@ -191,7 +192,7 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
         options.backend,
         threads=options.threads_per_stream(),
         streams=options.streams,
-        device=parse_device(options.device),
+        devices=parse_devices(options.device) if options.devices is None else (),
         precision=options.precision,
         graphs=options.graphs,
         max_rows=_largest_batch(models, options),

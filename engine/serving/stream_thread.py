@@ -58,8 +58,8 @@ class SharedByStreams:
     backend: Backend
     open_slot: Callable[[int], Slot]
     """Opens the slot of a stream."""
-    warm_slots: list[Slot]
-    """Open and warm ones for the streams' first starts."""
+    warm_slots: dict[int, Slot]
+    """By stream: an open and warm one for its first start."""
     scheduler: DeviceScheduler
     models: Mapping[str, ModelRuntime]
     """By key; the executor adds and removes them."""
@@ -135,8 +135,8 @@ class StreamThread(threading.Thread):
     def _open_slot(self) -> tuple[Slot, bool]:
         """Take a slot that is open, or open one; says whether it is warm."""
         with self._lock:
-            if self._shared.warm_slots:
-                return self._shared.warm_slots.pop(), True
+            if (warm := self._shared.warm_slots.pop(self._stream, None)) is not None:
+                return warm, True
             if not self._shared.backend.on_cpu:  # that takes a while: others run what waits
                 self._scheduler.suspend(self._stream)
         try:

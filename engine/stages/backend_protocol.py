@@ -98,6 +98,14 @@ class Slot(Protocol):
         """Release what the slot holds."""
 
 
+@runtime_checkable
+class DeviceSlot(Slot, Protocol):
+    """A slot whose tensors are not on the host."""
+
+    def download(self, batch: TensorBatch) -> Mapping[str, NDArray[Any]]:
+        """Copy the tensors of a batch to the host, by name; they are the caller's. BackendError."""
+
+
 class Backend(Protocol):
     """Prepares stages; thread-safe."""
 
@@ -146,8 +154,17 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class StreamBackend(Backend, Protocol):
-    """A backend whose slots differ: each stream has a device of its own, which may be lost."""
+class SlotsByStream(Backend, Protocol):
+    """A backend whose slots differ: a stream keeps to the device that runs it."""
+
+    def open_slot_of(self, stream: int) -> Slot:
+        """Open a slot of the device of a stream; started anew if it is lost. BackendError."""
+        ...
+
+
+@runtime_checkable
+class StreamBackend(SlotsByStream, Protocol):
+    """A backend with a device of its own for each stream, which may be lost."""
 
     @property
     def device_types(self) -> tuple[str, ...]:
@@ -162,8 +179,4 @@ class StreamBackend(Backend, Protocol):
     @property
     def restarts(self) -> int:
         """Devices that were started in place of one that was lost."""
-        ...
-
-    def open_slot_of(self, stream: int) -> Slot:
-        """Open a slot of the device of a stream; started anew if it is lost. BackendError."""
         ...

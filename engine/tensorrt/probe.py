@@ -63,6 +63,25 @@ def parse_device(device: str) -> int:
     return int(match[1] or 0)
 
 
+def parse_devices(devices: str) -> tuple[int, ...]:
+    """Read the numbers of GPUs in ``cuda:0,cuda:1``, in their order; one alone is one."""
+    found: list[int] = []
+    for name in devices.split(","):
+        try:
+            index = parse_device(name)
+        except BackendError as error:
+            if name == devices:
+                raise
+            raise BackendError(f"{devices!r:.100}: {error}") from error
+        if index in found:
+            raise BackendError(
+                f"{devices!r:.100} names cuda:{index} twice, expected each GPU once; several "
+                "streams on a GPU are --streams"
+            )
+        found.append(index)
+    return tuple(found)
+
+
 def find_device(index: int) -> Device:
     """Describe a GPU; makes no CUDA context on it.
 

@@ -283,7 +283,12 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         choices=BACKENDS,
     )
-    options.add("--device", "GPU of tensorrt and cuda", metavar="cuda:N")
+    options.add(
+        "--device",
+        "GPU of tensorrt and cuda, or several of one model with commas, which the streams are "
+        "spread over",
+        metavar="cuda:N",
+    )
     options.add(
         "--precision",
         f"precision of TensorRT's engines: {', '.join(PRECISIONS)} (default: the lowest that was "
@@ -305,7 +310,9 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         metavar="MINUTES",
         type=number(0.0),
     )
-    options.add("--streams", "batches that run at the same time", **_COUNT)
+    options.add(
+        "--streams", "batches that run at the same time (1: one for each GPU of --device)", **_COUNT
+    )
     options.add(
         "--threads",
         "CPU threads of a stream (default: an equal share)",

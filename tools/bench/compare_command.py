@@ -146,7 +146,7 @@ def run(
     backend = make_backend(
         options.backend,
         threads=options.threads,
-        device=parse_device(options.device),
+        devices=(parse_device(options.device),),
         graphs=options.graphs,
         max_rows=max(options.batch_sizes),
         bundles=(options.bundle,),

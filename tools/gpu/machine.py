@@ -109,7 +109,11 @@ class GpuMachine:
     def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> Ingredients:
         """See :class:`Machine`."""
         make_backend(
-            self.backend, device=self._index, graphs=graphs, max_rows=max_rows, bundles=(bundle,)
+            self.backend,
+            devices=(self._index,),
+            graphs=graphs,
+            max_rows=max_rows,
+            bundles=(bundle,),
         ).close()  # says what is missing, as a server would
         from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
 

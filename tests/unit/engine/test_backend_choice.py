@@ -17,6 +17,7 @@ from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, installed
 
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, list_targets
 from offramp.engine.backends import factory, make_backend, onnxruntime_cuda
+from offramp.engine.backends.several_devices import SeveralDevices
 from offramp.engine.common.errors import BackendError
 from offramp.engine.kernels.kernel_compilation import source_hash
 from offramp.engine.models.options import EngineOptions
@@ -36,6 +37,9 @@ class Named:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def close(self) -> None:
+        """Hold nothing."""
 
 
 @pytest.fixture
@@ -112,7 +116,7 @@ def test_what_is_asked_for_and_cannot_run_is_one_line(
     no_driver: None, name: str, told: str
 ) -> None:
     with pytest.raises(BackendError) as caught:
-        make_backend(name, device=2)
+        make_backend(name, devices=[2])
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -121,7 +125,7 @@ def test_tensorrt_comes_first_where_the_bundle_has_engines(
     made: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     path = with_engines(tmp_path / "a.ee")
-    assert choice(caplog, bundles=[path], device=1, graphs=False, max_rows=7) == (
+    assert choice(caplog, bundles=[path], devices=[1], graphs=False, max_rows=7) == (
         "tensorrt", "backend: tensorrt (the fastest, and all is there for it)",
     )  # fmt: skip
     assert made["device"] is H200
@@ -133,7 +137,7 @@ def test_a_bundle_without_engines_is_served_by_cuda_and_told_how_to_build(
 ) -> None:
     first, second = with_engines(tmp_path / "a.ee"), tmp_path / "b.ee"
     engine_bundle("residual", second)
-    name, line = choice(caplog, bundles=[first, second], device=1)
+    name, line = choice(caplog, bundles=[first, second], devices=[1])
     assert name == "onnxruntime-cuda"
     assert line == (
         f"backend: onnxruntime-cuda ({second} has no engines for NVIDIA H200 with TensorRT "
@@ -279,7 +283,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 def on_gpu(path: Path, made: Tracked) -> Backend:
     options = factory._Options(
-        threads=1, streams=1, device=0, precision=None, graphs=True, max_rows=1, bundles=[path]
+        threads=1, streams=1, devices=(0,), precision=None, graphs=True, max_rows=1, bundles=[path]
     )
     return factory._on_gpu(replace(H200, index=0), options, lambda _: made)  # type: ignore[arg-type, return-value]
 
@@ -318,6 +322,73 @@ def test_kernels_that_cannot_be_compiled_either_leave_nothing_open(
     assert made.closed == 2
 
 
+# Several GPUs.
+
+
+def test_on_several_gpus_each_has_a_backend_of_its_own(
+    made: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = with_engines(tmp_path / "a.ee")
+    name, line = choice(caplog, bundles=[path], devices=[0, 2])
+    assert (name, line) == ("tensorrt", "backend: tensorrt (the fastest, and all is there for it)")
+    backend = make_backend("cuda", devices=[0, 2])
+    assert isinstance(backend, SeveralDevices)
+    assert (backend.name, backend.devices) == ("onnxruntime-cuda", ("cuda:0", "cuda:2"))
+
+
+@pytest.mark.parametrize("name", ["auto", "tensorrt", "cuda"])
+def test_a_gpu_of_several_that_is_not_there_is_told_and_no_cpu_takes_its_place(
+    made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def find_device(index: int) -> probe.Device:
+        if index == 9:
+            raise BackendError("there is no GPU cuda:9, cuda:0 to cuda:1, look at nvidia-smi")
+        return H200
+
+    monkeypatch.setattr(probe, "find_device", find_device)
+    with pytest.raises(BackendError, match="there is no GPU cuda:9, cuda:0 to cuda:1, look at"):
+        make_backend(name, devices=[0, 9])
+
+
+def test_where_no_backend_runs_on_several_gpus_the_reasons_are_told(
+    made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(device: int) -> None:
+        raise BackendError("no provider")
+
+    monkeypatch.setattr(onnxruntime_cuda, "try_provider", refuse)
+    path = tmp_path / "a.ee"
+    engine_bundle("residual", path)
+    with pytest.raises(BackendError, match=r"a.ee has no engines for NVIDIA H200 .*; CUDA cannot"):
+        make_backend("auto", devices=[0, 1], bundles=[path])
+
+
+def test_gpus_of_several_models_are_refused(
+    made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("NVIDIA H200", "NVIDIA L4")
+    monkeypatch.setattr(
+        probe, "find_device", lambda index: replace(H200, index=index, name=names[index])
+    )
+    with pytest.raises(BackendError) as caught:
+        make_backend("cuda", devices=[0, 1])
+    assert str(caught.value) == (
+        "cuda:0 is NVIDIA H200, cuda:1 is NVIDIA L4, expected GPUs of one model, for which engines "
+        "and times are the same; name only those, or run workers of both (eeserve --cluster), "
+        "which are planned by profiles of their own"
+    )
+
+
+def test_without_gpus_to_use_auto_is_on_the_cpu(
+    made: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choice(caplog, devices=[]) == (
+        "onnxruntime-cpu", "backend: onnxruntime-cpu (no GPU is to be used)",
+    )  # fmt: skip
+    with pytest.raises(BackendError, match="runs on a GPU, and none is named; give cuda:0"):
+        make_backend("tensorrt", devices=[])
+
+
 # Options.
 
 
@@ -325,6 +396,33 @@ def test_a_device_is_named_as_cuda_does() -> None:
     assert EngineOptions(device="cuda:3").device == "cuda:3"
     with pytest.raises(ValueError, match="device: 'gpu0' is no device of TensorRT; give cuda:0"):
         EngineOptions(device="gpu0")
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ("cpu,cuda:0", "device: 'cpu,cuda:0': 'cpu' is no device of TensorRT; give cuda:0"),
+        ("cuda:0,", "device: 'cuda:0,': '' is no device of TensorRT"),
+        (
+            "cuda,cuda:0",
+            "device: 'cuda,cuda:0' names cuda:0 twice, expected each GPU once",
+        ),
+    ],
+)
+def test_devices_that_are_none_or_the_same_are_refused(device: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        EngineOptions(device=device)
+
+
+def test_each_device_has_a_stream_at_least() -> None:
+    three = "cuda:0,cuda:1,cuda:2"
+    assert EngineOptions(device=three).streams == 3
+    assert EngineOptions(device=three, streams=5).streams == 5
+    assert EngineOptions(device="cuda:2").streams == 1
+    with pytest.raises(ValueError, match="streams is 2, and device names 3 GPUs, expected a"):
+        EngineOptions(device=three, streams=2)
+    with pytest.raises(ValueError, match="and backend onnxruntime runs on the CPU; leave device"):
+        EngineOptions(device=three, backend="onnxruntime")
 
 
 def test_choosing_imports_nothing_of_a_gpu(no_driver: None) -> None:

@@ -21,6 +21,7 @@ from offramp.cluster.remote.launching import LocalLauncher
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.backends.several_devices import SeveralDevices
 from offramp.engine.common.errors import BackendError
 from offramp.engine.stages.backend_protocol import Slot, TensorBatch
 from offramp.engine.stages.pipeline import Pipeline
@@ -104,6 +105,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
         OnnxRuntimeBackend(), launchers=[ThreadLauncher(lambda _hello: OnnxRuntimeBackend())]
     ),
     "cuda": lambda: fake_cuda()[0],
+    "two GPUs": lambda: SeveralDevices({f"cuda:{n}": fake_cuda(seed=n)[0] for n in range(2)}),
     "cuda without graphs": lambda: fake_cuda(graphs=False)[0],
     "cuda with padding": lambda: fake_cuda(pads=True)[0],
 }

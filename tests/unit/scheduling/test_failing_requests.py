@@ -12,6 +12,7 @@ from offramp.engine.scheduling import (
     DropCause,
     Dropped,
     Idle,
+    ParallelLimit,
     Run,
     Submission,
     Wait,
@@ -58,6 +59,17 @@ def test_rows_of_a_request_stay_together_and_the_others_in_order() -> None:
         run = started(s.next(0, 0.0))
         assert pairs(run) == half
         s.update(0, all_exit(run), 0.0)
+
+
+@pytest.mark.parametrize(("devices", "refused"), [(1, [0]), (2, [0, 2])])
+def test_what_failed_is_tried_again_on_another_device(devices: int, refused: list[int]) -> None:
+    limit = ParallelLimit(SIZE, devices=devices)
+    s = scheduler(streams=4, latencies=table(size=SIZE, first_s=0.25, more_s=0.0), parallel=limit)
+    for request in range(2):
+        s.submit(Submission(request), 0.0)
+    started(s.next(0, 0.0))
+    s.failed(0, 0.0)
+    assert [n for n in range(4) if not isinstance(s.next(n, 0.0), Run)][: len(refused)] == refused
 
 
 def test_a_request_that_failed_alone_waits_for_all_others_but_not_for_ever() -> None:

@@ -38,6 +38,15 @@ def test_every_running_batch_has_to_be_small() -> None:
     assert limit.allows(2)
 
 
+def test_a_batch_minds_only_those_on_its_own_device() -> None:
+    limit = ParallelLimit(8, fixed=3, devices=2)
+    limit.running(0, 8)
+    assert limit.allows(1)
+    assert not limit.allows(2)
+    limit.running(1, 2)
+    assert limit.allows(3)
+
+
 @pytest.mark.parametrize("limit", [ParallelLimit(4), ParallelLimit(4, fixed=5)])
 def test_above_the_largest_batch_nothing_is_limited(limit: ParallelLimit) -> None:
     limit.running(0, 4)

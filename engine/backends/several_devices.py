@@ -1,0 +1,232 @@
+"""Several devices of one kind as one backend: each stream keeps to a device.
+
+Stream *s* runs on device *s* modulo their number, with the slots, memory and engines that the
+device's own backend has. Stages are prepared on every device. Rows that were buffered on one device
+may be merged on another, which fetches them through the host
+(:meth:`offramp.engine.cuda.slot.CudaSlot.merge`).
+
+A device that fails takes its own streams out of service, by the checks that every stream has
+(:mod:`offramp.engine.serving.stream_health`), and what the others run or prepare goes on. Its
+streams are tried again after pauses. A CUDA context that is lost stays lost until the process ends;
+a device that has to come back by itself is given to a worker, which is a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle
+from offramp.engine.common.errors import BackendError, WorkerLostError
+from offramp.engine.cuda.driver import DeviceLostError
+from offramp.engine.stages.backend_protocol import (
+    Backend,
+    MissingEngine,
+    Rows,
+    Slot,
+    Stage,
+    StageResult,
+    TensorBatch,
+)
+from offramp.engine.stages.plan import StageSpec
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Device:
+    name: str
+    """For instance ``cuda:0``."""
+    backend: Backend
+    open_slots: int = 0
+    failed: bool = False
+    """Whether the last stage or start there failed: what any device can do, others do then."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _SharedStage:
+    """A stage as each device has it."""
+
+    spec: StageSpec
+    parts: dict[str, Stage]
+    """By the name of the device; one that could not prepare it is missing, and tries again."""
+
+
+class SeveralDevices:
+    """Runs stages on several devices: a :class:`.Backend`, and a :class:`.SlotsByStream`.
+
+    Takes over ``backends``, by the name of the device, to be closed with it; they are of one kind
+    and on equal devices, so that predictions and thresholds hold for all.
+    """
+
+    on_cpu = False
+
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        self._devices = [_Device(name=n, backend=backend) for n, backend in backends.items()]
+        self._lock = threading.Lock()
+        """Of the counts of open slots."""
+        _log.info("streams are dealt out to %s in turn", ", ".join(backends))
+
+    @property
+    def name(self) -> str:
+        """The name that the backend has on each device, for instance ``tensorrt``."""
+        return self._devices[0].backend.name
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices, in the order in which streams are dealt out."""
+        return tuple(device.name for device in self._devices)
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give a bundle as the first device computes it; the others are equal."""
+        return self._devices[0].backend.as_computed(bundle)
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List the sizes of all devices, rising."""
+        return sorted({size for device in self._devices for size in device.backend.sizes(most)})
+
+    def prepare(self, spec: StageSpec) -> _SharedStage:
+        """Load a stage on every device.
+
+        BackendError if none can load it; a device that cannot, while another can, tries again when
+        one of its streams is to run the stage.
+        """
+        with ThreadPoolExecutor(len(self._devices)) as pool:
+            found = list(pool.map(lambda device: _try(device.backend.prepare, spec), self._devices))
+        stage = _SharedStage(spec=spec, parts={})
+        failures: list[BackendError] = []
+        for device, part in zip(self._devices, found, strict=True):
+            if isinstance(part, BackendError):
+                failures.append(part)
+                _log.warning("%s goes without stage %d: %s", device.name, spec.index, part)
+            else:
+                stage.parts[device.name] = part
+        if not stage.parts:
+            raise failures[0]
+        return stage
+
+    def missing(self, stage: _SharedStage) -> MissingEngine | None:
+        """Name the engine that would run a stage faster: of the first device that lacks one."""
+        for device in self._devices:
+            part = stage.parts.get(device.name)
+            lacking = None if part is None else device.backend.missing(part)
+            if lacking is not None:
+                return lacking
+        return None
+
+    def open_slot(self) -> SlotOnDevice:
+        """Open a slot of the device that has fewest, of those that did not fail last.
+
+        BackendError if none can open one.
+        """
+        with self._lock:
+            ordered = sorted(self._devices, key=lambda device: (device.failed, device.open_slots))
+        for device in ordered[:-1]:
+            try:
+                return self._open(device)
+            except BackendError as error:
+                _log.warning("%s: no slot can be opened: %s", device.name, error)
+        return self._open(ordered[-1])
+
+    def open_slot_of(self, stream: int) -> SlotOnDevice:
+        """Open a slot of the device of a stream; BackendError if there is no memory for it."""
+        return self._open(self._devices[stream % len(self._devices)])
+
+    def close(self) -> None:
+        """Close every device's backend, whatever goes wrong with another's."""
+        with ExitStack() as releases:
+            for device in self._devices:
+                releases.callback(device.backend.close)
+
+    def _open(self, device: _Device) -> SlotOnDevice:
+        with self._lock:
+            device.open_slots += 1
+        try:
+            return SlotOnDevice(device, device.backend.open_slot(), lambda: self._leave(device))
+        except BaseException as error:
+            self._leave(device)
+            device.failed = True
+            if isinstance(error, BackendError):
+                raise BackendError(f"{device.name}: {error}") from error
+            raise
+
+    def _leave(self, device: _Device) -> None:
+        with self._lock:
+            device.open_slots -= 1
+
+
+class SlotOnDevice:
+    """A slot of one of several devices: a :class:`.Slot`.
+
+    ``closed`` is called once it is closed.
+    """
+
+    def __init__(self, device: _Device, slot: Slot, closed: Callable[[], None]) -> None:
+        self._device = device
+        self._slot = slot
+        self._closed = closed
+
+    @property
+    def device(self) -> str:
+        """The name of its device."""
+        return self._device.name
+
+    def upload(self, tensors: Mapping[str, NDArray[Any]]) -> TensorBatch:
+        """Take the inputs to the device."""
+        return self._slot.upload(tensors)
+
+    def run(
+        self, stage: _SharedStage, batch: TensorBatch, threshold: float | None = None
+    ) -> StageResult:
+        """Execute a stage as this device has it; loads it where it has not.
+
+        WorkerLostError if the device is lost: no fault of the batch, which goes on elsewhere.
+        """
+        device = self._device
+        try:
+            part = stage.parts.get(device.name)
+            if part is None:
+                part = stage.parts[device.name] = device.backend.prepare(stage.spec)
+            result = self._slot.run(part, batch, threshold)
+        except DeviceLostError as error:
+            device.failed = True
+            raise WorkerLostError(f"{device.name} was lost: {error}") from error
+        except BackendError:
+            device.failed = True
+            raise
+        device.failed = False
+        return result
+
+    def select(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
+        """Keep the given rows, on the device."""
+        return self._slot.select(batch, rows)
+
+    def buffer(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
+        """Copy the given rows, for any slot of any of the devices."""
+        return self._slot.buffer(batch, rows)
+
+    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> TensorBatch:
+        """Bring buffered rows together on the device."""
+        return self._slot.merge(parts)
+
+    def close(self) -> None:
+        """Close it; may be called again."""
+        closed, self._closed = self._closed, lambda: None
+        try:
+            self._slot.close()
+        finally:
+            closed()
+
+
+def _try(prepare: Callable[[StageSpec], Stage], spec: StageSpec) -> Stage | BackendError:
+    try:
+        return prepare(spec)
+    except BackendError as error:
+        return error
