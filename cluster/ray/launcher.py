@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from offramp.cluster.ray.actor import WorkerActor
 from offramp.cluster.ray.ray_connection import connect, connected_ray, describe_resources, tls_files
+from offramp.cluster.remote.launching import ON_THE_CPU
 from offramp.cluster.remote.process import START_LIMIT_S
 from offramp.cluster.remote.tcp import TlsTrust, parse_address
 from offramp.cluster.remote.tcp_launcher import MOST_RESULT_BYTES, PING_S, TcpWorker, WorkerAddress
@@ -125,6 +126,8 @@ class RayLauncher:
 
     ``resources`` is what Ray sets aside for it, by Ray's names (``CPU``, ``GPU``, or your own).
     """
+
+    runtime = ON_THE_CPU
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from typing import Final, NoReturn, Self
 from offramp import __version__
 from offramp.bundle import Bundle, BundleError
 from offramp.cluster.remote.handshake import read_token
+from offramp.cluster.remote.launching import GPU_BACKENDS
 from offramp.cluster.remote.listening import Admission, Listener
 from offramp.cluster.remote.served_slot import Reached
 from offramp.cluster.remote.stage_orders import BundlesByHash
@@ -46,8 +47,7 @@ from offramp.engine.stages.backend_protocol import Backend
 _log = logging.getLogger(__name__)
 
 MODULE: Final = "offramp.cluster.remote.eeworker"
-BACKENDS: Final = ("onnxruntime", "openvino")
-"""Those whose tensors are on the host."""
+BACKENDS: Final = ("onnxruntime", "openvino", *GPU_BACKENDS)
 EXIT_CANNOT_START: Final = 1
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 10.0
@@ -245,8 +245,8 @@ def _maker(given: argparse.Namespace, make: MakeBackend) -> MakeBackend:
 
 
 def _make_once(given: argparse.Namespace, make: MakeBackend) -> None:
-    """See that the backend that was asked for can run here."""
-    if given.backend is not None:
+    """See that the backend that was asked for can run here; on which GPU, only servers say."""
+    if given.backend is not None and given.backend not in GPU_BACKENDS:
         make(Hello(version=__version__, backend=given.backend, threads=1)).close()
 
 
@@ -313,8 +313,8 @@ def make_parser() -> LayeredParser:
     )  # fmt: skip
     add(
         "--backend", metavar="NAME", choices=BACKENDS,
-        help="refuse servers that ask for another one, onnxruntime or openvino (default: what the "
-        "server asks for)",
+        help="refuse servers that ask for another one: onnxruntime, openvino, or tensorrt or cuda "
+        "on a GPU (default: what the server asks for)",
     )  # fmt: skip
     add(
         "--threads", metavar="N", type=_threads,

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from offramp.cluster.remote.process import WorkerCommand, WorkerProcess
 from offramp.cluster.remote.slot_tensors import SlotLink
 from offramp.cluster.remote.worker_messages import Hello, Message
 from offramp.engine.answers.criteria import criterion_modules
 from offramp.engine.common.errors import WorkerLostError
+
+
+GPU_BACKENDS: Final = ("tensorrt", "cuda")
+"""What a worker on a GPU may run stages with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRuntime:
+    """What a worker runs stages with, and on which GPU of its host."""
+
+    backend: str = ""
+    """One of :data:`GPU_BACKENDS`; empty for what the server runs workers with, on the CPU."""
+    device: str = ""
+    """For instance ``cuda:1``; empty for the CPU."""
+
+    def describe(self) -> str:
+        """Describe it, to be put after where the worker is: ``, tensorrt on cuda:1``."""
+        return f", {self.backend} on {self.device}" if self.device else ""
+
+
+ON_THE_CPU: Final = WorkerRuntime()
 
 
 class WorkerHandle(Protocol):
@@ -57,6 +79,10 @@ class WorkerLauncher(Protocol):
     def device_type(self) -> str:
         """The name of its device among a cluster's ``[devices]``; empty if there is no cluster."""
 
+    @property
+    def runtime(self) -> WorkerRuntime:
+        """What its worker is asked to run stages with."""
+
     def describe(self) -> str:
         """Say where its worker is, for messages and the log."""
 
@@ -70,9 +96,16 @@ class WorkerLauncher(Protocol):
 class LocalLauncher:
     """Starts workers as processes on this host."""
 
-    def __init__(self, command: WorkerCommand | None = None, *, device_type: str = "") -> None:
+    def __init__(
+        self,
+        command: WorkerCommand | None = None,
+        *,
+        device_type: str = "",
+        runtime: WorkerRuntime = ON_THE_CPU,
+    ) -> None:
         self._command = command or WorkerCommand()
         self._device_type = device_type
+        self.runtime = runtime
 
     @property
     def device_type(self) -> str:
@@ -81,7 +114,7 @@ class LocalLauncher:
 
     def describe(self) -> str:
         """Say where its worker is."""
-        return "a process on this host"
+        return f"a process on this host{self.runtime.describe()}"
 
     def start(self, hello: Hello) -> WorkerProcess:
         """Start a process that is what ``hello`` says; BackendError if it cannot be."""

@@ -33,7 +33,13 @@ from offramp.cluster.remote.worker_messages import (
     inline_offsets,
 )
 from offramp.engine.common.errors import BackendError, EngineError
-from offramp.engine.stages.backend_protocol import Slot, Stage, StageResult, TensorBatch
+from offramp.engine.stages.backend_protocol import (
+    DeviceSlot,
+    Slot,
+    Stage,
+    StageResult,
+    TensorBatch,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -163,21 +169,25 @@ class ServedSlot:
         batch = self._slot.upload(tensors)
         with self._device:
             result = self._slot.run(stage, batch, order.threshold)
+        carried = None if result.carry is None else _tensors_of(self._slot, result.carry)
         self._reached("after-run")
-        return _reply(order, result, tensors)
+        return _reply(order, result, carried, tensors)
 
 
 def _reply(
-    order: _ReadOrder, result: StageResult, given: Mapping[str, NDArray[Any]]
+    order: _ReadOrder,
+    result: StageResult,
+    carried: Mapping[str, NDArray[Any]] | None,
+    given: Mapping[str, NDArray[Any]],
 ) -> tuple[bytes, Arrays]:
     """Write results where they belong; gives the reply's header, and what of them is inline."""
-    answer, confidence, carry = result
+    answer, confidence, _ = result
     arrays = [confidence] if answer is None else [answer, confidence]
     # What is passed on is told by its name, the others by their forms.
     said: list[Hashable] = [(array.dtype, array.shape) for array in arrays]
-    said.append(carry is None)
-    if carry is not None:
-        for name, array in _tensors_of(carry).items():
+    said.append(carried is None)
+    if carried is not None:
+        for name, array in carried.items():
             if array is given.get(name):
                 said.append(name)
             else:
@@ -186,7 +196,7 @@ def _reply(
     key = tuple(said)
     reply = order.replies.get(key)
     if reply is None:
-        reply = _plan_reply(order, result, given)
+        reply = _plan_reply(order, result, carried, given)
         keep(order.replies, key, reply)
     inline = []
     for view, array in zip(reply.views, arrays, strict=True):
@@ -198,7 +208,10 @@ def _reply(
 
 
 def _plan_reply(
-    order: _ReadOrder, result: StageResult, given: Mapping[str, NDArray[Any]]
+    order: _ReadOrder,
+    result: StageResult,
+    carried: Mapping[str, NDArray[Any]] | None,
+    given: Mapping[str, NDArray[Any]],
 ) -> _WrittenReply:
     """Place results of such forms, one after the other; those that the region lacks are inline."""
     memory, views = order.memory, list[NDArray[Any] | None]()
@@ -216,20 +229,23 @@ def _plan_reply(
 
     answer = None if result.answer is None else place("answer", result.answer)
     confidence = place("confidence", result.confidence)
-    carried = None
-    if result.carry is not None:
-        carried = tuple(
+    placed = None
+    if carried is not None:
+        placed = tuple(
             PlacedArray(TensorForm(name, array.dtype, array.shape), GIVEN)
             if array is given.get(name)
             else place(name, array)
-            for name, array in _tensors_of(result.carry).items()
+            for name, array in carried.items()
         )
-    header = encode(StageDone(answer, confidence, carried))
+    header = encode(StageDone(answer, confidence, placed))
     return _WrittenReply(header=header, views=tuple(views))
 
 
-def _tensors_of(carry: TensorBatch) -> Mapping[str, NDArray[Any]]:
+def _tensors_of(slot: Slot, carry: TensorBatch) -> Mapping[str, NDArray[Any]]:
+    """Return what goes on from a stage, on the host: a device's tensors are copied."""
     found: Mapping[str, NDArray[Any]] | None = getattr(carry, "tensors", None)
-    if found is None:
-        raise BackendError("the worker's backend does not keep tensors on the host")
-    return found
+    if found is not None:
+        return found
+    if isinstance(slot, DeviceSlot):
+        return slot.download(carry)
+    raise BackendError("the worker's backend does not keep tensors on the host")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from offramp.cluster.remote.handshake import HandshakeError, reach_worker
+from offramp.cluster.remote.launching import ON_THE_CPU, WorkerRuntime
 from offramp.cluster.remote.orders import Orders
 from offramp.cluster.remote.process import ORDER_LIMIT_S, START_LIMIT_S
 from offramp.cluster.remote.slot_tensors import InlineTensors, SlotLink
@@ -235,6 +236,7 @@ class TcpLauncher:
         *,
         ping_s: float = PING_S,
         most_result_bytes: int = MOST_RESULT_BYTES,
+        runtime: WorkerRuntime = ON_THE_CPU,
     ) -> None:
         """NetworkError if certificates cannot be used."""
         context = None if tls is None else tls.context()
@@ -243,6 +245,7 @@ class TcpLauncher:
         )
         self._device_type = device_type
         self._ping_s = ping_s
+        self.runtime = runtime
 
     @property
     def device_type(self) -> str:
@@ -252,7 +255,7 @@ class TcpLauncher:
     def describe(self) -> str:
         """Say where its worker is."""
         how = "in the clear" if self._address.context is None else "TLS"
-        return f"another process at {self._address.address}, {how}"
+        return f"another process at {self._address.address}, {how}{self.runtime.describe()}"
 
     def start(self, hello: Hello) -> TcpWorker:
         """Reach it, and have it be what ``hello`` says; BackendError if it cannot be."""

@@ -50,6 +50,7 @@ from offramp.cluster.remote.worker_messages import (
 from offramp.engine.answers.criteria import CriterionError, load_criterion
 from offramp.engine.common.errors import EngineError
 from offramp.engine.stages.backend_protocol import Backend, Stage
+from offramp.engine.tensorrt.probe import parse_devices
 
 _log = logging.getLogger(__name__)
 
@@ -210,7 +211,16 @@ def make_local(hello: Hello) -> Backend:
     """Make the backend that a hello names; BackendError if it cannot run here."""
     from offramp.engine.backends.factory import make_backend  # noqa: PLC0415 - heavy
 
-    return make_backend(hello.backend, threads=hello.threads)
+    return make_backend(
+        hello.backend,
+        threads=hello.threads,
+        devices=parse_devices(hello.device) if hello.device else (),
+        # What the bundle's own policy is certified for: other precisions have policies of theirs,
+        # and one is in force for all workers.
+        precision="fp32" if hello.backend == "tensorrt" else None,
+        graphs=hello.graphs,
+        max_rows=hello.max_rows,
+    )
 
 
 def libraries(paths: Sequence[Path]) -> contextlib.AbstractContextManager[None]:

@@ -16,17 +16,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 from offramp import __version__
 from offramp.bundle import Bundle
-from offramp.cluster.remote.launching import WorkerHandle, WorkerLauncher
+from offramp.cluster.remote.launching import WorkerHandle, WorkerLauncher, WorkerRuntime
 from offramp.cluster.remote.routing import RoutedSlot
 from offramp.cluster.remote.stage_orders import describe_graph, describe_stage, manifest_hash
 from offramp.cluster.remote.worker_messages import Hello, Prepare, Release
 from offramp.cluster.remote.worker_slot import LEAST_LIMIT_S, RemoteSlot, RemoteStage
 from offramp.engine.common.errors import BackendError, StageNotLoadedError, WorkerLostError
 from offramp.engine.common.line_limit import LineLimit
+from offramp.engine.cuda.batch_sizes import padded
 from offramp.engine.stages.backend_protocol import Backend
 from offramp.engine.stages.plan import StageSpec
 
@@ -36,7 +38,11 @@ Holds: TypeAlias = Callable[[int, StageSpec], bool]
 """Whether a worker, numbered from 0, holds a stage."""
 
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
-"""What a worker is told to be, by the name of the backend that it stands for."""
+"""What a worker on the CPU is told to be, by the name of the backend that it stands for."""
+_NAME_OF: Final = {"tensorrt": "tensorrt", "cuda": "onnxruntime-cuda"}
+"""The name of the backend of a worker on a GPU, by what it is told to be."""
+_LEAST_ON_GPU_S: Final = 30.0
+"""A GPU plans convolutions, or makes contexts, for every size that it runs for the first time."""
 
 _CLOSE_S: Final = 5.0
 """Limit of the wait for a start that is under way, which may have to give up a network first."""
@@ -46,11 +52,10 @@ class RemoteBackend:
     """Prepares stages in workers, one of each of ``launchers``: a backend.
 
     ``local`` is a backend of the kind that the workers have, in this process; it says what there is
-    to say of it, and runs nothing. ``least_s`` is the least time after which a stage hangs. Each
-    worker holds all stages, until :meth:`hold` says otherwise.
+    to say of it, and runs nothing. Workers on GPUs run what their launchers say instead, with
+    ``graphs`` and ``max_rows`` as in :func:`.make_backend`. ``least_s`` is the least time after
+    which a stage hangs. Each worker holds all stages, until :meth:`hold` says otherwise.
     """
-
-    on_cpu = True
 
     def __init__(
         self,
@@ -58,6 +63,8 @@ class RemoteBackend:
         *,
         launchers: Sequence[WorkerLauncher],
         threads: int = 1,
+        graphs: bool = True,
+        max_rows: int = 32,
         least_s: float = LEAST_LIMIT_S,
     ) -> None:
         self._local = local
@@ -65,6 +72,8 @@ class RemoteBackend:
             version=__version__,
             backend=BACKEND_OF.get(local.name, local.name),
             threads=threads,
+            graphs=graphs,
+            max_rows=max_rows,
         )
         self._least_s = least_s
         self._holds: Holds = lambda _worker, _spec: True
@@ -81,8 +90,15 @@ class RemoteBackend:
 
     @property
     def name(self) -> str:
-        """The name of what executes in the workers."""
-        return self._local.name
+        """The names of what executes in the workers, for instance ``onnxruntime-cpu+tensorrt``."""
+        runtimes = [seat.launcher.runtime for seat in self._seats]
+        names = [_NAME_OF.get(runtime.backend, self._local.name) for runtime in runtimes]
+        return "+".join(sorted(set(names)))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all workers run stages on the CPU."""
+        return not any(seat.launcher.runtime.device for seat in self._seats)
 
     @property
     def runtime(self) -> str:
@@ -130,11 +146,13 @@ class RemoteBackend:
         return self._local.as_computed(bundle)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """List sizes as the local backend does."""
+        """List sizes as the local backend does, or those that GPUs fill batches up to."""
+        if all(seat.launcher.runtime.device for seat in self._seats):
+            return sorted({padded(rows, most) for rows in range(1, most + 1)})
         return self._local.sizes(most)
 
     def missing(self, stage: RemoteStage) -> None:
-        """Say that nothing has to be built: graphs run as they are."""
+        """Say that nothing has to be built: which engines a worker lacks, only its log says."""
 
     def hold(self, holds: Holds) -> None:
         """Change which workers hold which stages, and have them load and forget accordingly.
@@ -202,7 +220,9 @@ class RemoteBackend:
             return RemoteSlot(
                 self._worker_of(number),
                 load=self._load,
-                least_s=self._least_s,
+                least_s=max(self._least_s, _LEAST_ON_GPU_S)
+                if seat.launcher.runtime.device
+                else self._least_s,
                 closed=lambda: self._leave(seat),
             )
         except BaseException:
@@ -230,6 +250,12 @@ class RemoteBackend:
                     seat.lock.release()
             seat.launcher.close()
 
+    def _hello_to(self, runtime: WorkerRuntime) -> Hello:
+        """Say what a worker is to be."""
+        if not runtime.device:
+            return self._hello
+        return replace(self._hello, backend=runtime.backend, device=runtime.device)
+
     def _leave(self, seat: _Seat) -> None:
         with self._lock:
             seat.open_slots -= 1
@@ -244,7 +270,7 @@ class RemoteBackend:
                 seat.worker.end()
                 self.restarts += 1
             try:
-                worker = seat.launcher.start(self._hello)
+                worker = seat.launcher.start(self._hello_to(seat.launcher.runtime))
             except WorkerLostError:
                 seat.absent = True
                 raise

@@ -85,7 +85,13 @@ class Hello:
     backend: str
     """One of :data:`offramp.engine.backends.BACKENDS`, and not ``auto``."""
     threads: int
-    """Intra-op threads of each stage."""
+    """Intra-op threads of each stage, on the CPU."""
+    device: str = ""
+    """The GPU of the worker's host, for instance ``cuda:1``; empty for the CPU."""
+    graphs: bool = True
+    """Whether stages are captured into CUDA graphs, on a GPU."""
+    max_rows: int = 32
+    """Most rows of a batch that will be run, where no engine says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import offramp
+from offramp.cluster.remote.launching import ON_THE_CPU, WorkerRuntime
 from offramp.cluster.remote.listening import Admission, Listener
 from offramp.cluster.remote.stage_orders import BundlesByHash
 from offramp.cluster.remote.tcp import HostPort, TlsTrust, cut, parse_address
@@ -68,8 +69,9 @@ class ThreadLauncher:
 
     device_type = ""
 
-    def __init__(self, make: MakeBackend) -> None:
+    def __init__(self, make: MakeBackend, runtime: WorkerRuntime = ON_THE_CPU) -> None:
         self._make = make
+        self.runtime = runtime
 
     def describe(self) -> str:
         return "a thread"

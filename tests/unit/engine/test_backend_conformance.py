@@ -17,7 +17,7 @@ from tests.cluster.remote.listening import ThreadLauncher
 from tests.cuda_fakes import fake_cuda
 
 from offramp.certify.decision import MODEL_END, NEVER
-from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.launching import LocalLauncher, WorkerRuntime
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
@@ -96,6 +96,7 @@ def plan(thresholds: tuple[float, float], names: Callable[[int], str] = tensor) 
     return Plan(stages=tuple(stages), policy_version=1, mode=Mode.LEAVE)
 
 
+ON_CUDA = WorkerRuntime(backend="cuda", device="cuda:0")
 MAKERS: dict[str, Callable[[], Backend]] = {
     "fake": FakeBackend,
     "onnxruntime": OnnxRuntimeBackend,
@@ -103,6 +104,9 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "workers": lambda: RemoteBackend(OnnxRuntimeBackend(), launchers=[LocalLauncher()]),
     "network": lambda: RemoteBackend(
         OnnxRuntimeBackend(), launchers=[ThreadLauncher(lambda _hello: OnnxRuntimeBackend())]
+    ),
+    "worker on a GPU": lambda: RemoteBackend(
+        OnnxRuntimeBackend(), launchers=[ThreadLauncher(lambda _hello: fake_cuda()[0], ON_CUDA)]
     ),
     "cuda": lambda: fake_cuda()[0],
     "two GPUs": lambda: SeveralDevices({f"cuda:{n}": fake_cuda(seed=n)[0] for n in range(2)}),
