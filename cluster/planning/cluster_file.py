@@ -6,7 +6,8 @@ the file of a bundle's profile that was measured on it (as ``profiles/cpu.json``
 between any two splits, ``[[links]]`` those between two types.
 
 Each of ``[[workers]]`` has one type: with an ``address`` it is an ``eeworker`` that listens there,
-without one it is so many processes (``count``) on the router's host. ``[router]`` has what the
+without one it is so many processes (``count``) on the router's host. With a ``backend`` it is on a
+GPU of its host (:mod:`.worker_entry`). ``[router]`` has what the
 router shows to workers; Ray may start those without an address (:mod:`.ray_entry`). Sans I/O.
 """
 
@@ -23,6 +24,7 @@ from typing import Any, Final
 from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.cluster.planning.goal import SLACK, PlanningGoal
 from offramp.cluster.planning.ray_entry import LAUNCH_KEYS, RayEntry, read_launch, read_resources
+from offramp.cluster.planning.worker_entry import WorkersEntry, read_device
 from offramp.engine.scheduling import DeviceLink
 
 MOST_FILE_BYTES: Final = 2**20
@@ -33,7 +35,7 @@ _MOST_NAME: Final = 60
 _TOP: Final = ("devices", "link", "links", "workers", "router", "goal")
 _DEVICE: Final = ("count", "cost_per_hour", "speed", "profile", "memory_gib", "resources")
 _LINK: Final = ("gbit_per_s", "latency_ms")
-_WORKERS: Final = ("device", "address", "count")
+_WORKERS: Final = ("device", "address", "count", "backend")
 _GOAL: Final = ("slo_ms", "rate", "slack", "cost_factor")
 _ROUTER_FILES: Final = ("token_file", "tls_ca", "tls_cert", "tls_key")
 _TOML_TYPES: Final = {
@@ -60,18 +62,6 @@ class DeviceEntry:
     memory_bytes: float
     resources: Mapping[str, float] | None = None
     """What Ray sets aside for a worker of it; ``None`` if that is not said."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkersEntry:
-    """One of ``[[workers]]``."""
-
-    device: str
-    """The name of its type of device."""
-    address: str | None
-    """``HOST:PORT`` of a worker that is there; ``None`` for processes on the router's host."""
-    count: int
-    """How many workers it stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +260,11 @@ def _all_workers(
                 f"{place}: is more than the {count} of [devices.{_shown_name(entry.device)}]; "
                 "leave workers out, or raise that count"
             )
+        if shared := [gpu for other in found for gpu in entry.shared_gpus(other)]:
+            raise ClusterFileError(
+                f"{place} device = {_shown(table['device'])}: another worker has cuda:{shared[0]} "
+                "of that host already, expected a GPU for each, as plans take it; name another"
+            )
         if entry.address is not None and entry.address in [other.address for other in found]:
             raise ClusterFileError(
                 f"{place} address = {_shown(entry.address)}: is there already, and a worker serves "
@@ -282,12 +277,11 @@ def _all_workers(
 def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
     content = _table(table, place)
     _refuse_unknown(content, _WORKERS, place)
-    device, address = content.get("device"), content.get("address")
-    if type(device) is not str or device not in names:
-        raise ClusterFileError(
-            f"{place} device = {_shown(device)}, expected a type of [devices]: "
-            f"{', '.join(map(_shown_name, names))!s:.200}"
-        )
+    address = content.get("address")
+    try:
+        device, gpu = read_device(content.get("device"), content.get("backend"), names)
+    except ValueError as error:
+        raise ClusterFileError(f"{place} {error}") from error
     if address is not None and type(address) is not str:
         raise ClusterFileError(
             f'{place} address = {_shown(address)}, expected for instance "10.0.0.2:7070"; leave it '
@@ -299,7 +293,19 @@ def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
             f"{place} has an address and count = {count}, expected one worker behind an address; "
             "give each worker its own port and entry"
         )
-    return WorkersEntry(device=device, address=address, count=count)
+    if gpu is not None and count > 1:
+        raise ClusterFileError(
+            f"{place} names GPU {gpu} and count = {count}, expected one worker on a GPU; give each "
+            "its own entry, or leave the number out, for the GPUs from 0 on"
+        )
+    gpus = () if "backend" not in content else (gpu,) if gpu is not None else range(count)
+    return WorkersEntry(
+        device=device,
+        address=address,
+        count=count,
+        backend=content.get("backend", ""),
+        gpus=tuple(gpus),
+    )
 
 
 def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:

@@ -26,8 +26,8 @@ from typing import Final, NoReturn, Self
 
 from offramp import __version__
 from offramp.bundle import Bundle, BundleError
+from offramp.cluster.planning.worker_entry import GPU_BACKENDS
 from offramp.cluster.remote.handshake import read_token
-from offramp.cluster.remote.launching import GPU_BACKENDS
 from offramp.cluster.remote.listening import Admission, Listener
 from offramp.cluster.remote.served_slot import Reached
 from offramp.cluster.remote.stage_orders import BundlesByHash

@@ -12,16 +12,12 @@ from offramp.engine.answers.criteria import criterion_modules
 from offramp.engine.common.errors import WorkerLostError
 
 
-GPU_BACKENDS: Final = ("tensorrt", "cuda")
-"""What a worker on a GPU may run stages with."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRuntime:
     """What a worker runs stages with, and on which GPU of its host."""
 
     backend: str = ""
-    """One of :data:`GPU_BACKENDS`; empty for what the server runs workers with, on the CPU."""
+    """One of :data:`.GPU_BACKENDS`; empty for what the server runs workers with, on the CPU."""
     device: str = ""
     """For instance ``cuda:1``; empty for the CPU."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -13,16 +13,21 @@ from offramp.cluster.planning.cluster_file import (
     ClusterFile,
     ClusterFileError,
     RouterEntry,
-    WorkersEntry,
     parse_cluster,
 )
 from offramp.cluster.planning.cluster_plan import ClusterPlan
 from offramp.cluster.planning.cluster_times import make_cluster
 from offramp.cluster.planning.ray_entry import ONE_CPU, RayEntry
+from offramp.cluster.planning.worker_entry import WorkersEntry
 from offramp.cluster.ray.launcher import RayLauncher, actor_needs, reserve
 from offramp.cluster.ray.ray_connection import connect, free_cpus
 from offramp.cluster.remote.handshake import HandshakeError, read_token
-from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher
+from offramp.cluster.remote.launching import (
+    ON_THE_CPU,
+    LocalLauncher,
+    WorkerLauncher,
+    WorkerRuntime,
+)
 from offramp.cluster.remote.process import WorkerCommand
 from offramp.cluster.remote.tcp import HostPort, TlsTrust, parse_address
 from offramp.cluster.remote.tcp_launcher import MOST_RESULT_BYTES, TcpLauncher
@@ -46,6 +51,8 @@ class WorkerPlace:
     """Where it listens; ``None`` for one that is started for the router."""
     resources: Mapping[str, float] | None = None
     """What Ray sets aside for it; ``None`` for a process on the router's own host."""
+    runtime: WorkerRuntime = ON_THE_CPU
+    """What it runs stages with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,11 @@ class ClusterWorkers(WorkerDevices):
         return self.local < len(self.places)
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether any of them is on a GPU."""
+        return any(place.runtime.device for place in self.places)
+
+    @property
     def local(self) -> int:
         """How many of them are processes on the router's host."""
         return sum(place.address is None and place.resources is None for place in self.places)
@@ -114,7 +126,7 @@ class ClusterWorkers(WorkerDevices):
         return [
             next(started)
             if place.resources is not None
-            else LocalLauncher(command, device_type=place.device_type)
+            else LocalLauncher(command, device_type=place.device_type, runtime=place.runtime)
             if place.address is None
             else TcpLauncher(
                 place.address,
@@ -122,6 +134,7 @@ class ClusterWorkers(WorkerDevices):
                 self.tls,
                 place.device_type,
                 most_result_bytes=self.most_result_bytes,
+                runtime=place.runtime,
             )
             for place in self.places
         ]
@@ -242,8 +255,16 @@ def _places(entry: WorkersEntry, cluster: ClusterFile, where: str) -> list[Worke
     if address is None and cluster.router.ray is not None:
         said = next(device.resources for device in cluster.devices if device.name == entry.device)
         resources = ONE_CPU if said is None else said
+    if resources is not None and entry.gpus:
+        raise ClusterFileError(
+            f"{where} backend = {entry.backend!r}, and Ray starts that worker, on the CPU; give "
+            "the address of an eeworker, or leave one of launch and backend out"
+        )
     place = WorkerPlace(device_type=entry.device, address=address, resources=resources)
-    return [place] * entry.count
+    if not entry.gpus:
+        return [place] * entry.count
+    runtimes = [WorkerRuntime(backend=entry.backend, device=f"cuda:{n}") for n in entry.gpus]
+    return [replace(place, runtime=runtime) for runtime in runtimes]
 
 
 def _token(router: RouterEntry, folder: Path, where: str) -> bytes:

@@ -13,15 +13,16 @@ from offramp.cluster.remote.process import WorkerCommand
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.serving.cluster_serving import ServedCluster, plan_splits, segments_of
 from offramp.cluster.serving.served_splits import ServedSplits
-from offramp.engine.common.errors import BackendError, StageNotLoadedError
+from offramp.engine.common.errors import StageNotLoadedError
 from offramp.engine.models.options import MOST_THREADS, ON_CPU, EngineOptions
 from offramp.engine.stages.backend_protocol import Backend
 
 MOST_WORKERS: Final = MOST_THREADS
 """Of a router, as of threads of a process: more is a slip of the hand."""
 WORKERS_ON_CPU: Final = (
-    "workers run stages on the CPU, as tensors of a GPU cannot be handed from process to process; "
-    "give --backend onnxruntime or openvino, or no --workers"
+    "that is for workers on the CPU; give --backend onnxruntime or openvino, and name GPUs in a "
+    'cluster file ([[workers]] device = "cuda:0", backend = "tensorrt"), or run without workers '
+    "(--device cuda:0,cuda:1)"
 )
 """Why a backend is refused."""
 
@@ -42,6 +43,11 @@ class WorkerDevices:
     @property
     def elsewhere(self) -> bool:
         """Whether some are on other hosts."""
+        return False
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether any of them is on a GPU."""
         return False
 
     def launchers(
@@ -71,18 +77,28 @@ class WorkerDevices:
             )
         if options.backend not in ("auto", *ON_CPU):
             raise ValueError(f"backend is {options.backend}, and {WORKERS_ON_CPU}")
+        if self.on_gpus and options.precision not in (None, "fp32"):
+            raise ValueError(
+                f"precision is {options.precision}, and workers on GPUs run engines in fp32, which "
+                "the bundle's own policy is certified for; leave precision out"
+            )
 
-    def open(self, local: Backend, bundles: Sequence[Path], *, threads: int) -> RemoteBackend:
+    def open(
+        self, local: Backend, bundles: Sequence[Path], options: EngineOptions, *, max_rows: int
+    ) -> RemoteBackend:
         """Open the backend whose slots are the workers; BackendError."""
-        if not local.on_cpu:
-            local.close()
-            raise BackendError(f"backend {local.name} was chosen, and {WORKERS_ON_CPU}")
         try:
             launchers = self.launchers(worker_command(), bundles)
         except BaseException:
             local.close()
             raise
-        return RemoteBackend(local, launchers=launchers, threads=threads)
+        return RemoteBackend(
+            local,
+            launchers=launchers,
+            threads=options.threads_per_stream(),
+            graphs=options.graphs,
+            max_rows=max_rows,
+        )
 
     def split(
         self,

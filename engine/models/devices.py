@@ -63,10 +63,13 @@ class StreamDevices(Protocol):
         """Refuse, by a ValueError, options that do not go with these devices."""
         ...
 
-    def open(self, local: Backend, bundles: Sequence[Path], *, threads: int) -> StreamBackend:
+    def open(
+        self, local: Backend, bundles: Sequence[Path], options: EngineOptions, *, max_rows: int
+    ) -> StreamBackend:
         """Open the devices, to run stages of ``bundles`` by backends like ``local``.
 
-        It is taken over: closed with the devices, and closed if these cannot be opened.
+        No batch has more than ``max_rows``. ``local`` is taken over: closed with the devices, and
+        closed if these cannot be opened.
 
         Raises:
             BackendError: They cannot run, or cannot be reached.

@@ -202,8 +202,9 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
         options.check_cores()
     if options.devices is None:
         return backend
-    threads = options.threads_per_stream()
-    return options.devices.open(backend, tuple(models.values()), threads=threads)
+    return options.devices.open(
+        backend, tuple(models.values()), options, max_rows=_largest_batch(models, options)
+    )
 
 
 def _load_split(

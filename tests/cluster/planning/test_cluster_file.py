@@ -13,10 +13,10 @@ from offramp.bundle import Profile
 from offramp.cluster.planning.cluster_file import (
     ClusterFileError,
     RouterEntry,
-    WorkersEntry,
     parse_cluster,
 )
-from offramp.cluster.planning.cluster_times import make_cluster
+from offramp.cluster.planning.cluster_times import make_cluster, times_of
+from offramp.cluster.planning.worker_entry import WorkersEntry
 from offramp.engine.scheduling import DeviceLink
 
 FULL = """
@@ -87,6 +87,96 @@ tls_ca = "ca.pem"
     assert [(t.name, t.count) for t in make_cluster(file, profile(), profiles, 4).types] == [
         (t.name, t.count) for t in plain.types
     ]
+
+
+GPUS = """
+[devices.cpu]
+count = 1
+cost_per_hour = 0.4
+speed = 1
+[devices.cuda]
+count = 3
+cost_per_hour = 2
+profile = "cuda.json"
+[devices."cuda:9"]
+count = 1
+cost_per_hour = 1
+speed = 5
+[[workers]]
+device = "cpu"
+"""
+
+
+def test_workers_on_gpus_have_a_type_and_a_number() -> None:
+    text = """
+[[workers]]
+device = "cuda:1"
+backend = "tensorrt"
+[[workers]]
+device = "cuda:1"
+address = "10.0.0.2:7070"
+backend = "cuda"
+[[workers]]
+device = "cuda:9"
+backend = "tensorrt"
+"""
+    assert parse_cluster((GPUS + text).encode()).workers == (
+        WorkersEntry(device="cpu", address=None, count=1),
+        WorkersEntry(device="cuda", address=None, count=1, backend="tensorrt", gpus=(1,)),
+        WorkersEntry(
+            device="cuda", address="10.0.0.2:7070", count=1, backend="cuda", gpus=(1,)
+        ),  # another host's
+        WorkersEntry(device="cuda:9", address=None, count=1, backend="tensorrt", gpus=(9,)),
+    )
+
+
+def test_without_a_number_workers_have_the_gpus_from_0_on() -> None:
+    text = '[[workers]]\ndevice = "cuda"\ncount = 3\nbackend = "tensorrt"'
+    (_, entry) = parse_cluster((GPUS + text).encode()).workers
+    assert (entry.device, entry.count, entry.gpus) == ("cuda", 3, (0, 1, 2))
+
+
+def test_each_type_of_gpu_is_planned_by_its_own_profile() -> None:
+    file = parse_cluster(GPUS.encode())
+    own, measured = profile(), profile(slower=0.1)
+    cpu, cuda, other = make_cluster(file, own, {"cuda.json": measured}, 4).types
+    assert [kind.name for kind in (cpu, cuda, other)] == ["cpu", "cuda", "cuda:9"]
+    np.testing.assert_allclose(cuda.times.segments_s, times_of(measured, 4).segments_s)
+    np.testing.assert_allclose(other.times.segments_s * 5, cpu.times.segments_s)
+    assert not np.allclose(cuda.times.segments_s, cpu.times.segments_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'device = "h100:1"\nbackend = "tensorrt"',
+            r"2 device = 'h100:1', expected a type of .*: cpu, cuda, cuda:9; add \[devices.h100\], or",
+        ),
+        (
+            'device = "cuda:1"',
+            "2 device = 'cuda:1' names GPU 1 and has no backend, expected backend = .tensorrt. or",
+        ),
+        (
+            'device = "cpu"\nbackend = "onnxruntime"',
+            "2 backend = 'onnxruntime', expected tensorrt or cuda, on a GPU; leave it out",
+        ),
+        (
+            'device = "cuda:1"\nbackend = "cuda"\ncount = 2',
+            "2 names GPU 1 and count = 2, expected one worker on a GPU; give each its own entry",
+        ),
+        (
+            """device = "cuda"\nbackend = "cuda"\ncount = 2
+[[workers]]\ndevice = "cuda:1"\nbackend = "cuda" """,
+            "3 device = 'cuda:1': another worker has cuda:1 of that host already, expected a GPU",
+        ),
+    ],
+)
+def test_gpus_that_cannot_be_are_refused_in_a_line(text: str, message: str) -> None:
+    with pytest.raises(ClusterFileError, match=message) as caught:
+        parse_cluster(f"{GPUS}[[workers]]\n{text}".encode(), "c.toml")
+    assert str(caught.value).startswith("c.toml [[workers]] ")
+    assert "\n" not in str(caught.value)
 
 
 def test_times_are_of_the_profile_and_of_the_speed() -> None:

@@ -9,6 +9,7 @@ import pytest
 from offramp.cluster.planning.cluster_file import ClusterFileError
 from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.cluster.planning.ray_entry import RayEntry
+from offramp.cluster.remote.launching import ON_THE_CPU, WorkerRuntime
 from offramp.cluster.remote.process import WorkerCommand
 from offramp.cluster.remote.tcp import HostPort
 from offramp.cluster.remote.tcp_launcher import TcpLauncher
@@ -55,6 +56,42 @@ def test_each_worker_has_a_launcher(folder: Path) -> None:
         *["a process on this host"] * 2,
         "another process at 127.0.0.1:7070, in the clear",
     ]
+
+
+ON_GPUS = LOCAL + 'count = 2\nbackend = "tensorrt"\n'
+
+
+def test_workers_on_gpus_are_told_which(folder: Path) -> None:
+    far = REMOTE.replace('"gpu"', '"gpu:3"') + 'backend = "cuda"\n'
+    workers = read(folder, LOCAL + ON_GPUS + far + ROUTER)
+    launchers = workers.launchers(WorkerCommand())
+    assert [launcher.device_type for launcher in launchers] == ["gpu"] * 4
+    assert [launcher.runtime for launcher in launchers] == [
+        ON_THE_CPU,
+        WorkerRuntime(backend="tensorrt", device="cuda:0"),
+        WorkerRuntime(backend="tensorrt", device="cuda:1"),
+        WorkerRuntime(backend="cuda", device="cuda:3"),
+    ]
+    assert [launcher.describe() for launcher in launchers] == [
+        "a process on this host",
+        "a process on this host, tensorrt on cuda:0",
+        "a process on this host, tensorrt on cuda:1",
+        "another process at 127.0.0.1:7070, in the clear, cuda on cuda:3",
+    ]
+
+
+def test_workers_on_gpus_run_engines_in_fp32_alone(folder: Path) -> None:
+    workers = read(folder, ON_GPUS)
+    assert EngineOptions(devices=workers, precision="fp32").streams == 2
+    with pytest.raises(ValueError, match="precision is fp16, and workers on GPUs run engines in"):
+        EngineOptions(devices=workers, precision="fp16")
+    with pytest.raises(ValueError, match="device is 'cuda:0,cuda:1', and workers have GPUs of th"):
+        EngineOptions(devices=workers, device="cuda:0,cuda:1")
+
+
+def test_ray_starts_no_workers_on_gpus(folder: Path) -> None:
+    with pytest.raises(ClusterFileError, match="1 backend = 'tensorrt', and Ray starts that work"):
+        read(folder, ON_GPUS + '[router]\nlaunch = "ray"')
 
 
 def test_what_runs_may_give_is_bound(folder: Path) -> None:

@@ -46,7 +46,7 @@ def test_each_worker_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "told"),
     [
         ("--workers 4 --streams 2", "each worker is one stream; leave streams out"),
-        ("--workers 2 --backend cuda", "backend is cuda, and workers run stages on the CPU"),
+        ("--workers 2 --backend cuda", "backend is cuda, and that is for workers on the CPU; give"),
         ("--workers 9999", "workers is 9999, expected at most 4096"),
         ("--workers=-1", "--workers"),
     ],

@@ -217,7 +217,7 @@ def test_extensions_have_keys_too(tmp_path: Path) -> None:
         ("workers = -1", "[engine]: workers is -1, expected at least 0"),
         ("workers = 2\nstreams = 3", "[engine]: streams is 3 and there are 2 workers: each"),
         ('workers = 2\ncluster = "c.toml"', "[engine]: workers is 2, and a cluster has workers"),
-        ('workers = 2\nbackend = "tensorrt"', "[engine]: backend is tensorrt, and workers run"),
+        ('workers = 2\nbackend = "tensorrt"', "[engine]: backend is tensorrt, and that is for"),
         ('ray_address = "h:1"', "[engine]: there is no key 'ray_address'"),
     ):
         with pytest.raises(ConfigurationError, match=re.escape(told)):
