@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.cluster.loops import plans_of
+from tests.cluster.remote.listening import ThreadLauncher
 from tests.cluster.split_serving import BACK, FRONT
+from tests.cuda_fakes import fake_cuda
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
@@ -23,7 +25,7 @@ from offramp.cluster.planning.cluster_times import times_of
 from offramp.cluster.planning.facts import recorded_shares
 from offramp.cluster.planning.goal import PlanningGoal
 from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules
-from offramp.cluster.remote.launching import LocalLauncher
+from offramp.cluster.remote.launching import LocalLauncher, WorkerLauncher, WorkerRuntime
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.serving.cluster_serving import ServedCluster, served_facts
 from offramp.cluster.serving.cluster_statistics import plan_of
@@ -68,6 +70,21 @@ def cluster_for(
     return ServedCluster(cluster=Cluster(types=tuple(types)), goal=goal)
 
 
+def launched(kind: str) -> WorkerLauncher:
+    """A process on this host, on the CPU."""
+    return LocalLauncher(device_type=kind)
+
+
+def on_fake_gpu(kind: str) -> WorkerLauncher:
+    """A worker in a thread of this process, on a fake GPU; those that are slow are on the CPU."""
+    if kind == "slow":
+        return launched(kind)
+    gpu = WorkerRuntime(backend="cuda", device="cuda:0")
+    launcher = ThreadLauncher(lambda hello: fake_cuda(graphs=hello.graphs)[0], gpu)
+    launcher.device_type = kind
+    return launcher
+
+
 def answers(
     bundle: Bundle,
     requests: Sequence[np.ndarray],
@@ -75,6 +92,7 @@ def answers(
     kinds: Sequence[str] = (),
     cluster: ServedCluster | None = None,
     mode: Mode = Mode.LEAVE,
+    launch: Callable[[str], WorkerLauncher] = launched,
 ) -> tuple[list[EngineResult], list[int]]:
     """Serve by workers of these kinds, or in this process; and how many stages each then has."""
     options = EngineOptions(
@@ -88,7 +106,7 @@ def answers(
     async def serve() -> tuple[list[EngineResult], list[int]]:
         backend = OnnxRuntimeBackend(threads=1)
         workers = RemoteBackend(
-            backend, launchers=[LocalLauncher(device_type=kind) for kind in kinds], threads=1
+            backend, launchers=[launch(kind) for kind in kinds], threads=1, graphs=False
         )
         try:
             async with await Engine.open(
@@ -103,16 +121,27 @@ def answers(
     return asyncio.run(serve())
 
 
-@pytest.mark.parametrize("mode", [Mode.LEAVE, Mode.AUDIT])
+@pytest.mark.parametrize(
+    ("mode", "launch"),
+    [(Mode.LEAVE, launched), (Mode.AUDIT, launched), (Mode.LEAVE, on_fake_gpu)],
+)
 def test_a_split_model_answers_as_in_one_process(
-    small: tuple[Bundle, Path], mode: Mode, caplog: pytest.LogCaptureFixture
+    small: tuple[Bundle, Path],
+    mode: Mode,
+    launch: Callable[[str], WorkerLauncher],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     bundle, inputs = small
     with np.load(inputs) as archive:
         requests = np.array_split(archive["x"][:120], 40)
     with caplog.at_level(logging.INFO):
         found, held = answers(
-            bundle, requests, kinds=KINDS, cluster=cluster_for(bundle, share=0.7), mode=mode
+            bundle,
+            requests,
+            kinds=KINDS,
+            cluster=cluster_for(bundle, share=0.7),
+            mode=mode,
+            launch=launch,
         )
     expected, _ = answers(bundle, requests, mode=mode)
     for one, other in zip(found, expected, strict=True):
