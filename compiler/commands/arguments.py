@@ -16,7 +16,7 @@ from offramp.bundle.schema.compilation import COPIES_WITHIN
 from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands import values
 from offramp.compiler.common.errors import EngineOptionsError
-from offramp.compiler.common.options import BUILD, COMPILE, EXPORT
+from offramp.compiler.common.options import BUILD, COMPILE, EXPORT, PROFILE
 from offramp.compiler.data.data_flags import add_data
 from offramp.compiler.engines.build_options import (
     DEFAULT_BATCHES,
@@ -389,7 +389,14 @@ def profile_parser() -> argparse.ArgumentParser:
         "profile",
         """\
 Measure a bundle's profile again on this machine, print what its policy is
-predicted to save here, and write it. Graphs, policy and promise stay.""",
+predicted to save here, and write it. Graphs, policy and promise stay. A profile
+of a GPU, for the plans of a cluster, is written to a file of its own.""",
+        short=("--threads", "--output", "--backend", "--device", "--json"),
+        illegal=PROFILE,
+        examples={
+            "eecompile profile model.ee": "",
+            "eecompile profile model.ee --backend tensorrt --json gpu.json": "",
+        },
     )
     add_bundle(parser, "measure")
     add_target(parser, REPLACED, "a bundle that is at --output")
@@ -397,6 +404,14 @@ predicted to save here, and write it. Graphs, policy and promise stay.""",
     parser.add_argument("--threads", type=values.positive, metavar="N",
                         help="threads of each graph (default: as the bundle was "
                         "profiled)")  # fmt: skip
+    parser.add_argument("--backend", choices=("onnxruntime", "tensorrt", "cuda"),
+                        default="onnxruntime", metavar="NAME",
+                        help="what is measured: onnxruntime (the CPU), or on a GPU tensorrt (with "
+                        "engines of eecompile build, in fp32) or cuda")  # fmt: skip
+    parser.add_argument("--device", default="cuda:0", metavar="cuda:N", help="the GPU")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write the profile to this file alone, for a cluster file to "
+                        "name")  # fmt: skip
     return parser
 
 

@@ -346,6 +346,12 @@ class ProfileOptions(RewriteOptions):
 
     threads: int | None = None
     """Of ONNX Runtime; ``None`` is as the bundle was profiled."""
+    backend: str = "onnxruntime"
+    """What is measured: the CPU, or ``tensorrt`` or ``cuda`` on a GPU."""
+    device: str = "cuda:0"
+    """The GPU."""
+    json: Path | None = None
+    """A file to write the profile to alone; the bundle stays as it is then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,6 +455,16 @@ COMPILE: Final[tuple[Illegal, ...]] = (
 )  # fmt: skip
 _AS_THERE = "the engines that are there say it; leave one of them out"
 _KEPT = "auto keeps what is certified; leave one of them out"
+PROFILE: Final = (
+    Illegal(option="--backend tensorrt|cuda", without="--json",
+            why="a bundle's own profile is of a CPU; give a file, for a cluster file to name"),
+    Illegal(option="--device", without="--backend tensorrt|cuda",
+            why="the CPU is measured; leave it out, or choose one of these"),
+    Illegal(option="--threads", beside="--backend tensorrt|cuda",
+            why="a GPU is measured; leave it out"),
+    *(Illegal(option="--json", beside=other, why="the bundle stays as it is; leave one of them out")
+      for other in ("--output", "--overwrite", "--dry-run")),
+)  # fmt: skip
 BUILD: Final = (
     *_READING,
     Illegal(option="--units", beside="--parts",

@@ -29,10 +29,13 @@ from offramp.compiler.exits.timed_model import ProfileTimer
 from offramp.compiler.graphs.graph import default_opset
 from offramp.compiler.graphs.weights import WeightSizes
 from offramp.compiler.report import render_report
+from offramp.engine.backends import make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.graphs.assembly import assemble
+from offramp.engine.models.device_profile import measure_profile
 from offramp.engine.models.profile_check import predicted_savings
 from offramp.engine.stages.pipeline import zeros
+from offramp.engine.tensorrt.probe import parse_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +47,45 @@ class Profiled:
     before: Profile
     after: Profile
     written: Path | None
-    """Where the bundle is; ``None`` after a dry run."""
+    """Where the bundle is, or the profile alone; ``None`` after a dry run."""
 
 
 def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Profiled:
-    """Measure a bundle's profile on this machine, and write it; BundleError if that fails."""
+    """Measure a bundle's profile on this machine, and write it.
+
+    BundleError if that fails, BackendError if the GPU cannot be used.
+    """
     bundle = open_runnable(options.bundle)
-    target = options.target()
     before = bundle.profile()
+    if options.json is not None:
+        if options.backend == "onnxruntime":
+            after = measure(bundle, options.threads or before.threads, before.batch_sizes, progress)
+        else:
+            after = measure_on_gpu(bundle, options)
+        options.json.write_bytes(dump(after))
+        return Profiled(bundle=bundle, before=before, after=after, written=options.json)
+    target = options.target()
     after = measure(bundle, options.threads or before.threads, before.batch_sizes, progress)
     if target is not None:
         _write(bundle, options, target, after)
     return Profiled(bundle=bundle, before=before, after=after, written=target)
+
+
+def measure_on_gpu(bundle: Bundle, options: ProfileOptions) -> Profile:
+    """Time a bundle's model and segments on a GPU, in what workers run there: engines in fp32."""
+    before = bundle.profile()
+    most = max(before.batch_sizes)
+    backend = make_backend(
+        options.backend,
+        devices=(parse_device(options.device),),
+        precision="fp32" if options.backend == "tensorrt" else None,
+        max_rows=most,
+        bundles=(options.bundle,),
+    )
+    try:
+        return measure_profile(bundle, backend, before, max_batch_size=most)
+    finally:
+        backend.close()
 
 
 def measure(

@@ -5,16 +5,23 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests import models
 from tests.bundles import compile_tiny
+from tests.cuda_fakes import fake_cuda
 from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import Bundle
 from offramp.calibration.measure import profiling
+from offramp.cluster.planning.cluster_file import parse_cluster
+from offramp.cluster.planning.cluster_times import make_cluster, times_of
+from offramp.cluster.serving.planning_files import read_profiles
 from offramp.compiler.commands.cli import main
+from offramp.compiler.steps import profile
+from offramp.engine.backends import Backend
 from offramp.engine.models.profile_check import predicted_savings
 
 
@@ -107,3 +114,57 @@ def test_another_place(
     assert "new.ee exists; choose another --output" in capfd.readouterr().err
     assert main(["profile", "nothing.ee"]) == 1
     assert "nothing.ee is not a bundle" in capfd.readouterr().err
+
+
+def test_a_gpu_has_a_profile_of_its_own_for_plans(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def make(name: str, **how: Any) -> Backend:
+        asked.append((name, how))
+        return fake_cuda(max_rows=how["max_rows"])[0]
+
+    monkeypatch.setattr(profile, "make_backend", make)
+    line = ["profile", "tiny.ee", "--json", "gpu.json", "--backend"]
+    assert main([*line, "tensorrt", "--device", "cuda:1"]) == 0
+    assert "Written: gpu.json" in capfd.readouterr().out
+    ((name, how),) = asked
+    assert (name, how["devices"], how["precision"]) == ("tensorrt", (1,), "fp32")
+    assert Bundle.open("tiny.ee") == bundle
+    cluster = parse_cluster(
+        b"[devices.cuda]\ncount = 2\ncost_per_hour = 1\nprofile = 'gpu.json'\n"
+        b"[devices.cpu]\ncount = 1\ncost_per_hour = 1\nspeed = 1"
+    )
+    found = read_profiles(cluster, Path())["gpu.json"]
+    assert (found.device, found.batch_sizes) == ("fake-cuda", (1, 2, 4, 8, 16, 32))
+    cuda, cpu = make_cluster(cluster, bundle.profile(), {"gpu.json": found}, 32).types
+    np.testing.assert_allclose(cuda.times.segments_s, times_of(found, 32).segments_s)
+    np.testing.assert_allclose(cpu.times.segments_s, times_of(bundle.profile(), 32).segments_s)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--backend cuda", "--backend cuda without --json: a bundle's own profile is of a CPU; gi"),
+        (
+            "--json a.json --device cuda:1",
+            "--device without --backend tensorrt or cuda: the CPU is",
+        ),
+        ("--json a.json --output b.ee", "--json with --output: the bundle stays as it is; leave"),
+        (
+            "--json a.json --backend cuda --threads 2",
+            "--threads with --backend cuda: a GPU is measured",
+        ),
+        ("--json a.json --backend cuda --device gpu", "'gpu' is no device of TensorRT; give cuda:"),
+    ],
+)
+def test_what_makes_no_sense_of_a_gpu_is_refused(
+    bundle: Bundle, capfd: pytest.CaptureFixture[str], words: str, told: str
+) -> None:
+    try:
+        status = main(["profile", str(bundle.path), *words.split()])
+    except SystemExit as error:
+        status = int(str(error.code))
+    assert status in (1, 2)
+    assert told in capfd.readouterr().err

@@ -151,7 +151,7 @@ def test_each_type_of_gpu_is_planned_by_its_own_profile() -> None:
     [
         (
             'device = "h100:1"\nbackend = "tensorrt"',
-            r"device = .h100:1., expected a type of .*: cpu, cuda, cuda:9; add \[devices.h100\], or",
+            r"device = .h100:1., expected a type of .*: cpu, cuda, cuda:9; add \[devices.h100\]",
         ),
         (
             'device = "cuda:1"',
