@@ -71,6 +71,13 @@ class StageNotLoadedError(BackendError):
         self.segments = segments
 
 
+class TensorsLostError(BackendError):
+    """What a batch was to go on with went with the device that had it; it starts from its inputs.
+
+    No fault of the batch, nor of the stream that was to run it.
+    """
+
+
 class OutOfServiceError(BackendError):
     """No stream of the device can run anything now; they are tried again. Another server may."""
 

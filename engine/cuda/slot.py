@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.answers.exit_check import confidence_of
-from offramp.engine.common.errors import BackendError
+from offramp.engine.common.errors import BackendError, TensorsLostError
 from offramp.engine.cuda.batch_sizes import padded
 from offramp.engine.cuda.device_batch import BufferedRows, CudaBatch, Layout, Layouts
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
@@ -264,7 +264,8 @@ class CudaSlot:
             except Exception as error:
                 self.arena.by_row.scratch_is_clear = False  # the end of a stage that was cut short
                 self._work.wait_quietly()
-                if not isinstance(error, BackendError) or isinstance(error, DeviceLostError):
+                passed = isinstance(error, DeviceLostError | TensorsLostError)
+                if passed or not isinstance(error, BackendError):
                     raise
                 remedy = f": {REMEDY}" if isinstance(error, DeviceMemoryError) else ""
                 raise BackendError(f"{what % numbers}: {error}{remedy}") from error
@@ -393,7 +394,7 @@ class CudaSlot:
         try:
             content = batch.pool.read(batch.memory, size_bytes)
         except DeviceLostError as error:  # of the other device: this one is as well as before
-            raise BackendError(f"rows that waited on another GPU are lost: {error}") from error
+            raise TensorsLostError(f"rows that waited on another GPU are lost: {error}") from error
         self._work.wait()  # the rows before may still be read from the region
         self._staging.reserve(size_bytes)
         self._staging.array[:size_bytes] = content

@@ -136,12 +136,12 @@ class DeviceScheduler:
             del self._running[stream]
         return outcome
 
-    def failed(self, stream: int, now_s: float) -> StepOutcome:
+    def failed(self, stream: int, now_s: float, *, blamed: bool = True) -> StepOutcome:
         """Take note that the batch of ``stream`` failed; see :meth:`ModelScheduler.failed`."""
         if stream not in self._running:
             return NOTHING
         self._charge(stream, now_s)
-        return self._running.pop(stream).scheduler.failed(stream, now_s)
+        return self._running.pop(stream).scheduler.failed(stream, now_s, blamed=blamed)
 
     def interrupted(self, stream: int, now_s: float) -> StepOutcome:
         """Take note that a stream's worker was lost; see :meth:`ModelScheduler.interrupted`."""

@@ -32,6 +32,8 @@ _LATE: Final = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 _NO_ROWS: Rows = np.empty(0, np.intp)
 _LOSSES_OF_HALVES: Final = 2
 """Workers that may be lost to each half of a batch that was given up for it."""
+_MOST_UNBLAMED: Final = 3
+"""Times that the tensors of a batch may be lost before that counts as its failure."""
 
 
 class InFlight:
@@ -128,35 +130,39 @@ class InFlight:
         last = plan.latencies.last(variant)
         return ScheduledBatch(plan, choice.stage, samples, key, last, variant, pieces)
 
-    def fail(self, stream: int, now_s: float) -> int:
+    def fail(self, stream: int, now_s: float, *, blamed: bool = True) -> int:
         """Have the batch of a stream tried again, in halves; gives how many of its samples are.
 
         Whatever failed in the company of others is most often well, so each half runs at once. A
-        request that failed alone waits for all others, and fails for good the next time.
+        request that failed alone waits for all others, and fails for good the next time. Where
+        neither batch nor stream is ``blamed``, that is no failure, :data:`_MOST_UNBLAMED` times.
         """
         batch = self.batches[stream]
+        if not blamed:
+            batch.losses += 1
+            blamed = batch.losses > _MOST_UNBLAMED
         answered, alone = batch.samples.answered, batch.samples.alone
         staying = ~answered
         staying[self.lose_late(batch, staying, now_s)] = False
         if answered.any():  # feedback is not worth another try
             self.lose(batch.samples.take(np.flatnonzero(answered)))
         requests = [*batch.samples.take(np.flatnonzero(staying)).by_request()]
-        if batch.suspect_until_s is not None and requests:
+        if batch.suspect_until_s is not None and requests and blamed:
             self.failures.tried_again(succeeded=False)
-        if alone and requests and not self._may_try_again(batch):
+        if alone and requests and blamed and not self._may_try_again(batch):
             self.failures.failed()
             self.lose(requests.pop(), DropCause.FAILED)
         requests = [samples for samples in requests if not self._is_late(batch, samples, now_s)]
         for half in halves(requests):
             # Of the workers that may be lost to it, a half of what ends workers has few left.
-            losses = max(batch.losses - _LOSSES_OF_HALVES, 0)
+            losses = max(batch.losses - _LOSSES_OF_HALVES, 0) if blamed else batch.losses
             retry = replace(
                 batch,
                 stage=0,
                 samples=half,
                 pieces=(),
-                failed_on=stream,
-                suspect_until_s=self._suspect_until_s(batch, now_s) if alone else None,
+                failed_on=stream if blamed else batch.failed_on,
+                suspect_until_s=self._suspect_until_s(batch, now_s) if alone and blamed else None,
                 losses=losses,
                 number=0,
                 wasted_s=0.0,

@@ -243,20 +243,21 @@ class ModelScheduler:
         self._finish(stream)
         return self._in_flight.report(outcome._replace(buffered=number))
 
-    def failed(self, stream: int, now_s: float) -> StepOutcome:
+    def failed(self, stream: int, now_s: float, *, blamed: bool = True) -> StepOutcome:
         """Take note that the batch of ``stream`` failed, if it has one.
 
         Its requests are tried again from the start, half of them at a time, so that one that fails
         is found and fails alone; and on another stream where one is in service. A request that
         failed alone is tried once more when nothing else waits. What failed twice like that, or has
-        no time left, is dropped as ``FAILED``.
+        no time left, is dropped as ``FAILED``. Without ``blamed`` only its tensors were lost: its
+        requests are tried again on any stream, and may fail as often as before.
         """
-        self._fail(stream, now_s)
+        self._fail(stream, now_s, blamed=blamed)
         return self._in_flight.report()
 
-    def _fail(self, stream: int, now_s: float) -> None:
+    def _fail(self, stream: int, now_s: float, *, blamed: bool = True) -> None:
         if stream in self._in_flight.batches:
-            self.retried += self._in_flight.fail(stream, now_s)
+            self.retried += self._in_flight.fail(stream, now_s, blamed=blamed)
             self._finish(stream)
 
     def interrupted(self, stream: int, now_s: float) -> StepOutcome:

@@ -25,6 +25,7 @@ from offramp.engine.common.errors import (
     BackendError,
     EngineError,
     OutOfServiceError,
+    TensorsLostError,
     WorkerLostError,
 )
 from offramp.engine.common.line_limit import LineLimit
@@ -177,6 +178,9 @@ class StreamThread(threading.Thread):
                 carry = self._run_stage(slot, model, run, carry)
             except _InterruptedError:
                 return True
+            except TensorsLostError as error:
+                carry = None
+                self._give_back(model, run, error, blamed=False)
             except Exception as error:
                 carry = None
                 try:
@@ -289,10 +293,12 @@ class StreamThread(threading.Thread):
             return
         try:
             kept.set_result(slot.buffer(batch, all_rows(len(batch))))
-        except Exception as failure:  # of those that will take the tensors
-            kept.set_exception(failure)
+        except Exception as failure:  # those that will take the tensors start anew
+            kept.set_exception(TensorsLostError(str(failure)))
 
-    def _give_back(self, model: ModelRuntime, run: Run, error: Exception) -> None:
+    def _give_back(
+        self, model: ModelRuntime, run: Run, error: Exception, *, blamed: bool = True
+    ) -> None:
         """Give a failed batch back to the scheduler, and fail what has no second chance."""
         failure = error if isinstance(error, EngineError) else BackendError(repr(error))
         now_s = self._clock()
@@ -309,5 +315,6 @@ class StreamThread(threading.Thread):
                     f"the model failed on this request's own data, which was alone in its batch: "
                     f"{failure}"
                 )
-            model.fail(self._scheduler.failed(self._stream, now_s), failure)
+            outcome = self._scheduler.failed(self._stream, now_s, blamed=blamed)
+            model.fail(outcome, failure)
             self._changed.notify_all()

@@ -149,12 +149,12 @@ def test_a_gpu_has_a_profile_of_its_own_for_plans(
         ("--backend cuda", "--backend cuda without --json: a bundle's own profile is of a CPU; gi"),
         (
             "--json a.json --device cuda:1",
-            "--device without --backend tensorrt or cuda: the CPU is",
+            "--device without --backend tensorrt or cuda: the C",
         ),
         ("--json a.json --output b.ee", "--json with --output: the bundle stays as it is; leave"),
         (
             "--json a.json --backend cuda --threads 2",
-            "--threads with --backend cuda: a GPU is measured",
+            "--threads with --backend cuda: a GPU is",
         ),
         ("--json a.json --backend cuda --device gpu", "'gpu' is no device of TensorRT; give cuda:"),
     ],

@@ -57,12 +57,18 @@ def test_the_configuration_that_is_shown_is_one() -> None:
     assert {tuple(device.name for device in file.devices) for file in clusters} == {
         ("fast", "slow"),
         ("cpu",),
+        ("cuda",),
         ("large",),
     }
     (actors,) = [file for file in clusters if file.router.ray]
     assert actors.devices[0].resources == {"CPU": 2.0, "rack7": 1.0}
     assert actors.router.ray == RayEntry(address="node-a:6379", least=3)
-    (serving,) = [file for file in clusters if file.workers]
+    (on_gpus,) = [file for file in clusters if any(entry.gpus for entry in file.workers)]
+    assert [(entry.address, entry.gpus) for entry in on_gpus.workers] == [
+        (None, (0,)),
+        ("10.0.0.2:7070", (1,)),
+    ]
+    (serving,) = [file for file in clusters if file.workers and file is not on_gpus]
     assert [(entry.address, entry.count) for entry in serving.workers] == [
         ("10.0.0.2:7070", 1),
         (None, 2),

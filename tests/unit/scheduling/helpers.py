@@ -98,8 +98,8 @@ class Watched(ModelScheduler):
     ) -> StepOutcome:
         return self._see(super().update(stream, exited, now_s, runs_on))
 
-    def failed(self, stream: int, now_s: float) -> StepOutcome:
-        return self._see(super().failed(stream, now_s))
+    def failed(self, stream: int, now_s: float, *, blamed: bool = True) -> StepOutcome:
+        return self._see(super().failed(stream, now_s, blamed=blamed))
 
     def interrupted(self, stream: int, now_s: float) -> StepOutcome:
         return self._see(super().interrupted(stream, now_s))

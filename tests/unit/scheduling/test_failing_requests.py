@@ -72,6 +72,30 @@ def test_what_failed_is_tried_again_on_another_device(devices: int, refused: lis
     assert [n for n in range(4) if not isinstance(s.next(n, 0.0), Run)][: len(refused)] == refused
 
 
+def test_a_batch_whose_tensors_were_lost_is_tried_again_as_if_it_had_not_run() -> None:
+    s = scheduler(streams=2, latencies=table(size=SIZE, first_s=0.25, more_s=0.0))
+    s.submit(Submission(0), 0.0)
+    for _ in range(3):
+        assert started(s.next(0, 0.0)).requests.tolist() == [0]
+        s.failed(0, 0.0, blamed=False)
+    for stream in (0, 1):  # then it may fail as often as any request, on another stream
+        assert started(s.next(stream, 0.0)).requests.tolist() == [0]
+        s.failed(stream, 0.0)
+    assert s.take_dropped() == [Dropped(0, 1, DropCause.FAILED)]
+    assert not s.busy
+
+
+def test_tensors_that_are_lost_again_and_again_are_a_failure() -> None:
+    s = scheduler(latencies=table(size=SIZE, first_s=0.25, more_s=0.0))
+    s.submit(Submission(0), 0.0)
+    tries = 0
+    while isinstance(s.next(0, 0.0), Run):
+        tries += 1
+        s.failed(0, 0.0, blamed=False)
+    assert tries == 6
+    assert s.take_dropped() == [Dropped(0, 1, DropCause.FAILED)]
+
+
 def test_a_request_that_failed_alone_waits_for_all_others_but_not_for_ever() -> None:
     s = scheduler(latencies=table(size=1, first_s=0.25, more_s=0.0))
     s.submit(Submission(1), 0.0)
