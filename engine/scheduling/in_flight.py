@@ -161,6 +161,7 @@ class InFlight:
                 stage=0,
                 samples=half,
                 pieces=(),
+                by_itself=True,
                 failed_on=stream if blamed else batch.failed_on,
                 suspect_until_s=self._suspect_until_s(batch, now_s) if alone and blamed else None,
                 losses=losses,

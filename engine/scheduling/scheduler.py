@@ -236,7 +236,7 @@ class ModelScheduler:
             self._parallel.running(stream, len(survivors))
             return self._in_flight.report(outcome)
         number = batch.number
-        if batch.failed_on is not None:  # it stays by itself, so that nothing fails with it
+        if batch.by_itself:  # so that nothing fails with it
             self._in_flight.interrupt(batch, number, now_s)
         else:
             self._in_flight.buffer(batch, now_s)

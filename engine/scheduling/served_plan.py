@@ -41,7 +41,7 @@ class ServedPlan:
         their empty places have cost as much as to merge them would: as whoever rents skis, and
         does not know for how long, buys once the rent comes to their price.
         """
-        stage, retry = batch.stage - 1, batch.failed_on is not None
+        stage, retry = batch.stage - 1, batch.by_itself
         if self.placed is None:
             return retry or self.policy.runs_on(stage, before, survivors)
         if not self.placed.goes_on_to(stream, batch.stage):
@@ -86,8 +86,10 @@ class ScheduledBatch:
     """What its samples run, from their start to their end, a second try included."""
     pieces: tuple[Piece, ...] = ()
     """The buffered batches that it was just merged of."""
+    by_itself: bool = False
+    """Whether it is tried again, and meets no other batch at splits."""
     failed_on: int | None = None
-    """The stream that its samples failed on before, if they are tried again."""
+    """The stream that its samples failed on before, if they did."""
     suspect_until_s: float | None = None
     """Of a request that failed alone: until when its second try waits for all others."""
     losses: int = 0

@@ -252,8 +252,8 @@ class StreamThread(threading.Thread):
             return slot.select(step.result.carry, outcome.survivors)
         try:
             kept.set_result(slot.buffer(step.result.carry, outcome.survivors))
-        except Exception as error:  # of those that will take the tensors, not of this stream
-            kept.set_exception(error)
+        except Exception as error:  # those that will take the tensors start anew
+            kept.set_exception(TensorsLostError(str(error) or repr(error)))
         return None
 
     def _batch(
@@ -293,8 +293,8 @@ class StreamThread(threading.Thread):
             return
         try:
             kept.set_result(slot.buffer(batch, all_rows(len(batch))))
-        except Exception as failure:  # those that will take the tensors start anew
-            kept.set_exception(TensorsLostError(str(failure)))
+        except Exception as failure:  # as above
+            kept.set_exception(TensorsLostError(str(failure) or repr(failure)))
 
     def _give_back(
         self, model: ModelRuntime, run: Run, error: Exception, *, blamed: bool = True
