@@ -154,8 +154,8 @@ class EngineOptions:
     backend: str = "auto"
     """One of :data:`offramp.engine.backends.BACKENDS`."""
     device: str = "cuda:0"
-    """The GPU, for backends that use one; of several, ``cuda:0,cuda:1``, each runs every so
-    manieth stream."""
+    """The GPU, for backends that use one; to several (``cuda:0,cuda:1``) streams are dealt out in
+    turn."""
     precision: Precision | None = None
     """The precision of TensorRT's engines; ``None`` is the least of those that were built."""
     graphs: bool = True
