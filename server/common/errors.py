@@ -27,6 +27,7 @@ from offramp.engine.common.errors import (
     OptionsError,
     OutOfServiceError,
     QueueFullError,
+    TensorsLostError,
     WorkerLostError,
 )
 
@@ -101,6 +102,7 @@ REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
         CapacityError: Refusal(grpc.StatusCode.UNAVAILABLE, "capacity"),
         # Five in a row: whoever sends it again kills more workers.
         WorkerLostError: Refusal(grpc.StatusCode.INTERNAL, "worker_lost"),
+        TensorsLostError: Refusal(grpc.StatusCode.INTERNAL, "tensors_lost"),
         BackendError: Refusal(grpc.StatusCode.INTERNAL, "backend"),
         OptionsError: Refusal(grpc.StatusCode.INTERNAL, "internal"),
         EngineError: Refusal(grpc.StatusCode.INTERNAL, "internal"),
@@ -116,6 +118,7 @@ _WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
     ModelNotServedError: "UnknownModelError",
     BadInputError: "InvalidInputError",
     WorkerLostError: "BackendError",
+    TensorsLostError: "BackendError",
     UnauthenticatedError: "AuthenticationError",
     ForbiddenError: "PermissionDeniedError",
 }
