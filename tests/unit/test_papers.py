@@ -1,0 +1,36 @@
+"""docs/papers.md: what it names is there. Flags and links are held as those of every document."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINES = (ROOT / "docs" / "papers.md").read_text().splitlines()
+ROWS = [line.strip("| ").split(" | ") for line in LINES if re.match(r"\| \d", line)]
+NONE = "–"
+
+
+def paths(cell: str) -> list[str]:
+    """What a cell names in the repository."""
+    return re.findall(r"`([\w/]+\.(?:py|md))`", cell)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:30])
+def test_a_row_names_what_there_is(row: list[str]) -> None:
+    assert len(row) == 6, "section, here, where, by, test, figures"
+    _, _, where, _, test, _ = row
+    assert where == NONE or paths(where)
+    assert test == NONE or paths(test)
+    for path in paths(" ".join(row)):
+        assert (ROOT / path).is_file(), path
+    for path in paths(test):
+        assert path.startswith("tests/")
+
+
+def test_every_paper_has_its_sections() -> None:
+    headings = [line for line in LINES if line.startswith("## ")]
+    assert [heading.split()[1] for heading in headings] == ["PAME", "Apparate", "E³", "SuperServe"]
+    assert len(ROWS) >= 30
