@@ -81,7 +81,7 @@ def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
     """Take a graph apart into what is there and the weights that it names, in order.
 
     With these read, it is what would have been written with the weights in it. ``None`` if it names
-    none. WireError as of :func:`named_weights`, or if it would have more bytes than protobuf takes.
+    none. WireError as of :func:`named_weights`.
     """
     named = False
 
@@ -94,13 +94,7 @@ def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
         return _with_field(tensor, _RAW, [place], without=(_EXTERNAL, _LOCATION))
 
     parts = _changed(memoryview(graph), fill)
-    if not named:
-        return None
-    if (whole := sum(map(length_of, parts))) > MOST_BYTES:
-        raise WireError(
-            f"with its weights it would have {whole} bytes, at most {MOST_BYTES} are expected"
-        )
-    return parts
+    return parts if named else None
 
 
 def external_locations(model: bytes) -> frozenset[str]:

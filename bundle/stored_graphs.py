@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
 from offramp.bundle.files import CheckedFolder, entry_of
-from offramp.bundle.graph_weights import WEIGHTS, filled_parts, named_weights
-from offramp.bundle.onnx_wire import Place
+from offramp.bundle.graph_weights import MOST_BYTES, WEIGHTS, filled_parts, named_weights
+from offramp.bundle.onnx_wire import Part, Place, length_of
 from offramp.bundle.schema.errors import BundleIntegrityError, BundleSchemaError
 from offramp.bundle.schema.manifest import FileEntry
 from offramp.proto.wire_format import WireError
@@ -51,14 +51,19 @@ def check_graph(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) 
 def fill(files: CheckedFolder, entry: FileEntry, graph: bytes, size_bytes: int) -> bytes:
     """Return a graph of a bundle with the weights that it names.
 
-    BundleSchemaError if it names some where there are none; BundleIntegrityError if graph and
-    weights are not together what ``entry`` says.
+    BundleSchemaError if it names some where there are none, or would be more with them than
+    protobuf takes; BundleIntegrityError if graph and weights are not together what ``entry`` says.
     """
-    pieces = _filled(files, entry.path, graph, size_bytes)
-    if pieces is None:
+    parts = _filled(files, entry.path, graph, size_bytes)
+    if parts is None:
         return graph
+    if (size := sum(map(length_of, parts))) > MOST_BYTES:
+        raise BundleSchemaError(
+            f"{files.root / entry.path} has {size:,} bytes with its weights, and one message holds "
+            f"{MOST_BYTES:,}: only runtimes that map weights from their file take such a graph"
+        )
     whole, digest = io.BytesIO(), hashlib.sha256()
-    for piece in pieces:
+    for piece in _read(files, parts):
         whole.write(piece)
         digest.update(piece)
     if digest.hexdigest() != entry.filled_sha256:
@@ -76,33 +81,28 @@ def describe_filled(
     sizes = {entry.path: entry.size_bytes for entry in entries}
     size_bytes = sizes.get(WEIGHTS, 0)
     for entry in entries:
-        pieces = None
+        parts = None
         if size_bytes and entry.path in graphs:
             graph = (files.root / entry.path).read_bytes()
-            pieces = _filled(files, entry.path, graph, size_bytes)
-        if pieces is None:
+            parts = _filled(files, entry.path, graph, size_bytes)
+        if parts is None:
             yield entry
             continue
         digest = hashlib.sha256()
-        for piece in pieces:
+        for piece in _read(files, parts):
             digest.update(piece)
         yield replace(entry, filled_sha256=digest.hexdigest())
 
 
-def _filled(
-    files: CheckedFolder, name: str, graph: bytes, size_bytes: int
-) -> Iterator[bytes | memoryview] | None:
-    """Give a graph with its weights, piece by piece; ``None`` if it names none."""
+def _filled(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) -> list[Part] | None:
+    """Take a graph apart into what is there and the weights that it names; ``None`` if none."""
     try:
-        parts = filled_parts(graph, size_bytes)
+        return filled_parts(graph, size_bytes)
     except WireError as error:
         raise BundleSchemaError(f"{files.root / name}: {error}; {files.mend}") from error
-    return None if parts is None else _read(files, parts)
 
 
-def _read(
-    files: CheckedFolder, parts: Sequence[memoryview | Place]
-) -> Iterator[bytes | memoryview]:
+def _read(files: CheckedFolder, parts: Sequence[Part]) -> Iterator[bytes | memoryview]:
     # Not mapped: a file that somebody makes shorter meanwhile gives an error, and no signal.
     weights = files.root / WEIGHTS
     try:

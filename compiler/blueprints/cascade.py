@@ -18,12 +18,13 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from offramp.calibration.data.dataset import DataError
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.compiler.common.errors import ModelError, VerificationError
 from offramp.compiler.common.options import CompileOptions
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, GraphAnalysis, find_cuts
 from offramp.compiler.cuts.slicing import (
     Cascade,
@@ -236,7 +237,7 @@ def requantise(proto: onnx.ModelProto, tensors: Sequence[str]) -> None:
     Runtime drops one pair of the two.
     """
     graph = proto.graph
-    constants = {t.name: numpy_helper.to_array(t).tobytes() for t in graph.initializer}
+    constants = {t.name: array_of(t).tobytes() for t in graph.initializer}
     for tensor in tensors:
         readers = [node for node in graph.node if tensor in node.input]
         (writer,) = (i for i, node in enumerate(graph.node) if tensor in node.output)

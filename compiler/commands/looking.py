@@ -15,6 +15,7 @@ from rich.table import Table
 from offramp.bundle import Answer, Bundle
 from offramp.bundle.engines import list_targets
 from offramp.bundle.schema.serde import to_plain
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.certify import samples_needed
 from offramp.certify.binomial import least_to_split
 from offramp.compiler.common.options import AskedTask
@@ -165,8 +166,12 @@ def _read(options: argparse.Namespace, console: Console) -> tuple[SourceModel, C
     """Read a model, and find where it may be cut."""
     from offramp.compiler.cuts.cuts import find_cuts  # noqa: PLC0415
     from offramp.compiler.frontend.model import read_model  # noqa: PLC0415
+    from offramp.compiler.graphs.weights import weight_file  # noqa: PLC0415
 
-    with console.status("reading and simplifying the model"):
+    with (
+        console.status("reading and simplifying the model"),
+        weight_file(ScratchSpace()) as weights,
+    ):
         model = read_model(
             options.model,
             answer=options.answer,
@@ -175,6 +180,7 @@ def _read(options: argparse.Namespace, console: Console) -> tuple[SourceModel, C
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,
             max_cut_tensors=options.max_cut_tensors,
+            weights=weights,
         )
         return model, find_cuts(model, max_tensors=options.max_cut_tensors)
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from offramp.bundle import CpuFeatures
 from offramp.calibration.precision.quantised_graphs import LEVELS_OF_16_BITS
+from offramp.compiler.common.tensors import array_of
 
 _log = logging.getLogger(__name__)
 
@@ -67,5 +68,5 @@ def fits_16_bits(proto: onnx.ModelProto) -> bool:
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
     if any(n.op_type == "QuantizeLinear" and n.input[0] in weights for n in proto.graph.node):
         return False
-    steps = (numpy_helper.to_array(t) for t in weights.values() if t.data_type == TensorProto.INT8)
+    steps = (array_of(t) for t in weights.values() if t.data_type == TensorProto.INT8)
     return all(np.abs(s.astype(np.int16)).max(initial=0) <= LEVELS_OF_16_BITS for s in steps)

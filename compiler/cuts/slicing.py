@@ -28,7 +28,7 @@ from offramp.compiler.graphs.graph import Dataflow, Operator, copied, emptied
 from offramp.compiler.graphs.row_mixing import compare_batches, middle, scaled_by_batch
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.source_model import SourceModel
-from offramp.compiler.graphs.weights import WeightFile
+from offramp.compiler.graphs.weights import WeightFile, check_standard
 from offramp.engine.answers.differences import Difference, Scales, compare, relative_difference
 
 _log = logging.getLogger(__name__)
@@ -65,9 +65,7 @@ class Sliced:
         """Return the source model with its weights."""
         if self.weights is None:
             return self.model
-        proto = copied(self.model.proto)
-        self.weights.fill(proto)
-        return replace(self.model, proto=proto)
+        return replace(self.model, proto=self.weights.whole(self.model.proto))
 
     @property
     def front(self) -> SourceModel:
@@ -337,7 +335,7 @@ class _Source(NamedTuple):
                 f"{name} reads {sorted(free)}, which nothing provides; this is a defect, report it "
                 "with the model"
             )
-        onnx.checker.check_model(proto)
+        check_standard(proto)
         return proto
 
 

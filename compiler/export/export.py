@@ -18,6 +18,7 @@ from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.files import check_writable, write_whole
+from offramp.bundle.graph_weights import MOST_BYTES
 from offramp.calibration.data.data_sources import DataSource
 from offramp.calibration.data.dataset import read_samples
 from offramp.compiler.common.errors import ExportError
@@ -31,7 +32,6 @@ from offramp.compiler.export.repositories import (
     check_model,
     repositories,
 )
-from offramp.compiler.frontend.source_file import MAX_BYTES
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.source_model import with_unread
 from offramp.engine.backends.custom_ops import open_runnable
@@ -137,7 +137,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
 def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> onnx.ModelProto:
     """Make the model that is exported, checked by ONNX's checker; ExportError if too large."""
     size = sum(len(stage.load()) for stage in plan.stages)
-    if size > MAX_BYTES:
+    if size > MOST_BYTES:
         raise ExportError(
             f"the stages have {size / 2**30:.1f} GiB together; a file holds 2 GiB: use fewer exits"
         )

@@ -23,6 +23,7 @@ from offramp.bundle import TensorSpec
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.frontend.answer import keep_answer
 from offramp.compiler.frontend.decoder_cache import (
     check_no_fused_cache,
@@ -237,7 +238,7 @@ class _Reduction:
         while name in self._weights:
             name += "'"
         if tensor in self._weights:
-            value = numpy_helper.to_array(self._weights[tensor]).take(ids, axis)
+            value = array_of(self._weights[tensor]).take(ids, axis)
             return self._constant(name, value)
         maker = self._flow.producers[tensor].proto
         if maker.op_type == "Transpose":
@@ -320,7 +321,7 @@ class _Reduction:
 
     def _small_values(self) -> dict[str, NDArray[Any]]:
         small = (t for t in self._weights.values() if np.prod(t.dims, dtype=np.int64) <= 8)
-        return {tensor.name: numpy_helper.to_array(tensor) for tensor in small}
+        return {tensor.name: array_of(tensor) for tensor in small}
 
     def _constant(self, name: str, value: NDArray[Any]) -> str:
         tensor = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)

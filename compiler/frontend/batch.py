@@ -22,10 +22,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, inliner, numpy_helper
+from onnx import TensorProto, inliner
 
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.frontend.batch_repair import REMEDY, repair
 from offramp.compiler.graphs.graph import (
     Dataflow,
@@ -228,7 +229,7 @@ def _candidates(proto: onnx.ModelProto) -> list[int]:
     counts: Counter[int] = Counter()
     for tensor in constants:
         if tensor.data_type == onnx.TensorProto.INT64 and sum(tensor.dims) <= _SHORT:
-            counts.update(numpy_helper.to_array(tensor).ravel().tolist())
+            counts.update(array_of(tensor).ravel().tolist())
     named = [size for size, _ in counts.most_common() if 1 < size <= _LARGEST]
     return list(dict.fromkeys([*named[: _TRIED - len(_COMMON)], *_COMMON]))
 
@@ -512,7 +513,7 @@ class _Followed:
     def _constant(self, tensor: str) -> NDArray[Any] | None:
         op = self._flow.producers.get(tensor)
         found = self._weights.get(tensor) if op is None else constant_tensor(op.proto)
-        return None if found is None else numpy_helper.to_array(found)
+        return None if found is None else array_of(found)
 
 
 def _states(op: Operator, body: onnx.GraphProto) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import Dataflow, Operator, integer, refill
 from offramp.compiler.graphs.shape_trace import Shape, ShapeTrace
 from offramp.compiler.graphs.shapes import (
@@ -103,7 +104,7 @@ class BatchEdits:
             return tensor
         weights = self.weights.get(tensor)
         if weights is not None:
-            value = numpy_helper.to_array(weights)
+            value = array_of(weights)
             row = value.take([0], axis)
             if not np.array_equal(value, np.broadcast_to(row, value.shape)):
                 raise ValueError(f"its input {tensor!r} holds other values for every row")

@@ -14,6 +14,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, is_standard, refill
 
 _CACHE = "past"
@@ -170,7 +171,7 @@ class _Emptied:
         chosen = self._constants.get(node.input[1])
         if chosen is None:
             return node
-        at = numpy_helper.to_array(chosen) % len(past.sizes)
+        at = array_of(chosen) % len(past.sizes)
         if np.any(at == past.batch_axis):
             return node
         value = numpy_helper.from_array(np.array(past.sizes, np.int64)[at])

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import AskedTask
 from offramp.compiler.cuts.cuts import MAX_CUT_TENSORS
@@ -20,6 +19,7 @@ from offramp.compiler.frontend.source_file import load_source
 from offramp.compiler.graphs.graph import Dataflow, default_opset
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.tail import find_dense_tail
+from offramp.compiler.graphs.weights import WeightFile
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def read_model(
     task: AskedTask | None = None,
     simplify: bool = True,
     simplify_limit: float = LIMIT_S,
-    scratch: ScratchSpace | None = None,
+    weights: WeightFile | None = None,
     max_cut_tensors: int = MAX_CUT_TENSORS,
 ) -> SourceModel:
     """Read a model and bring it into the form that slicing needs.
@@ -41,23 +41,25 @@ def read_model(
     are several; ``task`` is what is said of it, else it is inferred; ``answer_tokens`` are the
     tokens that a decoder [batch, tokens, vocabulary] answers with
     (:mod:`.frontend.answer_tokens`); ``simplify`` folds constants and fuses with onnxslim,
-    if that computes the same and takes no longer than ``simplify_limit`` seconds. Files of a large
-    model go to ``scratch``. Cut points of up to ``max_cut_tensors`` tensors are prepared. What is
-    done to the model, in which order, is :data:`.passes.SLICEABLE`.
+    if that computes the same and takes no longer than ``simplify_limit`` seconds. With ``weights``
+    the model names its large weights in that file, and may be of any size. Cut points of up to
+    ``max_cut_tensors`` tensors are prepared. What is done to the model, in which order, is
+    :data:`.passes.SLICEABLE`.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
+        ScratchError: The disk has no room for the weights.
     """
     path = Path(path)
     asked = task or AskedTask()
-    proto, digest = load_source(path)
+    proto, digest = load_source(path, weights)
     draft = ModelDraft(
         proto=proto,
         answer=answer,
         answer_tokens=tuple(answer_tokens),
         class_map=asked.class_map,
         simplify_limit_s=simplify_limit if simplify else None,
-        scratch=scratch,
+        weights=weights,
         max_cut_tensors=max_cut_tensors,
         note=lambda text: _log.warning("%s", text),
     )

@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
 
 from offramp.bundle.schema.inputs import NUMBER_DTYPES
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, is_standard
 from offramp.compiler.graphs.shapes import dtype_name
 
@@ -110,4 +110,4 @@ def _constants(graph: onnx.GraphProto, flow: Dataflow) -> Iterable[tuple[str, ND
     """Yield the values of the constants that Dropouts read."""
     read = {name for op in flow.operators if op.kind == "Dropout" for name in op.proto.input[1:]}
     tensors = [*graph.initializer, *filter(None, map(constant_tensor, graph.node))]
-    return ((t.name, numpy_helper.to_array(t)) for t in tensors if t.name in read)
+    return ((t.name, array_of(t)) for t in tensors if t.name in read)

@@ -15,7 +15,6 @@ from enum import Enum
 import onnx
 
 from offramp.bundle.schema.inputs import UnreadInput
-from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.cuts.cuts import MAX_CUT_TENSORS
 from offramp.compiler.frontend import preparation
 from offramp.compiler.frontend.answer import answer_with_classes, keep_answer
@@ -34,6 +33,7 @@ from offramp.compiler.graphs.graph import Dataflow, default_opset, read_names, w
 from offramp.compiler.graphs.runtime import check_operators
 from offramp.compiler.graphs.shapes import BATCH, annotate
 from offramp.compiler.graphs.source_model import DeclaredInputs, drop_unread
+from offramp.compiler.graphs.weights import WeightFile
 
 
 class PassError(Exception):
@@ -54,8 +54,8 @@ class ModelDraft:
     """Whether each place of the answer is a class."""
     simplify_limit_s: float | None = None
     """Longest time that onnxslim may take; ``None`` leaves the model as it is."""
-    scratch: ScratchSpace | None = None
-    """Where files of a large model go."""
+    weights: WeightFile | None = None
+    """Where the model names its large weights, if it does not hold them."""
     max_cut_tensors: int = MAX_CUT_TENSORS
     """Most tensors that may cross a cut point."""
     note: Callable[[str], None] = lambda _text: None
@@ -230,7 +230,7 @@ def _simplify(draft: ModelDraft) -> None:
     if draft.simplify_limit_s is None:
         return
     draft.proto = preparation.simplified(
-        draft.proto, limit_s=draft.simplify_limit_s, scratch=draft.scratch
+        draft.proto, limit_s=draft.simplify_limit_s, weights=draft.weights
     )
     drop_unread(draft.proto.graph)
     check_some_input(draft.proto)

@@ -13,14 +13,20 @@ import onnx
 from onnx import helper, numpy_helper, version_converter
 
 from offramp.bundle.schema.inputs import TensorSpec
-from offramp.calibration.data.scratch import ScratchError, ScratchSpace
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.frontend.simplifier import LIMIT_S, SimplifierError, slim
-from offramp.compiler.graphs.graph import Dataflow, default_opset, read_names, refill, rename_tensor
+from offramp.compiler.graphs.graph import (
+    Dataflow,
+    default_opset,
+    read_names,
+    refill,
+    rename_tensor,
+    weight_bytes,
+)
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs, runs_opset
 from offramp.compiler.graphs.shapes import FLOATING, declared_types, dtype_name
-from offramp.compiler.graphs.weights import weight_file_if_large
+from offramp.compiler.graphs.weights import WeightFile, without_named
 from offramp.engine.answers.differences import relative_difference
 
 _log = logging.getLogger(__name__)
@@ -35,6 +41,8 @@ MOST_SIMPLIFIED = 8000
 """Operators of a model that onnxslim is run on: it takes half a minute for so many."""
 _MOST_TIED = 1000
 """Operators of a model whose equal small constants it makes one: that takes quadratic time."""
+_SMALL_BYTES = 2**24
+"""Of weights that are rather copied in memory for onnxslim than read by a process of its own."""
 _SHOWN = 120
 """Characters of the simplifier's error that are shown."""
 _BATCH = 2
@@ -46,8 +54,7 @@ def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
     opset = default_opset(proto)
     if opset < MIN_OPSET:
         try:
-            # before the file's IR version is raised: the converter goes by it in finding weights
-            proto = version_converter.convert_version(proto, MIN_OPSET)
+            proto = _converted(proto)
         except Exception as error:  # the converter raises RuntimeError and its own kinds
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(
@@ -64,6 +71,16 @@ def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
         )
     proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
     return proto
+
+
+def _converted(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Convert to :data:`MIN_OPSET`; weights that are named in a file are inputs meanwhile."""
+    named = [tensor for tensor in proto.graph.initializer if tensor.external_data]
+    # before the file's IR version is raised: the converter goes by it in finding weights
+    made = version_converter.convert_version(without_named(proto), MIN_OPSET)
+    made.graph.initializer.extend(named)
+    unlist_initializers(made)
+    return made
 
 
 def specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
@@ -126,13 +143,13 @@ def name_operators(proto: onnx.ModelProto) -> None:
 
 
 def simplified(
-    proto: onnx.ModelProto, *, limit_s: float = LIMIT_S, scratch: ScratchSpace | None = None
+    proto: onnx.ModelProto, *, limit_s: float = LIMIT_S, weights: WeightFile | None = None
 ) -> onnx.ModelProto:
     """Fold constants and fuse operators of a model with a symbolic batch; it is not changed.
 
     The raw graph of an export can hide most of its cut points. Where onnxslim fails, its result
     differs on random inputs, or it takes longer than ``limit_s`` seconds, ``proto`` itself is
-    returned, and a warning logged. Files go to ``scratch``: ScratchError if they have no room.
+    returned, and a warning logged. The model may name its weights in ``weights``.
     """
     operators = len(proto.graph.node)
     if operators > MOST_SIMPLIFIED:
@@ -147,13 +164,13 @@ def simplified(
     # Tying compares every pair of small constants, which takes most of the time of large graphs.
     skipped = ["weight_tying"] if operators > _MOST_TIED else []
     try:
-        with weight_file_if_large(proto, scratch or ScratchSpace()) as weights:
-            light = proto if weights is None else weights.light(proto)
-            simpler = slim(light, skipped, weights=weights, limit_s=limit_s)
-            difference = _difference(light, simpler)
-            if weights is not None:
-                weights.fill(simpler)
-    except (ModelError, ScratchError):
+        named = weights is not None and weight_bytes(proto) > _SMALL_BYTES
+        given = proto if weights is None or named else weights.whole(proto)
+        folder = weights.folder if weights is not None and named else None
+        simpler = slim(given, skipped, folder=folder, limit_s=limit_s)
+        difference = _difference(given, simpler)
+        simpler = simpler if weights is None else weights.light(simpler)
+    except ModelError:
         raise
     except SimplifierError as error:
         _log.warning("not simplified: %s", _one_line(error))

@@ -18,7 +18,7 @@ from onnx.external_data_helper import load_external_data_for_model
 
 from offramp.compiler.common.resources import count_process, peak_bytes
 from offramp.compiler.graphs.graph import bodies, copied
-from offramp.compiler.graphs.weights import WeightFile
+from offramp.compiler.graphs.weights import check_standard
 from offramp.engine.common.job_runner import environment_of_child
 
 LIMIT_S: Final = 180.0
@@ -37,23 +37,23 @@ def slim(
     proto: onnx.ModelProto,
     skipped: Sequence[str],
     *,
-    weights: WeightFile | None,
+    folder: Path | None,
     limit_s: float = LIMIT_S,
 ) -> onnx.ModelProto:
     """Simplify a model, which is not changed; ``skipped`` are optimisations of onnxslim.
 
-    ``weights`` is the file of those that the model names. SimplifierError if simplifying fails; or
-    takes longer than ``limit_s``, but where the model is small, without loops, and names none: that
-    is simplified here, and others by :data:`COMMAND`.
+    ``folder`` is where the weights are that the model names, if it names any. SimplifierError if
+    simplifying fails; or takes longer than ``limit_s``, but where the model is small, without
+    loops, and names none: that is simplified here, and others by :data:`COMMAND`.
     """
     nodes = proto.graph.node
-    if weights is None and len(nodes) <= _SMALL_OPERATORS and not any(map(bodies, nodes)):
+    if folder is None and len(nodes) <= _SMALL_OPERATORS and not any(map(bodies, nodes)):
         return _slim(copied(proto), skipped)
-    with tempfile.TemporaryDirectory(dir=None if weights is None else weights.folder) as folder:
-        given, made = Path(folder, "model.onnx"), Path(folder, "simpler.onnx")
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        given, made = Path(own, "model.onnx"), Path(own, "simpler.onnx")
         given.write_bytes(proto.SerializeToString())
         command = [*COMMAND, str(given), str(made), ",".join(skipped)]
-        _run(command, limit_s, None if weights is None else weights.folder)
+        _run(command, limit_s, folder)
         return onnx.load(made, load_external_data=False)
 
 
@@ -83,7 +83,7 @@ def _run(command: Sequence[str], limit_s: float, folder: Path | None) -> None:
 def _slim(proto: onnx.ModelProto, skipped: Sequence[str]) -> onnx.ModelProto:
     try:
         slimmed: onnx.ModelProto = onnxslim.slim(proto, skip_optimizations=list(skipped))
-        onnx.checker.check_model(slimmed)
+        check_standard(slimmed)
     except Exception as error:  # whatever a third party's optimiser raises
         raise SimplifierError(f"onnxslim fails: {error}") from error
     return slimmed

@@ -23,25 +23,30 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import defs, helper
-from onnx.external_data_helper import load_external_data_for_model, uses_external_data
+from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
+from offramp.bundle.graph_weights import MOST_BYTES
 from offramp.bundle.npz import open_regular
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.graphs.graph import bodies, captured_names, refill, sort_operators
+from offramp.compiler.graphs.graph import bodies, captured_names, copied, refill, sort_operators
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 from offramp.compiler.graphs.shapes import UNKNOWN, TensorType, infer_types
+from offramp.compiler.graphs.weights import WeightFile, check_standard
 
 _TORCH = frozenset({".pt", ".pth", ".safetensors"})
 """Suffixes of torch's files."""
-MAX_BYTES = 2**31 - 1
-"""Limit of one protobuf message."""
 
 
-def load_source(path: Path) -> tuple[onnx.ModelProto, str]:
+def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.ModelProto, str]:
     """Read and check a model file with its external data; give the model and their hash.
 
+    Large weights are put into ``weights``, one by one, and the model names them there; without it
+    the model holds them all, which may be 2 GiB at most.
+
     Raises:
-        ModelError: The file is missing, no ONNX model, or names files that it must not.
+        ModelError: The file is missing, no ONNX model, names files that it must not, or is too
+            large.
+        ScratchError: The disk has no room for the weights.
     """
     data = _read(path)
     digest, size = hashlib.sha256(data), len(data)
@@ -52,15 +57,23 @@ def load_source(path: Path) -> tuple[onnx.ModelProto, str]:
     del data  # the checker makes two copies of its own
     if not proto.graph.node:
         raise ModelError(f"{path}: not an ONNX file, or one without operators")
-    for file in _external_files(proto, path, size):
+    files = _external_files(proto, path)
+    if weights is None:
+        _check_size(path, size + sum(file.stat().st_size for file in files))
+    else:
+        weights.check_room(proto)
+    for file in files:
         with open_regular(file) as opened:
             for chunk in iter(partial(opened.read, 2**20), b""):
                 digest.update(chunk)
     try:
-        load_external_data_for_model(proto, str(path.parent))
+        held = _load_external(proto, path.parent, weights)
+        _check_size(path, size + held)
+        if weights is not None:
+            proto = weights.light(proto)
         sort_operators(proto.graph)  # ONNX Runtime runs files in any order
         to_standard_form(proto)
-        onnx.checker.check_model(proto)
+        check_standard(proto)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     except (onnx.checker.ValidationError, ValueError) as error:
@@ -96,17 +109,18 @@ def _read(path: Path) -> bytes:
 
 
 def _check_size(path: Path, size: int) -> None:
-    if size > MAX_BYTES:
+    if size > MOST_BYTES:
         raise ModelError(
-            f"{path}: {size / 2**30:.1f} GiB with its external data; models above 2 GiB are not "
-            "supported yet, convert the weights to half precision"
+            f"{path}: {size / 2**30:.1f} GiB in one message, which is {MOST_BYTES / 2**30:.0f} GiB "
+            "at most; store the weights as external data, as initializers of the graph: "
+            "onnx.save(model, path, save_as_external_data=True)"
         )
 
 
-def _external_files(proto: onnx.ModelProto, path: Path, size: int) -> list[Path]:
-    """Files with weights beside the model, all checked, and to fit into one message together."""
+def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
+    """Files with weights beside the model, all checked."""
     sizes: dict[str, int] = {}
-    for tensor in _tensors(proto):
+    for tensor in chain(proto.graph.initializer, _inner_tensors(proto)):
         if uses_external_data(tensor):
             location, end = _claim(tensor, path)
             if location not in sizes:
@@ -116,7 +130,6 @@ def _external_files(proto: onnx.ModelProto, path: Path, size: int) -> list[Path]
                     f"{path}: tensor {tensor.name!r:.100} ends at byte {end:,} of its external "
                     f"data {location!r}, which have {sizes[location]:,}; export the model again"
                 )
-    _check_size(path, size + sum(sizes.values()))
     return [path.parent / location for location in sorted(sizes)]
 
 
@@ -167,16 +180,37 @@ def _size_of(path: Path, location: str) -> int:
     return found.st_size
 
 
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """All tensors of a model, those inside of operators, subgraphs and functions too."""
-    yield from _tensors_of(proto.graph)
+def _load_external(proto: onnx.ModelProto, folder: Path, weights: WeightFile | None) -> int:
+    """Load tensors from files, one by one; give the bytes that the model holds of them.
+
+    Initializers are put into ``weights`` where that takes them.
+    """
+    held = 0
+    kinds = ((False, _inner_tensors(proto)), (True, proto.graph.initializer))
+    for is_initializer, tensors in kinds:
+        for tensor in filter(uses_external_data, tensors):
+            # What a message once held keeps its memory for as long as the whole model lives.
+            alone = copied(tensor)
+            load_external_data_for_tensor(alone, str(folder))
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+            if is_initializer and weights and weights.takes(tensor, len(alone.raw_data)):
+                weights.name(tensor, alone.raw_data)
+            else:
+                tensor.raw_data = alone.raw_data
+                held += len(alone.raw_data)
+    return held
+
+
+def _inner_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """All tensors of a model but its initializers: of operators, subgraphs and functions."""
+    yield from _inner_tensors_of(proto.graph)
     for function in proto.functions:
         for node in function.node:
             yield from _tensors_in(node)
 
 
-def _tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
+def _inner_tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
     for node in graph.node:
@@ -189,7 +223,8 @@ def _tensors_in(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
         for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
             yield from (sparse.values, sparse.indices)
     for body in bodies(node):
-        yield from _tensors_of(body)
+        yield from body.initializer
+        yield from _inner_tensors_of(body)
 
 
 _ROWS = 2

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, integer
 from offramp.compiler.graphs.shapes import TensorType
 
@@ -63,7 +64,7 @@ class ChannelFinder:
         """Look at a model, with its types."""
         constants = [t for node in proto.graph.node if (t := constant_tensor(node)) is not None]
         axes = {
-            tensor.name: tuple(numpy_helper.to_array(tensor).ravel().tolist())
+            tensor.name: tuple(array_of(tensor).ravel().tolist())
             for tensor in (*proto.graph.initializer, *constants)
             if tensor.data_type == onnx.TensorProto.INT64
             and len(tensor.dims) <= 1

@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, is_standard
 from offramp.compiler.graphs.shapes import TensorType, declared_types
 
@@ -183,7 +184,7 @@ class _Trace:
         if tensor is None or prod(tensor.dims) > _MOST_CONSTANTS:
             return None
         try:
-            return numpy_helper.to_array(tensor)
+            return array_of(tensor)
         except (ValueError, TypeError):  # its content is elsewhere
             return None
 

@@ -22,6 +22,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import (
     bodies,
     captured_by,
@@ -203,7 +204,7 @@ class BodyScope(NamedTuple):
         tensors = [t for t in proto.graph.initializer if _is_small(t)]
         tensors += [t for node in proto.graph.node if (t := constant_tensor(node)) is not None]
         values = {
-            t.name: numpy_helper.to_array(t)
+            t.name: array_of(t)
             for t in tensors
             if t.data_type != onnx.TensorProto.STRING and _is_small(t)
         }

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import bodies, constant_tensor, default_opset, is_standard
 from offramp.engine.backends.custom_ops import libraries, load_session, session_options
 
@@ -79,7 +80,7 @@ class ShapeTrace:
         self._know(tensor.name, tensor.data_type, tensor.dims)
         if _is_followed(tensor.data_type, tensor.dims):
             with suppress(ValueError):  # a skeleton's larger ones have no content
-                self._values[tensor.name] = numpy_helper.to_array(tensor)
+                self._values[tensor.name] = array_of(tensor)
 
     def assume(self, name: str, elem_type: int, shape: Sequence[int]) -> None:
         """Take up a shape that :meth:`follow` cannot find."""

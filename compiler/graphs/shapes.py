@@ -143,13 +143,11 @@ def concrete_shapes(
     proto: onnx.ModelProto, sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ConcreteShape]]:
     """Infer known element types and shapes by tensor name, at these sizes of the symbols."""
-    skeleton = _skeleton(proto)
+    skeleton, empty = _skeleton(proto)
     for info in skeleton.graph.input:
         for dim in info.type.tensor_type.shape.dim:
             if dim.dim_param in sizes:
                 dim.dim_value = sizes[dim.dim_param]
-    weights = skeleton.graph.initializer
-    empty = frozenset(t.name for t in weights if prod(t.dims) > _SMALL_INITIALIZER)
     shapes = types_in(infer_shapes(skeleton, empty))
     return shapes | _followed(skeleton, shapes)
 
@@ -174,20 +172,25 @@ def _followed(
     }
 
 
-def _skeleton(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Copy the model without large weights and without what it says about shapes inside."""
+def _skeleton(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, frozenset[str]]:
+    """Copy the model without large weights and without what it says about shapes inside.
+
+    Gives the names of the weights, too, that have no content in it.
+    """
     skeleton = emptied(proto, proto.graph.name or "graph")
     graph = skeleton.graph
     graph.node.extend(proto.graph.node)
     graph.input.extend(proto.graph.input)
     graph.output.extend(proto.graph.output)
     forget_shapes(graph)
+    empty = []
     for tensor in proto.graph.initializer:
-        if prod(tensor.dims) <= _SMALL_INITIALIZER:
+        if prod(tensor.dims) <= _SMALL_INITIALIZER and not tensor.external_data:
             graph.initializer.append(tensor)
         else:
             graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    return skeleton
+            empty.append(tensor.name)
+    return skeleton, frozenset(empty)
 
 
 def _completed(

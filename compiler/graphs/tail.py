@@ -18,10 +18,11 @@ from typing import Any, Final
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper, version_converter
+from onnx import helper, version_converter
 
 from offramp.bundle import Answer, AnswerForm, TaskKind
 from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import (
     Dataflow,
     Operator,
@@ -184,7 +185,7 @@ def keeps_unbounded(op: Operator, proto: onnx.ModelProto) -> bool:
     if op.kind not in _AFFINE:
         return op.kind in _SELECTIONS or keeps_values((op,))
     stored = {tensor.name: tensor for tensor in proto.graph.initializer}
-    constants = [numpy_helper.to_array(stored[name]) for name in op.reads if name in stored]
+    constants = [array_of(stored[name]) for name in op.reads if name in stored]
     return all(np.abs(value).max(initial=0) < _MASKING for value in constants)
 
 

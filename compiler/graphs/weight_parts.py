@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from offramp.bundle.graph_weights import ITEM_BYTES
+from offramp.compiler.common.tensors import named_place
 from offramp.compiler.graphs.graph import refill
-from offramp.compiler.graphs.weights import LEAST_BYTES, WeightFile, named_place
+from offramp.compiler.graphs.weights import LEAST_BYTES, WeightFile
 
 _INPUTS: Final = 1
 """The dimension of input channels."""

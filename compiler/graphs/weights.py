@@ -24,13 +24,12 @@ from offramp.bundle.graph_weights import ITEM_BYTES, PAGE, WEIGHTS, moved, named
 from offramp.bundle.onnx_wire import Place, length_of
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.resources import feature_folder
-from offramp.compiler.graphs.graph import weight_bytes
+from offramp.compiler.common.tensors import named_place
+from offramp.compiler.graphs.graph import copied, weight_bytes
 from offramp.engine.graphs.external_weights import weights_in
 
 LEAST_BYTES: Final = PAGE
 """Of a weight that is kept in the file; smaller ones stay in the graph, where shapes are read."""
-_SMALL_BYTES: Final = 2**24
-"""Of weights that are rather copied in memory than written to the disk for a moment."""
 _PIECE_BYTES: Final = 2**20
 
 
@@ -56,6 +55,11 @@ class WeightFile:
         """The SHA-256 of all weights, by where they are."""
         return {place: key for key, place in self._places.items()}
 
+    def check_room(self, proto: onnx.ModelProto) -> None:
+        """Check that the disk has room for the weights of a model; ScratchError if not."""
+        what = "the model's weights"
+        self.scratch.check_room(weight_bytes(proto), what, "compile a smaller model")
+
     def light(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """Give a model that names its weights, which are put into the file; it is not changed."""
         model = onnx.ModelProto()
@@ -63,16 +67,30 @@ class WeightFile:
         _copy_but(proto.graph, model.graph, "initializer")
         for tensor in proto.graph.initializer:
             named = model.graph.initializer.add()
-            if len(tensor.raw_data) < LEAST_BYTES or tensor.data_type not in ITEM_BYTES:
+            if not self.takes(tensor, len(tensor.raw_data)):
                 named.CopyFrom(tensor)
                 continue
             _copy_but(tensor, named, "raw_data")
-            place = {"location": WEIGHTS, "offset": self.keep(tensor.raw_data)}
-            for key, value in {**place, "length": len(tensor.raw_data)}.items():
-                named.external_data.add(key=key, value=str(value))
-            named.data_location = onnx.TensorProto.EXTERNAL
+            self.name(named, tensor.raw_data)
         self.file.flush()
         return model
+
+    def takes(self, tensor: onnx.TensorProto, size_bytes: int) -> bool:
+        """Whether an initializer of so many bytes is kept in the file, or stays in its graph."""
+        return size_bytes >= LEAST_BYTES and tensor.data_type in ITEM_BYTES
+
+    def name(self, tensor: onnx.TensorProto, content: bytes) -> None:
+        """Have a tensor, which holds nothing, name its bytes, which are put into the file."""
+        place = {"location": WEIGHTS, "offset": self.keep(content), "length": len(content)}
+        for key, value in place.items():
+            tensor.external_data.add(key=key, value=str(value))
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+
+    def whole(self, proto: onnx.ModelProto) -> onnx.ModelProto:
+        """Copy a model with the weights that it names."""
+        copy = copied(proto)
+        self.fill(copy)
+        return copy
 
     def fill(self, model: onnx.ModelProto) -> None:
         """Give a model the weights that it names, in place."""
@@ -117,14 +135,8 @@ class WeightFile:
 
 
 @contextmanager
-def weight_file(proto: onnx.ModelProto, scratch: ScratchSpace) -> Iterator[WeightFile]:
-    """Make a file for the weights of a model, which graphs find as long as the context lasts.
-
-    ScratchError if the disk has no room for them.
-    """
-    size = weight_bytes(proto)
-    del proto  # else it would live, with all weights, as long as the context
-    scratch.check_room(size, "the model's weights", "compile a smaller model")
+def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
+    """Make a file for weights, where graphs find them as long as the context lasts."""
     taken = scratch.taken_bytes
     with (
         feature_folder(scratch.folder) as folder,
@@ -137,16 +149,30 @@ def weight_file(proto: onnx.ModelProto, scratch: ScratchSpace) -> Iterator[Weigh
             scratch.take(taken - scratch.taken_bytes)
 
 
-@contextmanager
-def weight_file_if_large(
-    proto: onnx.ModelProto, scratch: ScratchSpace
-) -> Iterator[WeightFile | None]:
-    """Make a file as :func:`weight_file` does for a model whose weights are worth it."""
-    if weight_bytes(proto) <= _SMALL_BYTES:
-        yield None
-        return
-    with weight_file(proto, scratch) as weights:
-        yield weights
+def without_named(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Copy a model with inputs in the place of the weights that it names in a file.
+
+    So tools take it that read no such file, or read it to no purpose.
+    """
+    model = onnx.ModelProto()
+    _copy_but(proto, model, "graph")
+    _copy_but(proto.graph, model.graph, "initializer")
+    listed = {info.name for info in proto.graph.input}
+    for tensor in proto.graph.initializer:
+        if not tensor.external_data:
+            model.graph.initializer.append(tensor)
+        elif tensor.name not in listed:
+            info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            model.graph.input.append(info)
+    return model
+
+
+def check_standard(proto: onnx.ModelProto) -> None:
+    """Have ONNX's checker look at a model; raises its ValidationError.
+
+    Of weights in a file it sees type and shape: it takes one message, of 2 GiB at most.
+    """
+    onnx.checker.check_model(without_named(proto))
 
 
 _Content: TypeAlias = Place | memoryview
@@ -318,12 +344,6 @@ def _copy_field(name: str, value: Any, target: Message) -> None:
         getattr(target, name).CopyFrom(value)
     else:
         setattr(target, name, value)
-
-
-def named_place(tensor: onnx.TensorProto) -> Place:
-    """Give where a tensor's bytes are, which names a file for them."""
-    told = {entry.key: entry.value for entry in tensor.external_data}
-    return Place(offset=int(told["offset"]), length=int(told["length"]))
 
 
 def _taken_from(tensor: onnx.TensorProto) -> Place:

@@ -47,6 +47,7 @@ from offramp.compiler.graphs.row_mixing import scaled_by_batch
 from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
 from offramp.compiler.graphs.shapes import BATCH, FLOATING, annotate
 from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.weights import WeightFile
 from offramp.engine.answers.differences import compare
 from offramp.engine.common.environment import available_cores
 
@@ -81,9 +82,15 @@ class UnslicedModel:
 
 
 def read_plain(
-    path: Path, *, answer: str | None = None, task: AskedTask | None = None
+    path: Path,
+    *,
+    answer: str | None = None,
+    task: AskedTask | None = None,
+    weights: WeightFile | None = None,
 ) -> UnslicedModel:
     """Read a model; ``answer`` names the output to serve, where there are several.
+
+    With ``weights`` it names its large weights in that file, and may be of any size.
 
     The graph is not simplified: it computes what the file does, bit for bit, unless its opset had
     to be converted or its batch was fixed.
@@ -92,7 +99,7 @@ def read_plain(
         ModelError: The file is missing, no ONNX model, or cannot be served; the message begins
             with ``path``.
     """
-    proto, digest = load_source(path)
+    proto, digest = load_source(path, weights)
     try:
         return _read(proto, path, digest, answer, task or AskedTask())
     except ModelError as error:

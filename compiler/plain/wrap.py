@@ -25,6 +25,7 @@ from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.onnx_wire import without_inputs
 from offramp.bundle.schema.manifest import Calibration, Source
 from offramp.bundle.writing import check_target
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.calibration.measure.profiling import BATCH_SIZES, TimedGraph
 from offramp.compiler.blueprints.packing import PROFILE, tool_versions
 from offramp.compiler.common.errors import ModelError, VerificationError
@@ -35,7 +36,7 @@ from offramp.compiler.cuts.slicing import SOURCE
 from offramp.compiler.graphs.graph import weight_bytes
 from offramp.compiler.graphs.runtime import describe_shapes, libraries_of, random_inputs
 from offramp.compiler.graphs.shapes import BATCH
-from offramp.compiler.graphs.weights import pack_weights
+from offramp.compiler.graphs.weights import WeightFile, pack_weights, weight_file
 from offramp.compiler.plain.reading import UnslicedModel, read_plain
 from offramp.compiler.samples.value_bounds import find_value_bounds
 from offramp.engine.answers.differences import compare
@@ -80,27 +81,38 @@ def wrap_model(
         VerificationError: What would be served computes something else than the file.
         BundleExistsError: There is something at ``options.output`` already.
         BundleWriteError: Nothing can be written there, or the disk has too little space.
+        ScratchError: The folder for temporary files has no room for the model's weights.
     """
     check_target(options.output, overwrite=options.overwrite)
+    with weight_file(ScratchSpace()) as weights:
+        return _wrap(options, weights, progress, note)
+
+
+def _wrap(
+    options: WrapOptions, weights: WeightFile, progress: Progress, note: Callable[[str], None]
+) -> Bundle:
     with progress.step("Read the model", 1):
-        plain = read_plain(options.model, answer=options.answer, task=AskedTask(kind=options.task))
+        asked = AskedTask(kind=options.task)
+        plain = read_plain(options.model, answer=options.answer, task=asked, weights=weights)
     for each in plain.notes:
         note(each)
     check_space(options.output, weight_bytes(plain.source.proto))
     graph = plain.graph().SerializeToString()
     unread = frozenset(each.spec.name for each in plain.source.unread)
     with progress.step("Try the model", 1):
+        of_file = AnswerOfFile.of(plain, options.model)  # before another session has its weights
         try:
             trial = PlainTrial.of(plain, without_inputs(graph, unread), options.threads)
             sample = trial.sample()
         except ModelError as error:
             raise ModelError(f"{options.model}: {error}") from error
-        trial.compare_with(options.model)
+        if of_file is not None:
+            trial.compare_with(of_file, options.model)
         profile = trial.profile()
     del trial
     if plain.no_batching:
         _log.warning("Every sample will be served by itself: %s.", plain.no_batching)
-    packed = pack_weights({SOURCE: graph}, None)
+    packed = pack_weights({SOURCE: graph}, weights)
     files: dict[str, FileContent] = {**packed.graphs, PROFILE: dump(profile)}
     if packed.sizes.file_bytes:
         files[WEIGHTS] = packed.pieces()
@@ -154,6 +166,37 @@ def _manifest(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOfFile:
+    """What ONNX Runtime answers with a file on some made samples."""
+
+    feeds: Arrays
+    """Of the inputs that the model reads."""
+    answer: NDArray[Any]
+
+    @classmethod
+    def of(cls, plain: UnslicedModel, file: Path) -> AnswerOfFile | None:
+        """Run the file; ``None`` if it fails on made inputs."""
+        model = plain.source
+        rows = plain.fixed or (1 if plain.no_batching else _ROWS)
+        feeds = random_inputs(model.proto, rows)
+        sizes = {BATCH: rows}
+        for spec in model.inputs:
+            sizes |= {
+                s: n
+                for s, n in zip(spec.shape, feeds[spec.name].shape, strict=True)
+                if isinstance(s, str)
+            }
+        unread = {each.spec.name: _zeros(each.spec, sizes) for each in model.unread}
+        try:
+            session = load_session(str(file), session_options())
+            (answer,) = session.run([model.answer.output], {**feeds, **unread})
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            _log.warning("not compared with the file, which fails on made inputs: %s", _line(error))
+            return None
+        return cls(feeds=feeds, answer=answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlainTrial:
     """A model's graph, loaded as the server loads it."""
 
@@ -187,26 +230,10 @@ class PlainTrial:
                 )
         return sample
 
-    def compare_with(self, file: Path) -> None:
+    def compare_with(self, of_file: AnswerOfFile, file: Path) -> None:
         """Compare with what ONNX Runtime answers with the file; VerificationError if it differs."""
-        model = self.plain.source
-        rows = self.plain.fixed or (1 if self.plain.no_batching else _ROWS)
-        feeds = random_inputs(model.proto, rows)
-        sizes = {BATCH: rows}
-        for spec in model.inputs:
-            sizes |= {
-                s: n
-                for s, n in zip(spec.shape, feeds[spec.name].shape, strict=True)
-                if isinstance(s, str)
-            }
-        unread = {each.spec.name: _zeros(each.spec, sizes) for each in model.unread}
-        try:
-            session = load_session(str(file), session_options())
-            (wanted,) = session.run([model.answer.output], {**feeds, **unread})
-        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            _log.warning("not compared with the file, which fails on made inputs: %s", _line(error))
-            return
-        found = model.answer.served(self._run(feeds))
+        model, wanted = self.plain.source, of_file.answer
+        found = model.answer.served(self._run(of_file.feeds))
         if wanted.size == found.size:  # [batch, classes, 1, 1] is served as [batch, classes]
             wanted = wanted.reshape(found.shape)
         difference, rounding = compare(found, wanted), rounding_of(model.proto)

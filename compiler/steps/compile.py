@@ -52,7 +52,7 @@ from offramp.compiler.frontend.answer_tokens import check_lengths
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.graph import weight_bytes
 from offramp.compiler.graphs.source_model import SourceModel
-from offramp.compiler.graphs.weights import weight_file
+from offramp.compiler.graphs.weights import WeightFile, weight_file
 from offramp.compiler.samples.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.samples.checks import (
     check_answers_of,
@@ -93,13 +93,13 @@ def compile_model(
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
     scratch, progress = scratch or ScratchSpace(options.scratch), GivingBack(progress)
-    model = _read_model(options, scratch, progress)
-    dataset, run = _read_data(model, options, scratch, progress)
-    model, finder = _settle(model, dataset, run)
-    with weight_file(model.proto, scratch) as weights:
+    with weight_file(scratch) as weights:
+        model = _read_model(options, weights, progress)
+        dataset, run = _read_data(model, options, scratch, progress)
+        model, finder = _settle(model, dataset, run, weights)
         with progress.step("Slice and verify", 2) as advance, _naming(options.model):
             sliced = slice_model(model, run.options).stored(weights)
-            del model  # from here on its weights are in the file alone
+            del model  # which may have got weights of its own meanwhile
             give_back()
             advance(1)
             run = replace(run, options=check_bridges(sliced, run.options))
@@ -119,7 +119,7 @@ def compile_model(
     return bundle
 
 
-def _read_model(options: CompileOptions, scratch: ScratchSpace, progress: Progress) -> SourceModel:
+def _read_model(options: CompileOptions, weights: WeightFile, progress: Progress) -> SourceModel:
     """Read the model, and check that the disk can hold its bundle."""
     with progress.step("Read and simplify the model", 1):
         model = read_model(
@@ -129,7 +129,7 @@ def _read_model(options: CompileOptions, scratch: ScratchSpace, progress: Progre
             answer_tokens=options.reading.answer_tokens,
             simplify=options.reading.simplify,
             simplify_limit=options.reading.simplify_limit,
-            scratch=scratch,
+            weights=weights,
             max_cut_tensors=options.reading.max_cut_tensors,
         )
     warn_of_overflow(model.proto, cpu_features())
@@ -169,7 +169,7 @@ def _read_data(
 
 
 def _settle(
-    model: SourceModel, dataset: Dataset, run: CompileRun
+    model: SourceModel, dataset: Dataset, run: CompileRun, weights: WeightFile
 ) -> tuple[SourceModel, VariantFinder | None]:
     """Complete the model's task by its data, and prepare it for smaller variants, if asked for."""
     options = run.options
@@ -179,7 +179,8 @@ def _settle(
     if options.variants is None:
         return model, None
     with _naming(options.model):
-        finder: VariantFinder = options.variants.prepare(model)
+        whole = replace(model, proto=weights.whole(model.proto))
+        finder: VariantFinder = options.variants.prepare(whole)
     return finder.model, finder
 
 

@@ -57,6 +57,11 @@ def weights_in(folder: Path) -> Iterator[None]:
         _folder.reset(token)
 
 
+def weight_folder() -> Path | None:
+    """Give the folder of :func:`weights_in`; ``None`` outside of it."""
+    return _folder.get()
+
+
 def name_weights(options: Any, folder: Path | None = None) -> None:
     """Tell the options of a session of ONNX Runtime where named weights are, if anywhere.
 

@@ -234,11 +234,12 @@ def test_a_graph_that_would_have_more_than_protobuf_takes_is_refused(
 ) -> None:
     bundle = stored(tmp_path)
     size = len(model().SerializeToString())
-    monkeypatch.setattr("offramp.bundle.graph_weights.MOST_BYTES", size)
+    monkeypatch.setattr("offramp.bundle.stored_graphs.MOST_BYTES", size)
     bundle.read(FILE)
-    monkeypatch.setattr("offramp.bundle.graph_weights.MOST_BYTES", size - 1)
-    with pytest.raises(BundleSchemaError, match=f"would have {size} bytes, at most {size - 1} are"):
+    monkeypatch.setattr("offramp.bundle.stored_graphs.MOST_BYTES", size - 1)
+    with pytest.raises(BundleSchemaError, match=f"{size:,} bytes with its weights, and one"):
         bundle.read(FILE)
+    assert bundle.graph(FILE) == (bundle.path / FILE).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.cuts.exit_placement import choose_candidates
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.runtime import GraphRunner, runs_opset
+from offramp.compiler.graphs.weights import weight_file
 from offramp.engine.answers.differences import relative_difference
 
 
@@ -315,11 +316,12 @@ def test_a_simplifier_that_does_not_end_is_stopped_and_done_without(
     monkeypatch.setattr("offramp.compiler.frontend.simplifier._SMALL_OPERATORS", 0)
     monkeypatch.setattr("offramp.compiler.frontend.simplifier.COMMAND", SLOW)
     before = read(models.residual_cnn(), simplify=False)
-    monkeypatch.setattr("offramp.compiler.graphs.weights._SMALL_BYTES", 0)
+    monkeypatch.setattr("offramp.compiler.frontend.preparation._SMALL_BYTES", 0)
     scratch = ScratchSpace(tmp_path / "scratch")
     scratch.place.mkdir()
-    model = read(models.residual_cnn(), simplify_limit=0.25, scratch=scratch)
-    assert model.proto == before.proto
+    with weight_file(scratch) as weights:
+        model = read(models.residual_cnn(), simplify_limit=0.25, weights=weights)
+        assert weights.whole(model.proto) == before.proto != model.proto
     assert (
         "not simplified: onnxslim did not end within the 0.25 s of --simplify-limit" in caplog.text
     )
@@ -355,13 +357,16 @@ def test_a_simplifier_imports_nothing_of_the_folder_that_it_is_run_in(
 
 
 def test_a_model_is_simplified_the_same_in_a_process_of_its_own(read, monkeypatch, caplog) -> None:
-    proto = models.mlp()
+    proto = models.mlp(width=64)
     for node in proto.graph.node:
         node.input[:] = ["again" if name == "x" else name for name in node.input]
     proto.graph.node.insert(0, helper.make_node("Identity", ["x"], ["again"]))
     here = read(proto)
     assert "Identity" not in {node.op_type for node in here.proto.graph.node}
     monkeypatch.setattr("offramp.compiler.frontend.simplifier._SMALL_OPERATORS", 0)
-    monkeypatch.setattr("offramp.compiler.graphs.weights._SMALL_BYTES", 0)
     assert read(proto).proto == here.proto
+    monkeypatch.setattr("offramp.compiler.frontend.preparation._SMALL_BYTES", 0)
+    with weight_file(ScratchSpace()) as weights:
+        light = read(proto, weights=weights).proto
+        assert weights.whole(light) == here.proto != light
     assert caplog.text == ""

@@ -76,7 +76,7 @@ def test_parts_are_stored_once_and_joined_to_what_was_there(tmp_path: Path) -> N
 
 
 def test_weights_that_are_named_in_a_file_are_read_from_there(tmp_path: Path) -> None:
-    with weight_file(subnets()["full"], ScratchSpace(tmp_path)) as kept:
+    with weight_file(ScratchSpace(tmp_path)) as kept:
         light = {name: kept.light(proto).SerializeToString() for name, proto in subnets().items()}
         parted = in_parts(light, kept)
     plain = in_parts({n: p.SerializeToString() for n, p in subnets().items()}, None)

@@ -18,7 +18,6 @@ from tests.models import Builder
 
 from offramp.bundle import Bundle, BundleExistsError
 from offramp.compiler.common.errors import ModelError, VerificationError
-from offramp.compiler.frontend import source_file
 from offramp.compiler.plain import wrap as wrapping
 from offramp.compiler.plain.wrap import WrapOptions, wrap_model
 from offramp.engine.answers.differences import Difference
@@ -350,12 +349,6 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * 100)
     with pytest.raises(ModelError, match=r"model\.onnx: not an ONNX file"):
         wrap_model(options)
-
-
-def test_large_models_are_refused(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_file, "MAX_BYTES", 1000)
-    with pytest.raises(ModelError, match="models above 2 GiB are not supported"):
-        wrap(models.mlp())
 
 
 def test_external_data_are_part_of_the_bundle(tmp_path: Path) -> None:

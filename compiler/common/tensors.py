@@ -1,0 +1,39 @@
+"""Values of tensors that a graph holds, or names in the file of weights of its compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from offramp.bundle.graph_weights import WEIGHTS
+from offramp.bundle.onnx_wire import Place
+from offramp.engine.graphs.external_weights import weight_folder
+
+
+def array_of(tensor: onnx.TensorProto) -> NDArray[Any]:
+    """Read a tensor: from the message, or from the file where it is meanwhile.
+
+    ValueError if it has no content, or is in a file and none is in use
+    (:func:`offramp.engine.graphs.external_weights.weights_in`).
+    """
+    if not tensor.external_data:
+        return numpy_helper.to_array(tensor)
+    folder = weight_folder()
+    if folder is None:
+        raise ValueError(f"the weight {tensor.name!r:.100} is in a file, and none is in use here")
+    place = named_place(tensor)
+    with (folder / WEIGHTS).open("rb") as file:
+        file.seek(place.offset)
+        content = file.read(place.length)
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return np.frombuffer(content, dtype).reshape(tensor.dims)
+
+
+def named_place(tensor: onnx.TensorProto) -> Place:
+    """Give where a tensor's bytes are, which names a file for them."""
+    told = {entry.key: entry.value for entry in tensor.external_data}
+    return Place(offset=int(told["offset"]), length=int(told["length"]))
