@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, Answer, ExitPolicy, Measured, MeasuredSize, Ratio
 from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.dataset import Dataset
+from offramp.calibration.measure.loading import Loaded, LoadedRunner, fits_together
 from offramp.calibration.measure.paired import (
     BatchRunner,
     ComparedSystem,
@@ -91,19 +92,21 @@ def measure_policy(
     backend = OnnxRuntimeBackend(threads=threads)
     slot = backend.open_slot()
     try:
-        compared = Compared(
-            source=PlainModel(source, answer.output, threads),
-            bundle=StagedModel(Pipeline(backend, plan), slot),
-            nothing_exits=StagedModel(Pipeline(backend, never_exiting(plan)), slot),
+        makers = (
+            lambda: PlainModel(source, answer.output, threads),
+            lambda: StagedModel(Pipeline(backend, plan), slot),
+            lambda: StagedModel(Pipeline(backend, never_exiting(plan)), slot),
         )
+        loaded = Loaded[BatchRunner](makers, together=fits_together(source))
         return measure_runners(
-            compared,
+            Compared(*(LoadedRunner(loaded, place) for place in range(len(loaded)))),
             dataset,
             stage,
             agreement=agreement_of(answer),
             batch_sizes=MEASURED_BATCH_SIZES,
             threads=threads,
             progress=progress,
+            one_by_one=not loaded.together,
         )
     finally:
         slot.close()
@@ -130,10 +133,12 @@ def measure_runners(
     wall_clock: Clock = time.perf_counter,
     cpu_clock: Clock = time.process_time,
     progress: Callable[[int], None] = lambda _: None,
+    one_by_one: bool = False,
 ) -> Measured:
     """Measure whatever answers batches; see :func:`measure_policy`.
 
-    ``clock`` times what is compared; ``None`` is that of so many threads.
+    ``clock`` times what is compared; ``None`` is that of so many threads. ``one_by_one`` is for
+    systems that cannot all be loaded at once: each answers the batches of a round before the next.
     """
     clock = clock or clock_of(threads)
     sizes, rounds, agrees = [], [], []
@@ -150,7 +155,7 @@ def measure_runners(
         systems = [
             ComparedSystem(name, r, agreement, clock) for name, r in compared._asdict().items()
         ]
-        _run(systems, dataset, batches)
+        (_run_one_by_one if one_by_one else _run)(systems, dataset, batches)
         used |= set(batches.ravel().tolist())
         sizes.append(_measured_size(systems, size))
         rounds.append(_busy(systems))
@@ -205,6 +210,18 @@ def _run(systems: Sequence[ComparedSystem], dataset: Dataset, batches: NDArray[n
             system.begin_round()
         for rows in of_round:
             measure_in_turn(systems, dataset.take(rows), len(rows), next(turns))
+
+
+def _run_one_by_one(
+    systems: Sequence[ComparedSystem], dataset: Dataset, batches: NDArray[np.int64]
+) -> None:
+    """Have all systems answer all batches, each those of a round before the next begins."""
+    for of_round in batches:
+        for system in systems:
+            system.begin_round()
+            system.runner.warm_up(dataset.take(of_round[0]))
+            for rows in of_round:
+                system.measure(dataset.take(rows), len(rows))
 
 
 def _measured_size(systems: Sequence[ComparedSystem], size: int) -> MeasuredSize:

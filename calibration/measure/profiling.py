@@ -12,7 +12,7 @@ import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -27,12 +27,13 @@ from offramp.calibration.measure.estimates import (
     stages_of,
     widest_ratio,
 )
+from offramp.calibration.measure.loading import Loaded, fits_together
 from offramp.engine.backends import Slot
 from offramp.engine.backends.host import HostBatch
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.common.timing import (
     Effort,
-    Timer,
+    Timed,
     clock_of,
     disturbances,
     repeats_of,
@@ -90,15 +91,17 @@ def profile_backbone(
     segment is the source model.
     """
     is_cascade = quantised is not None
-    graphs = [TimedGraph(s, threads) for s in (segments[:-1] if is_cascade else segments)]
     wholes = [source] if quantised is None else [source, quantised]
-    timed = [*(TimedGraph(whole, threads) for whole in wholes), *graphs]
-    tensors = _all_tensors(graphs, samples(batch_sizes[-1]))
-    found = time_rounds(
-        [[partial(g.time_ms, _first(tensors, size)) for g in timed] for size in batch_sizes],
-        repeats_of(batch_sizes),
-        effort or Effort(),
-        widest_ratio,
+    parts = segments[:-1] if is_cascade else segments
+    makers = [partial(TimedGraph, graph, threads) for graph in (*wholes, *parts)]
+    timed = Loaded(makers, together=fits_together(source))
+    places = range(len(wholes), len(timed))
+    tensors = _all_tensors((timed[place] for place in places), samples(batch_sizes[-1]))
+    found = _time(
+        timed,
+        lambda graph, size: graph.time_ms(_first(tensors, size)),
+        batch_sizes,
+        effort=effort,
         progress=progress,
     )
     return replace(
@@ -133,21 +136,26 @@ def profile_stages(
         nothing = (0,) * len(batch_sizes)
         return StageCosts(stages_ms=(), added_widths=(0.0,) * len(nothing), rounds=nothing)
     backend = OnnxRuntimeBackend(threads=threads)
-    whole, slot, clock = TimedGraph(source, threads), backend.open_slot(), clock_of(threads)
-    staged = [
-        Pipeline(backend, Plan(stages=tuple(plan(set_)), policy_version=0, mode=Mode.LEAVE))
-        for set_ in sets
-    ]
-    inputs = samples(batch_sizes[-1])
-    timers: list[list[Timer]] = []
-    for size in batch_sizes:
+    slot, clock, inputs = backend.open_slot(), clock_of(threads), samples(batch_sizes[-1])
+
+    def load(set_: Sequence[int]) -> Pipeline:
+        stages = tuple(plan(set_))
+        return Pipeline(backend, Plan(stages=stages, policy_version=0, mode=Mode.LEAVE))
+
+    makers: list[Callable[[], TimedGraph | Pipeline]] = [partial(TimedGraph, source, threads)]
+    makers += [partial(load, set_) for set_ in sets]
+    timed = Loaded(makers, together=fits_together(source))
+
+    def time_ms(system: TimedGraph | Pipeline, size: int) -> float:
         rows = _first(inputs, size)
-        chained = [partial(_staged_ms, pipeline, slot, rows, clock) for pipeline in staged]
-        timers.append([partial(whole.time_ms, rows), *chained])
-    found = time_rounds(
-        timers, repeats_of(batch_sizes), effort or Effort(), widest_ratio, progress=progress
-    )
-    crossing = _crossing_bytes(staged[0], slot, inputs)
+        if isinstance(system, Pipeline):
+            return _staged_ms(system, slot, rows, clock)
+        return system.time_ms(rows)
+
+    found = _time(timed, time_ms, batch_sizes, effort=effort, progress=progress)
+    first = timed[1]
+    assert isinstance(first, Pipeline)
+    crossing = _crossing_bytes(first, slot, inputs)
     slot.close()
     return replace(
         stages_of(
@@ -159,6 +167,38 @@ def profile_stages(
             front_ms=[until_ms[set_[-1]] for set_ in sets] if until_ms else (),
         ),
         disturbed=disturbances("stages", found.load, found.rounds),
+    )
+
+
+_System = TypeVar("_System")
+
+
+def _time(
+    systems: Loaded[_System],
+    time_ms: Callable[[_System, int], float],
+    batch_sizes: Sequence[int],
+    *,
+    effort: Effort | None,
+    progress: Callable[[int], None],
+) -> Timed:
+    """Time systems at some batch sizes; one that was loaded again is run once before it counts."""
+    warm: set[tuple[int, int]] = set()
+
+    def timed(place: int, size: int) -> float:
+        system = systems[place]
+        if not systems.together and (place, size) not in warm:
+            warm.difference_update([known for known in warm if known[0] != place])
+            warm.add((place, size))
+            time_ms(system, size)
+        return time_ms(system, size)
+
+    return time_rounds(
+        [[partial(timed, place, size) for place in range(len(systems))] for size in batch_sizes],
+        repeats_of(batch_sizes),
+        effort or Effort(),
+        widest_ratio,
+        progress=progress,
+        one_by_one=not systems.together,
     )
 
 

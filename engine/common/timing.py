@@ -187,6 +187,7 @@ def time_rounds(
     clock: Callable[[], float] = time.perf_counter,
     cpu_clock: Callable[[], float] = time.process_time,
     progress: Callable[[int], None] = lambda _: None,
+    one_by_one: bool = False,
 ) -> Timed:
     """Run interleaved rounds until what is wanted is narrow enough, or time is up.
 
@@ -198,26 +199,33 @@ def time_rounds(
         clock: Seconds.
         cpu_clock: Seconds of this process.
         progress: Called with 1 after each of the sweeps that are run at least.
+        one_by_one: Run all of a system's rounds in a sweep before the next system's: where they
+            cannot all be loaded at once.
     """
     sweeps = Sweeps(systems=len(timers[0]), repeats=repeats, effort=effort)
-    for each in timers:
-        for _ in range(WARM_UP_ROUNDS):
-            for timer in each:
-                timer()
+    for system in range(sweeps.systems):
+        for each in timers:
+            for _ in range(WARM_UP_ROUNDS):
+                each[system]()
     times: list[list[list[float]]] = [[] for _ in timers]
     rounds: list[Rounds] = []
     started_s, started_cpu_s = clock(), cpu_clock()
     while not sweeps.enough(clock() - started_s, rounds, half_widths):
-        for size, order in sweeps.order():
-            found = [0.0] * len(order)
-            for system in order:
-                found[system] = timers[size][system]()
+        turns = [(size, [0.0] * len(order), order) for size, order in sweeps.order()]
+        runs = [(system, size, found) for size, found, order in turns for system in order]
+        for system, size, found in sorted(runs, key=_system_of) if one_by_one else runs:
+            found[system] = timers[size][system]()
+        for size, found, _ in turns:
             times[size].append(found)
         rounds = [Rounds(times_ms=np.array(of_size)) for of_size in times]
         if sweeps.done <= effort.least:
             progress(1)
     load = MachineLoad(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
     return Timed(rounds, load)
+
+
+def _system_of(run: tuple[int, int, list[float]]) -> int:
+    return run[0]
 
 
 LEAST_OWN_SHARE = 0.9
