@@ -148,13 +148,13 @@ def profile_stages(
 
     def time_ms(system: TimedGraph | Pipeline, size: int) -> float:
         rows = _first(inputs, size)
-        if isinstance(system, Pipeline):
-            return _staged_ms(system, slot, rows, clock)
-        return system.time_ms(rows)
+        if isinstance(system, TimedGraph):
+            return system.time_ms(rows)
+        return _staged_ms(system, slot, rows, clock)
 
     found = _time(timed, time_ms, batch_sizes, effort=effort, progress=progress)
     first = timed[1]
-    assert isinstance(first, Pipeline)
+    assert not isinstance(first, TimedGraph)
     crossing = _crossing_bytes(first, slot, inputs)
     slot.close()
     return replace(

@@ -188,7 +188,7 @@ class AnswerOfFile:
             }
         unread = {each.spec.name: _zeros(each.spec, sizes) for each in model.unread}
         try:
-            session = load_session(str(file), session_options())
+            session = load_session(str(file), session_options(weights=file.parent.resolve()))
             (answer,) = session.run([model.answer.output], {**feeds, **unread})
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             _log.warning("not compared with the file, which fails on made inputs: %s", _line(error))

@@ -8,10 +8,11 @@ rounds then ignore rounds in which something else got in between.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -203,17 +204,22 @@ def time_rounds(
             cannot all be loaded at once.
     """
     sweeps = Sweeps(systems=len(timers[0]), repeats=repeats, effort=effort)
-    for system in range(sweeps.systems):
-        for each in timers:
-            for _ in range(WARM_UP_ROUNDS):
-                each[system]()
+    order = _by_system if one_by_one else list[_Run]
+    warming = [
+        (system, size, [0.0] * sweeps.systems)
+        for size in range(len(timers))
+        for _ in range(WARM_UP_ROUNDS)
+        for system in range(sweeps.systems)
+    ]
+    for system, size, _ in order(warming):
+        timers[size][system]()
     times: list[list[list[float]]] = [[] for _ in timers]
     rounds: list[Rounds] = []
     started_s, started_cpu_s = clock(), cpu_clock()
     while not sweeps.enough(clock() - started_s, rounds, half_widths):
-        turns = [(size, [0.0] * len(order), order) for size, order in sweeps.order()]
-        runs = [(system, size, found) for size, found, order in turns for system in order]
-        for system, size, found in sorted(runs, key=_system_of) if one_by_one else runs:
+        turns = [(size, [0.0] * len(turn), turn) for size, turn in sweeps.order()]
+        runs = [(system, size, found) for size, found, turn in turns for system in turn]
+        for system, size, found in order(runs):
             found[system] = timers[size][system]()
         for size, found, _ in turns:
             times[size].append(found)
@@ -224,8 +230,12 @@ def time_rounds(
     return Timed(rounds, load)
 
 
-def _system_of(run: tuple[int, int, list[float]]) -> int:
-    return run[0]
+_Run: TypeAlias = "tuple[int, int, list[float]]"
+"""A system's place, that of a batch size, and the milliseconds of the round, by system."""
+
+
+def _by_system(runs: Iterable[_Run]) -> list[_Run]:
+    return sorted(runs, key=itemgetter(0))
 
 
 LEAST_OWN_SHARE = 0.9
