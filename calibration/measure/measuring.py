@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, Answer, ExitPolicy, Measured, MeasuredSize, Ratio
 from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.data.dataset import Dataset
-from offramp.calibration.measure.loading import Loaded, LoadedRunner, fits_together
 from offramp.calibration.measure.paired import (
     BatchRunner,
     ComparedSystem,
+    LoadedRunner,
     PlainModel,
     StagedModel,
     Tensors,
@@ -33,6 +33,7 @@ from offramp.certify import MODEL_END, first_exit
 from offramp.engine.answers.agreement import Agreement, agreement_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.timing import Estimate, MachineLoad, Rounds, clock_of, disturbances
+from offramp.engine.stages.loaded import Loaded, fits_together
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Plan
 

@@ -18,6 +18,7 @@ from offramp.bundle import NEVER
 from offramp.engine.answers.agreement import Agreement, Codes
 from offramp.engine.backends import Slot
 from offramp.engine.backends.custom_ops import load_session, session_options
+from offramp.engine.stages.loaded import Loaded
 from offramp.engine.stages.pipeline import Departure, Pipeline
 from offramp.engine.stages.plan import Plan
 
@@ -78,6 +79,22 @@ class PlainModel:
     def warm_up(self, tensors: Tensors) -> None:
         """Answer once."""
         self._session.run(self._outputs, tensors)
+
+
+class LoadedRunner:
+    """A system that answers batches, loaded when it is asked for."""
+
+    def __init__(self, loaded: Loaded[BatchRunner], index: int) -> None:
+        """Take one of several systems."""
+        self._loaded, self._index = loaded, index
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Give the answered rows, as they leave."""
+        return self._loaded[self._index].run(tensors)
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Allocate memory for a batch size."""
+        self._loaded[self._index].warm_up(tensors)
 
 
 @dataclass(slots=True)

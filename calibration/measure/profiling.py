@@ -27,7 +27,6 @@ from offramp.calibration.measure.estimates import (
     stages_of,
     widest_ratio,
 )
-from offramp.calibration.measure.loading import Loaded, fits_together
 from offramp.engine.backends import Slot
 from offramp.engine.backends.host import HostBatch
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
@@ -40,6 +39,7 @@ from offramp.engine.common.timing import (
     time_rounds,
 )
 from offramp.engine.graphs.external_weights import WeightForm
+from offramp.engine.stages.loaded import Loaded, fits_together
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
 

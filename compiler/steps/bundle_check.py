@@ -6,12 +6,15 @@ sizes, beside the unmodified model in a plain session.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
@@ -38,7 +41,9 @@ from offramp.compiler.samples.staged_answers import AnsweringStages, batches_of_
 from offramp.engine.answers.agreement import Codes, agreement_of
 from offramp.engine.answers.differences import Scales, compare
 from offramp.engine.backends.custom_ops import open_runnable
+from offramp.engine.graphs.external_weights import graphs_of
 from offramp.engine.models.whole_promise import end_evidence, whole_policy
+from offramp.engine.stages.loaded import Loaded, fits_together
 from offramp.engine.stages.plan import Mode, make_plan
 
 Verdict: TypeAlias = Literal["kept", "contradicted", "nothing promised"]
@@ -96,9 +101,7 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
     dataset = read_samples(options.data, bundle.manifest)
     runs = _Runs(bundle, options)
     with progress.step("Answer all samples", len(dataset)) as advance:
-        found = [
-            runs.answer(dataset, rows, advance) for rows in batches_of_many_sizes(len(dataset))
-        ]
+        found = list(runs.answers(dataset, advance))
     answer, exits, source = (np.concatenate(part) for part in zip(*found, strict=True))
     differs = answer != source
     distinct = groups_again(bundle.manifest, dataset).representative
@@ -130,14 +133,28 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
     )
 
 
+_System: TypeAlias = "ort.InferenceSession | AnsweringStages"
+_CHUNK = 64
+"""Batches that a large model answers before it makes room for the stages."""
+
+
+def _source_session(bundle: Bundle, threads: int) -> ort.InferenceSession:
+    with graphs_of(bundle) as read:
+        return plain_session(read(bundle.manifest.source.file), threads)
+
+
 class _Runs:
     """The bundle's stages as the server runs them, and the model as anybody would."""
 
     def __init__(self, bundle: Bundle, options: VerifyOptions) -> None:
         manifest = bundle.manifest
-        self._stages = AnsweringStages(make_plan(bundle, mode=Mode.LEAVE), threads=options.threads)
-        self._source = plain_session(bundle.read(manifest.source.file), options.threads)
-        self._reads = [tensor.name for tensor in self._source.get_inputs()]
+        makers: list[Callable[[], _System]] = [
+            partial(_source_session, bundle, options.threads),
+            partial(AnsweringStages, make_plan(bundle, mode=Mode.LEAVE), threads=options.threads),
+        ]
+        together = fits_together(bundle.graph(manifest.source.file))
+        self._systems = Loaded(makers, together=together)
+        self._chunk = 1 if together else _CHUNK
         self._output = manifest.answer.output
         self._answer = manifest.answer
         self._agreement = agreement_of(manifest.answer)
@@ -147,23 +164,43 @@ class _Runs:
         self._data = data_name(options.data)
         self.end_difference = 0.0
 
-    def answer(
-        self, dataset: Dataset, rows: slice, advance: Callable[[int], None]
-    ) -> tuple[Codes, NDArray[np.int32], Codes]:
-        """Give the codes of a batch's answers, where each row left, and the model's own codes."""
-        tensors = dataset.take(rows)
+    def answers(
+        self, dataset: Dataset, advance: Callable[[int], None]
+    ) -> Iterator[tuple[Codes, NDArray[np.int32], Codes]]:
+        """Give, batch by batch, the codes of answers, where rows left, and the model's own codes.
+
+        Where both cannot be loaded at once, the model answers some batches before the stages do.
+        """
+        batches = batches_of_many_sizes(len(dataset))
+        while chunk := list(islice(batches, self._chunk)):
+            wholes = [self._whole(dataset, rows) for rows in chunk]
+            for rows, whole in zip(chunk, wholes, strict=True):
+                yield self._compared(dataset, rows, whole)
+                advance(len(whole))
+
+    def _whole(self, dataset: Dataset, rows: slice) -> NDArray[Any]:
+        """Give what the model answers a batch."""
+        source, tensors = self._systems[0], dataset.take(rows)
+        assert not isinstance(source, AnsweringStages)
         try:
-            feed = {name: tensors[name] for name in self._reads}
-            (whole,) = self._source.run([self._output], feed)
+            feed = {tensor.name: tensors[tensor.name] for tensor in source.get_inputs()}
+            (whole,) = source.run([self._output], feed)
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             where = f"samples {rows.start} to {rows.stop - 1}"
             reason = str(error).splitlines()[0]
             raise DataError(f"{self._data}: the model fails on {where}: {reason}") from error
         check_answers(whole, dataset.rows[rows], self._answer)
-        given = self._stages.run(tensors)
+        found: NDArray[Any] = whole
+        return found
+
+    def _compared(
+        self, dataset: Dataset, rows: slice, whole: NDArray[Any]
+    ) -> tuple[Codes, NDArray[np.int32], Codes]:
+        stages, tensors = self._systems[1], dataset.take(rows)
+        assert isinstance(stages, AnsweringStages)
+        given = stages.run(tensors)
         if (ended := np.flatnonzero(given.exit == MODEL_END)).size:
             self._check_end(given.answer[ended], whole, rows.start, ended)
-        advance(len(whole))
         ends, mask = self._agreement.reduce(whole), self._agreement.mask_in(tensors)
         said = self._agreement.codes_against(self._agreement.reduce(given.answer), ends, mask)
         return said, given.exit, self._agreement.codes(ends)

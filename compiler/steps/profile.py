@@ -32,6 +32,7 @@ from offramp.compiler.report import render_report
 from offramp.engine.backends import make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.graphs.assembly import assemble
+from offramp.engine.graphs.external_weights import graphs_of
 from offramp.engine.models.device_profile import measure_profile
 from offramp.engine.models.profile_check import predicted_savings
 from offramp.engine.stages.pipeline import zeros
@@ -93,25 +94,26 @@ def measure(
 ) -> Profile:
     """Time a bundle's parts as compiling does, on zeros."""
     manifest = bundle.manifest
-    quantised = None
-    if begins := manifest.source_begins:
-        front = manifest.segments[:begins]
-        quantised = assemble([bundle.read(s.file) for s in front], [front[-1].output])
-    timer = ProfileTimer(
-        source=bundle.read(manifest.source.file),
-        segments=[bundle.read(segment.file) for segment in manifest.segments],
-        samples=partial(zeros, manifest),
-        threads=threads,
-        batch_sizes=batch_sizes,
-        progress=progress,
-        quantised=quantised,
-    )
-    times = timer.backbone()
-    graphs = [bundle.read(exit_.file) for exit_ in manifest.exits]
-    given = [spec.name for spec in manifest.inputs]
-    empty = [_empty(e, g, given) for e, g in zip(manifest.exits, graphs, strict=True)]
-    heads = timer.heads([[graph] for graph in graphs], empty, batch_sizes)
-    return timer.finish(times, [tuple(of_exit) for (of_exit,) in heads], manifest, bundle.read)
+    with graphs_of(bundle) as read:
+        quantised = None
+        if begins := manifest.source_begins:
+            front = manifest.segments[:begins]
+            quantised = assemble([read(s.file) for s in front], [front[-1].output])
+        timer = ProfileTimer(
+            source=read(manifest.source.file),
+            segments=[read(segment.file) for segment in manifest.segments],
+            samples=partial(zeros, manifest),
+            threads=threads,
+            batch_sizes=batch_sizes,
+            progress=progress,
+            quantised=quantised,
+        )
+        times = timer.backbone()
+        graphs = [read(exit_.file) for exit_ in manifest.exits]
+        given = [spec.name for spec in manifest.inputs]
+        empty = [_empty(e, g, given) for e, g in zip(manifest.exits, graphs, strict=True)]
+        heads = timer.heads([[graph] for graph in graphs], empty, batch_sizes)
+        return timer.finish(times, [tuple(of_exit) for (of_exit,) in heads], manifest, read)
 
 
 def _empty(exit_: Exit, graph: bytes, model_inputs: Sequence[str]) -> bytes:

@@ -15,12 +15,14 @@ as ONNX Runtime may read it even where the values were given to it otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
+
+from offramp.bundle import Bundle
 
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
 _MAKE_WEIGHTS: Final = (
@@ -55,6 +57,30 @@ def weights_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         _folder.reset(token)
+
+
+@contextmanager
+def graphs_of(bundle: Bundle) -> Iterator[Callable[[str], bytes]]:
+    """Give what reads a bundle's graphs, by file, as sessions of this context take them.
+
+    They name their weights, which ONNX Runtime maps. Where it cannot find them they have all in
+    them, as other runtimes need them: of 2 GiB at most then. Errors as of :meth:`.Bundle.read`.
+    """
+    folder = bundle.weight_folder()
+    if folder is None or not is_text(folder):
+        yield bundle.read
+        return
+    with weights_in(folder):
+        yield bundle.graph
+
+
+def is_text(folder: Path) -> bool:
+    """Whether ONNX Runtime's settings can hold the name of a folder: names may be no UTF-8."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def weight_folder() -> Path | None:

@@ -32,6 +32,7 @@ from offramp.engine.common.environment import available_cores, cpu_model
 from offramp.engine.common.timing import Effort, Timer, disturbances, repeats_of, time_rounds
 from offramp.engine.control.costs import CostModel
 from offramp.engine.stages.backend_protocol import Backend, Slot, TensorBatch
+from offramp.engine.stages.loaded import Loaded, fits_together
 from offramp.engine.stages.pipeline import Pipeline, zeros
 from offramp.engine.stages.plan import Mode, Plan, make_plan
 
@@ -112,18 +113,20 @@ def measure(
     """
     if cpu_clock is None:
         cpu_clock = getattr(backend, "cpu_clock", time.process_time)
-    source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
-    staged = Pipeline(backend, plan)
+    loaded = Loaded(
+        [partial(Pipeline, backend, each) for each in (make_plan(bundle, mode=Mode.OFF), plan)],
+        together=fits_together(bundle.graph(bundle.manifest.source.file)),
+    )
     slot = backend.open_slot()
     try:
-        for pipeline in (source, staged):
-            pipeline.warm_up(slot, zeros(bundle.manifest, 1))
+        for place in (1, 0):
+            loaded[place].warm_up(slot, zeros(bundle.manifest, 1))
         one = slot.upload(zeros(bundle.manifest, 1))
-        whole_ms = min(_step_ms(source, slot, 0, one, clock) for _ in range(3))
+        whole_ms = min(_step_ms(loaded, (0, 0), slot, one, clock) for _ in range(3))
         slowdown = whole_ms / compiled.source_ms[compiled.column(1)]
         sizes = sizes_within(compiled, max_batch_size, slowdown, LIMIT_S)
         batches = [zeros(bundle.manifest, size) for size in sizes]
-        timers = [_timers(source, staged, slot, inputs, clock) for inputs in batches]
+        timers = [_timers(loaded, slot, inputs, clock) for inputs in batches]
         rounds, load = time_rounds(
             timers,
             repeats_of(sizes),
@@ -131,6 +134,7 @@ def measure(
             lambda so_far: max(e.half_width for r in so_far for e in r.ratios()),
             clock=clock,
             cpu_clock=cpu_clock,
+            one_by_one=not loaded.together,
         )
     finally:
         slot.close()
@@ -160,17 +164,17 @@ def sizes_within(
 
 
 def _timers(
-    source: Pipeline,
-    staged: Pipeline,
+    loaded: Loaded[Pipeline],
     slot: Slot,
     inputs: Mapping[str, NDArray[Any]],
     clock: Callable[[], float],
 ) -> list[Timer]:
     """The source model, then the stages, each on the tensors that it gets if nobody leaves."""
     batch: TensorBatch = slot.upload(inputs)
-    timers: list[Timer] = [partial(_step_ms, source, slot, 0, batch, clock)]
+    timers: list[Timer] = [partial(_step_ms, loaded, (0, 0), slot, batch, clock)]
+    staged = loaded[1]
     for index in range(len(staged.plan.stages)):
-        timers.append(partial(_step_ms, staged, slot, index, batch, clock))
+        timers.append(partial(_step_ms, loaded, (1, index), slot, batch, clock))
         carry = staged.step(slot, index, batch).result.carry
         if carry is not None:
             batch = carry
@@ -178,8 +182,15 @@ def _timers(
 
 
 def _step_ms(
-    pipeline: Pipeline, slot: Slot, index: int, batch: TensorBatch, clock: Callable[[], float]
+    loaded: Loaded[Pipeline],
+    at: tuple[int, int],
+    slot: Slot,
+    batch: TensorBatch,
+    clock: Callable[[], float],
 ) -> float:
+    """Time a stage of one of both."""
+    place, index = at
+    pipeline = loaded[place]
     started_s = clock()
     pipeline.step(slot, index, batch)
     return (clock() - started_s) * 1e3

@@ -30,6 +30,7 @@ from offramp.engine.backends import Backend, Slot, StageResult, TensorBatch
 from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.common.errors import BackendError
 from offramp.engine.graphs.assembly import ModelProto, carries_steps, give_steps, has_half_precision
+from offramp.engine.graphs.external_weights import graphs_of
 from offramp.engine.self_check.check_results import CheckFailedError
 from offramp.engine.stages.backend_protocol import Stage
 from offramp.engine.stages.pipeline import Pipeline
@@ -312,7 +313,7 @@ def _table_lengths(bundle: Bundle, name: str) -> Iterator[int]:
     parts += [(part.inputs, part.file) for part in manifest.exits]
     for inputs, file in parts:
         if not names.isdisjoint(inputs):
-            graph = ModelProto.FromString(bundle.read(file)).graph
+            graph = ModelProto.FromString(bundle.graph(file)).graph
             yield from _lengths_in(graph, names)
 
 
@@ -339,14 +340,15 @@ class ChainedReference:
         files = [segment.file for segment in manifest.segments]
         files += [manifest.exits[index].file for index in sorted(exits)]
         self._rows = 1 if manifest.no_batching else _ROWS
-        self._sessions = [_session(bundle.read(file), file, threads) for file in files]
-        self._integers = {
-            before.output: _session(
-                give_steps(bundle.read(before.file), before.output), before.file, threads
-            )
-            for before, after in pairwise(manifest.segments[: manifest.source_begins])
-            if carries_steps(bundle.read(before.file), bundle.read(after.file), before.output)
-        }
+        with graphs_of(bundle) as read:
+            self._sessions = [_session(read(file), file, threads) for file in files]
+            self._integers = {
+                before.output: _session(
+                    give_steps(read(before.file), before.output), before.file, threads
+                )
+                for before, after in pairwise(manifest.segments[: manifest.source_begins])
+                if carries_steps(read(before.file), read(after.file), before.output)
+            }
         """By cut tensor that stages carry in integers, what gives these."""
 
     def run(self, inputs: Inputs, wanted: Collection[str]) -> dict[str, NDArray[Any]]:

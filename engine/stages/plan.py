@@ -35,7 +35,7 @@ from offramp.bundle.schema.parts import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
 from offramp.engine.graphs.assembly import ReadPart, assemble_stage
-from offramp.engine.graphs.external_weights import WeightForm
+from offramp.engine.graphs.external_weights import WeightForm, is_text
 
 
 class Mode(StrEnum):
@@ -125,7 +125,7 @@ class StageSpec:
         bundle, graph = self.bundle, self.load
         if bundle is not None and isinstance(graph, StageGraph):
             folder = bundle.weight_folder()
-            if folder is not None and _is_text(folder):
+            if folder is not None and is_text(folder):
                 return LightGraph(graph.make(bundle.graph), folder)
         return LightGraph(graph(), None)
 
@@ -372,15 +372,6 @@ def carried_over(structure: ModelStructure, segment: int, then: int) -> tuple[st
     written = [name for s in structure.segments[: segment + 1] for name in s.outputs]
     cuts = [name for name in written if name in read]
     return (*cuts, *(name for name in read if name in graph_inputs))
-
-
-def _is_text(folder: Path) -> bool:
-    """Whether ONNX Runtime's settings can hold the name of a folder: names may be no UTF-8."""
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from offramp.calibration.measure.paired import (
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.backends import Backend
 from offramp.engine.backends.factory import CPU, CPU_RUNTIMES
+from offramp.engine.graphs.external_weights import graphs_of
 from offramp.engine.stages.pipeline import Departure, Pipeline
 from offramp.engine.stages.plan import Mode, Plan, exit_label, make_plan
 
@@ -106,7 +107,8 @@ def compare(
         runners: dict[str, BatchRunner] = {}
         if SOURCE not in pipelines:
             source, output = bundle.manifest.source.file, bundle.manifest.answer.output
-            runners[SOURCE] = PlainModel(bundle.read(source), output, threads)
+            with graphs_of(bundle) as read:
+                runners[SOURCE] = PlainModel(read(source), output, threads)
         until_steady = 1 if backend.name in CPU_RUNTIMES else _RUNS_UNTIL_STEADY
         runners |= {
             name: StagedModel(pipeline, slot, warm_up_runs=until_steady)

@@ -7,12 +7,10 @@ loading it again in every round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 from offramp.bundle.graph_weights import named_weights
-from offramp.calibration.measure.paired import BatchRunner, Tensors
-from offramp.engine.stages.pipeline import Departure
 
 TOGETHER_BYTES: Final = 2**29
 """Weights of a model up to which several sessions of it are loaded beside each other."""
@@ -46,19 +44,3 @@ class Loaded(Generic[_T]):
             self._last = None  # before the next takes its memory
             self._last = index, self._makers[index]()
         return self._last[1]
-
-
-class LoadedRunner:
-    """A system that answers batches, loaded when it is asked for."""
-
-    def __init__(self, loaded: Loaded[BatchRunner], index: int) -> None:
-        """Take one of several systems."""
-        self._loaded, self._index = loaded, index
-
-    def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Give the answered rows, as they leave."""
-        return self._loaded[self._index].run(tensors)
-
-    def warm_up(self, tensors: Tensors) -> None:
-        """Allocate memory for a batch size."""
-        self._loaded[self._index].warm_up(tensors)
