@@ -149,7 +149,9 @@ def names_under(root: Path, *, without: str) -> set[str]:
     return {name for name in names if not name.startswith(f"{without}/")}
 
 
-def write_whole(path: Path, content: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
+def write_whole(
+    path: Path, content: FileContent, *, durable: bool = True, mode: int = 0o600
+) -> None:
     """Write a file beside its place, and put it there in one step.
 
     If ``durable``, it is on the disk when this returns, and before it takes its place.
@@ -158,7 +160,7 @@ def write_whole(path: Path, content: bytes, *, durable: bool = True, mode: int =
     scratch = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            file.writelines(pieces_of(content))
             file.flush()
             if durable:
                 os.fsync(file.fileno())
@@ -176,7 +178,7 @@ def write_described(place: Path, name: str, content: FileContent) -> FileEntry:
     with place.open("wb") as file:
 
         def written() -> Iterator[bytes]:
-            for piece in _pieces(content):
+            for piece in pieces_of(content):
                 file.write(piece)
                 yield piece
 
@@ -185,7 +187,7 @@ def write_described(place: Path, name: str, content: FileContent) -> FileEntry:
 
 def entry_of(name: str, content: FileContent) -> FileEntry:
     """Describe a file by its content."""
-    return _described(name, _pieces(content))
+    return _described(name, pieces_of(content))
 
 
 def _described(name: str, pieces: Iterable[bytes]) -> FileEntry:
@@ -196,7 +198,8 @@ def _described(name: str, pieces: Iterable[bytes]) -> FileEntry:
     return FileEntry(path=name, size_bytes=size, sha256=digest.hexdigest())
 
 
-def _pieces(content: FileContent) -> Iterable[bytes]:
+def pieces_of(content: FileContent) -> Iterable[bytes]:
+    """Give a file's content piece by piece."""
     return (content,) if isinstance(content, bytes) else content
 
 

@@ -57,6 +57,8 @@ _INSIDE: Final = {
 _MOST_DEPTH: Final = 100
 """Of messages in messages, as protobuf's own readers have it."""
 _MOST_DIGITS: Final = 19
+_ANY_SIZE: Final = 2**62
+"""Of a file that is not looked at."""
 
 
 def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:
@@ -95,6 +97,11 @@ def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
 
     parts = _changed(memoryview(graph), fill)
     return parts if named else None
+
+
+def filled_size(graph: bytes) -> int:
+    """Count about the bytes that a graph has with the weights that it names; WireError."""
+    return len(graph) + sum(place.length for place in named_weights(graph, _ANY_SIZE))
 
 
 def external_locations(model: bytes) -> frozenset[str]:

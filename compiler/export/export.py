@@ -8,7 +8,7 @@ the model repositories with it (:mod:`offramp.compiler.export.repositories`).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import onnx
 from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
-from offramp.bundle.files import check_writable, write_whole
-from offramp.bundle.graph_weights import MOST_BYTES
+from offramp.bundle.files import FileContent, check_writable, write_whole
+from offramp.bundle.graph_weights import MOST_BYTES, WEIGHTS, filled_size
 from offramp.calibration.data.data_sources import DataSource
 from offramp.calibration.data.dataset import read_samples
 from offramp.compiler.common.errors import ExportError
@@ -27,6 +27,7 @@ from offramp.compiler.export.export_verification import Verified, verify
 from offramp.compiler.export.model_folder import model_files
 from offramp.compiler.export.nesting import METADATA, Names, nest
 from offramp.compiler.export.repositories import (
+    MODEL,
     Repository,
     RepositoryOptions,
     check_model,
@@ -34,6 +35,7 @@ from offramp.compiler.export.repositories import (
 )
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.source_model import with_unread
+from offramp.compiler.graphs.weights import check_standard, renamed_file
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.errors import BackendError
 from offramp.engine.models.whole_promise import end_evidence, whole_policy
@@ -99,33 +101,38 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     _check_opsets(options.bundle, plan)
     dataset = read_samples(data, bundle.manifest)
     names = Names.of(bundle.manifest, plan)
-    explained = make_model(bundle, plan, names, with_exits=True)
+    light = _is_large(plan)
+    if light and options.output is not None:
+        _check_output(_data_of(options.output), options)
+    explained = make_model(bundle, plan, names, with_exits=True, light=light)
     models = {"the export with exits": explained}
     if not options.with_exits:
-        models["the export"] = make_model(bundle, plan, names, with_exits=False)
+        models["the export"] = make_model(bundle, plan, names, with_exits=False, light=light)
     *_, model = models.values()
+    runs = (1 + len(models)) * len(dataset)
     try:
-        with progress.step("Compare with the bundle", len(dataset)) as advance:
+        with progress.step("Compare with the bundle", runs) as advance:
             verified = verify(
                 plan,
                 models,
                 names,
                 dataset,
                 unread=bundle.manifest.unread_names,
+                weights=bundle.weight_folder() if light else None,
                 tolerance=bundle.manifest.verified_tolerance,
                 progress=advance,
             )
     except BackendError as error:
         raise ExportError(f"{options.bundle} cannot be run: {error}") from error
-    content = serialised(model)
     if options.output is not None:
-        _write(options.output, content)
+        _write(options.output, _files(bundle, model, options.output.name, light=light))
     for place in places:
+        content = _files(bundle, model, MODEL, light=light)
         place.write(model_files(bundle, place, model, content, names))
     return Exported(
         path=options.output,
         repositories=places,
-        size_bytes=len(content),
+        size_bytes=model.ByteSize() + (_weight_bytes(bundle) if light else 0),
         plan=plan,
         names=names,
         with_exits=options.with_exits,
@@ -134,20 +141,50 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     )
 
 
-def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> onnx.ModelProto:
-    """Make the model that is exported, checked by ONNX's checker; ExportError if too large."""
-    size = sum(len(stage.load()) for stage in plan.stages)
-    if size > MOST_BYTES:
-        raise ExportError(
-            f"the stages have {size / 2**30:.1f} GiB together; a file holds 2 GiB: use fewer exits"
-        )
-    source = onnx.load_model_from_string(bundle.read(bundle.manifest.source.file))
-    model = with_unread(nest(plan, source, names, with_exits=with_exits), bundle.manifest.unread)
+def _is_large(plan: Plan) -> bool:
+    """Whether one message cannot hold all stages with their weights."""
+    graphs = [stage.load_light().model for stage in plan.stages]
+    return sum(map(filled_size, graphs)) > MOST_BYTES
+
+
+def _weight_bytes(bundle: Bundle) -> int:
+    return next(e.size_bytes for e in bundle.manifest.files if e.path == WEIGHTS)
+
+
+def _data_of(model: Path) -> Path:
+    """The file of weights beside a model that does not hold them."""
+    return model.with_name(f"{model.name}.data")
+
+
+def _files(
+    bundle: Bundle, model: onnx.ModelProto, name: str, *, light: bool
+) -> dict[str, FileContent]:
+    """Give the files of a model by name; where it is ``light``, that of the bundle's weights first.
+
+    A model that is there has its weights then, however writing ends.
+    """
+    if not light:
+        return {name: serialised(model)}
+    data = _data_of(Path(name))
+    graph = serialised(renamed_file(model, data.name))
+    return {data.as_posix(): bundle.stored(WEIGHTS), name: graph}
+
+
+def make_model(
+    bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool, light: bool = False
+) -> onnx.ModelProto:
+    """Make the model that is exported, checked by ONNX's checker.
+
+    If it is to be ``light``, it names its weights as the bundle's graphs do.
+    """
+    source = onnx.load_model_from_string(bundle.graph(bundle.manifest.source.file))
+    nested = nest(plan, source, names, with_exits=with_exits, light=light)
+    model = with_unread(nested, bundle.manifest.unread)
     model.producer_name, model.producer_version = "offramp", __version__
     kept = {p.key: p.value for p in source.metadata_props if not p.key.startswith(METADATA)}
     ours = _metadata(bundle, plan, names, with_exits=with_exits)
     onnx.helper.set_model_props(model, kept | ours)
-    onnx.checker.check_model(model)
+    check_standard(model)
     return model
 
 
@@ -230,7 +267,7 @@ def _check_opsets(path: Path, plan: Plan) -> None:
     """Refuse stages of several operator sets: a file has one of each domain."""
     imports: dict[str, set[int]] = {}
     for stage in plan.stages:
-        for opset in onnx.load_model_from_string(stage.load()).opset_import:
+        for opset in onnx.load_model_from_string(stage.load_light().model).opset_import:
             imports.setdefault("" if opset.domain == "ai.onnx" else opset.domain, set()).add(
                 opset.version
             )
@@ -243,11 +280,12 @@ def _check_opsets(path: Path, plan: Plan) -> None:
             )
 
 
-def _write(target: Path, content: bytes) -> None:
-    """Write beside the target and rename, so that it is whole or absent."""
+def _write(target: Path, files: Mapping[str, FileContent]) -> None:
+    """Write files beside their places and rename them, so that each is whole or absent."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, content, durable=False, mode=0o644)
+        for name, content in files.items():
+            write_whole(target.with_name(name), content, durable=False, mode=0o644)
     except OSError as error:
         raise ExportError(
             f"{target} cannot be written: {error}; free the space or choose another --output"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,49 +47,64 @@ def verify(
     dataset: Dataset,
     *,
     unread: Collection[str] = (),
+    weights: Path | None = None,
     tolerance: float,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Verified:
     """Run bundle and exported models over all samples, in the same batches of several sizes.
 
     ``plan`` is in ``leave`` mode, ``models`` are by what messages call them; if they give exits,
-    these are compared too. ``unread`` names the inputs that nothing reads, and data lack. Answers
-    may differ by ``tolerance``, relative to the scale of each value
+    these are compared too. One after the other is loaded. ``unread`` names the inputs that nothing
+    reads, and data lack; ``weights`` is the folder of the weights that models name. Answers may
+    differ by ``tolerance``, relative to the scale of each value
     (:mod:`~offramp.engine.answers.differences`); ``progress`` is called with the number of samples
-    of each batch.
+    of each batch of the bundle, and of each model.
 
     Raises:
         VerificationError: A model cannot be run, answers another sample at another exit than the
             bundle does, or answers otherwise.
         BackendError: A stage of the bundle cannot be run.
     """
-    bundle = AnsweringStages(plan)
-    exported = {what: _Exported(model, plan, names, unread) for what, model in models.items()}
-    largest, exits = 0.0, []
-    for rows in batches_of_many_sizes(len(dataset)):
-        tensors = dataset.take(rows)
-        wanted = bundle.run(tensors)
-        for what, model in exported.items():
-            given = model.run(tensors)
+    wanted = list(_answers_of(plan, dataset, progress))
+    largest = 0.0
+    for what, model in models.items():
+        exported = _Exported(model, plan, names, unread, weights)
+        for rows, expected in wanted:
+            given = exported.run(dataset.take(rows))
             where = f"{what} on samples {rows.start} to {rows.stop - 1}"
             if isinstance(given, GivenAnswers):
-                _compare_exits(given, wanted, plan, f"{what} on sample", rows.start)
+                _compare_exits(given, expected, plan, f"{what} on sample", rows.start)
                 given = given.answer
-            largest = max(largest, _difference(given, wanted.answer, tolerance, where))
-        exits.append(wanted.exit)
-        progress(rows.stop - rows.start)
+            largest = max(largest, _difference(given, expected.answer, tolerance, where))
+            progress(rows.stop - rows.start)
+        del exported  # before the next one has its weights
+    exits = [expected.exit for _, expected in wanted]
     found, counts = np.unique(np.concatenate(exits), return_counts=True)
     shares = {int(e): int(n) / len(dataset) for e, n in zip(found, counts, strict=True)}
     return Verified(samples=len(dataset), largest_difference=largest, exit_shares=shares)
+
+
+def _answers_of(
+    plan: Plan, dataset: Dataset, progress: Callable[[int], None]
+) -> Iterator[tuple[slice, GivenAnswers]]:
+    bundle = AnsweringStages(plan)
+    for rows in batches_of_many_sizes(len(dataset)):
+        yield rows, bundle.run(dataset.take(rows))
+        progress(rows.stop - rows.start)
 
 
 class _Exported:
     """An exported model in a session as ONNX Runtime makes it by default, on one thread."""
 
     def __init__(
-        self, model: onnx.ModelProto, plan: Plan, names: Names, unread: Collection[str]
+        self,
+        model: onnx.ModelProto,
+        plan: Plan,
+        names: Names,
+        unread: Collection[str],
+        weights: Path | None,
     ) -> None:
-        options = session_options()
+        options = session_options(weights=weights)
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
         if has_float16_weights(model.graph):

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from offramp import __version__
 from offramp.bundle import Bundle, TensorSpec
+from offramp.bundle.files import FileContent
 from offramp.bundle.schema.measured import Profile
 from offramp.compiler.export.export_verification import has_float16_weights
 from offramp.compiler.export.nesting import METADATA, Names
-from offramp.compiler.export.repositories import MODEL, README, WRITTEN_BY, Repository
+from offramp.compiler.export.repositories import README, WRITTEN_BY, Repository
 from offramp.compiler.graphs.runtime import random_inputs
 from offramp.proto import messages
 from offramp.proto.tensors import datatype_of
@@ -71,14 +72,19 @@ KServe, once the folder is at its URI:
 
 
 def model_files(
-    bundle: Bundle, place: Repository, model: onnx.ModelProto, content: bytes, names: Names
-) -> dict[str, bytes]:
+    bundle: Bundle,
+    place: Repository,
+    model: onnx.ModelProto,
+    content: Mapping[str, FileContent],
+    names: Names,
+) -> dict[str, FileContent]:
     """Return the files of the model's folder, by relative path.
 
-    ``content`` is the serialised ``model``, and ``names`` are those that exporting added.
+    ``content`` is the serialised ``model``, with its weights if they have a file of their own, and
+    ``names`` are those that exporting added.
     """
     served = _describe(bundle, place.name, model, names)
-    files = {MODEL: content, README: _readme(bundle, place, served).encode()}
+    files = {**content, README: _readme(bundle, place, served).encode()}
     if "triton" in place.servers:
         files |= {"config.pbtxt": config_text(served), **warmup_files(served)}
     return files
@@ -116,7 +122,7 @@ def _made_sample(bundle: Bundle) -> dict[str, NDArray[Any]]:
 
     They are not taken from the data, which may be private.
     """
-    source = onnx.load_model_from_string(bundle.read(bundle.manifest.source.file))
+    source = onnx.load_model_from_string(bundle.graph(bundle.manifest.source.file))
     shapes = bundle.manifest.calibration.sample_shapes
     sizes: dict[int | str, int] = {}
     for info in source.graph.input:

@@ -18,7 +18,14 @@ from typing import Any, Final
 
 from offramp.bundle import Manifest
 from offramp.bundle.bundle import bundle_name
-from offramp.bundle.files import check_writable, put_in_place, read_limited, write_whole
+from offramp.bundle.files import (
+    FileContent,
+    check_writable,
+    pieces_of,
+    put_in_place,
+    read_limited,
+    write_whole,
+)
 from offramp.compiler.common.errors import ExportError
 
 MODEL: Final = "1/model.onnx"
@@ -95,7 +102,7 @@ class Repository:
             )
         check_writable(self.folder, option=option)
 
-    def write(self, files: Mapping[str, bytes]) -> None:
+    def write(self, files: Mapping[str, FileContent]) -> None:
         """Put the model's folder in its place in one step, then what lists it for servers."""
         listing = self._listing()
         try:
@@ -105,7 +112,8 @@ class Repository:
                 for name, content in files.items():
                     place = scratch / name
                     place.parent.mkdir(parents=True, exist_ok=True)
-                    place.write_bytes(content)
+                    with place.open("wb") as file:
+                        file.writelines(pieces_of(content))
                 scratch.chmod(0o755)
                 put_in_place(scratch, self.folder)
             finally:

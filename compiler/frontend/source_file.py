@@ -28,7 +28,14 @@ from onnx.external_data_helper import load_external_data_for_tensor, uses_extern
 from offramp.bundle.graph_weights import MOST_BYTES
 from offramp.bundle.npz import open_regular
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.graphs.graph import bodies, captured_names, copied, refill, sort_operators
+from offramp.compiler.graphs.graph import (
+    all_graphs,
+    bodies,
+    captured_names,
+    copied,
+    refill,
+    sort_operators,
+)
 from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 from offramp.compiler.graphs.shapes import UNKNOWN, TensorType, infer_types
 from offramp.compiler.graphs.weights import WeightFile, check_standard
@@ -240,7 +247,7 @@ def to_standard_form(proto: onnx.ModelProto) -> None:
     cannot be repaired.
     """
     _check_versions(proto)
-    graphs = list(_graphs(proto.graph))
+    graphs = list(all_graphs(proto.graph))
     _rename_domains(proto, graphs)
     _import_domains(proto, graphs)
     for graph in graphs:
@@ -252,14 +259,6 @@ def to_standard_form(proto: onnx.ModelProto) -> None:
     _check_reads(proto.graph)
     _check_shapes(proto.graph)
     _describe_outputs(proto)
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and all graphs that its operators run."""
-    yield graph
-    for node in graph.node:
-        for body in bodies(node):
-            yield from _graphs(body)
 
 
 def _check_versions(proto: onnx.ModelProto) -> None:

@@ -131,6 +131,14 @@ def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     return found
 
 
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and all graphs that its operators run."""
+    yield graph
+    for node in graph.node:
+        for body in bodies(node):
+            yield from all_graphs(body)
+
+
 def copied(message: _Message) -> _Message:
     """Copy a protobuf message, so that the original can be changed or dropped."""
     copy = type(message)()

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Final, TypeAlias
 
 import onnx
 from google.protobuf.message import Message
+from onnx import helper
 
 from offramp.bundle import Bundle
 from offramp.bundle.graph_weights import ITEM_BYTES, PAGE, WEIGHTS, moved, named_weights
@@ -25,7 +26,7 @@ from offramp.bundle.onnx_wire import Place, length_of
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.resources import feature_folder
 from offramp.compiler.common.tensors import named_place
-from offramp.compiler.graphs.graph import copied, weight_bytes
+from offramp.compiler.graphs.graph import all_graphs, copied, refill, weight_bytes
 from offramp.engine.graphs.external_weights import weights_in
 
 LEAST_BYTES: Final = PAGE
@@ -150,20 +151,31 @@ def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
 
 
 def without_named(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Copy a model with inputs in the place of the weights that it names in a file.
+    """Give a model with inputs in the place of the weights that it names in a file; a copy if any.
 
     So tools take it that read no such file, or read it to no purpose.
     """
-    model = onnx.ModelProto()
-    _copy_but(proto, model, "graph")
-    _copy_but(proto.graph, model.graph, "initializer")
-    listed = {info.name for info in proto.graph.input}
-    for tensor in proto.graph.initializer:
-        if not tensor.external_data:
-            model.graph.initializer.append(tensor)
-        elif tensor.name not in listed:
-            info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            model.graph.input.append(info)
+    if not any(tensor.external_data for g in all_graphs(proto.graph) for tensor in g.initializer):
+        return proto
+    model = copied(proto)
+    known = {info.name for info in proto.graph.input}
+    for graph in all_graphs(model.graph):
+        for tensor in graph.initializer:
+            if tensor.external_data and tensor.name not in known:
+                known.add(tensor.name)
+                kind = (tensor.data_type, tensor.dims)
+                model.graph.input.append(helper.make_tensor_value_info(tensor.name, *kind))
+        refill(graph.initializer, [t for t in graph.initializer if not t.external_data])
+    return model
+
+
+def renamed_file(proto: onnx.ModelProto, name: str) -> onnx.ModelProto:
+    """Copy a model that names weights, with another name for their file."""
+    model = copied(proto)
+    for tensor in (t for graph in all_graphs(model.graph) for t in graph.initializer):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = name
     return model
 
 

@@ -133,7 +133,7 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
     )
 
 
-_System: TypeAlias = "ort.InferenceSession | AnsweringStages"
+_System: TypeAlias = ort.InferenceSession | AnsweringStages
 _CHUNK = 64
 """Batches that a large model answers before it makes room for the stages."""
 

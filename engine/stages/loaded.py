@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
-from offramp.bundle.graph_weights import named_weights
+from offramp.bundle.graph_weights import filled_size
 
 TOGETHER_BYTES: Final = 2**29
 """Weights of a model up to which several sessions of it are loaded beside each other."""
-_ANY_SIZE: Final = 2**62
 
 _T = TypeVar("_T")
 
 
 def fits_together(graph: bytes) -> bool:
     """Whether several sessions of a serialised model may be in memory at once."""
-    weights = sum(place.length for place in named_weights(graph, _ANY_SIZE))
-    return len(graph) + weights <= TOGETHER_BYTES
+    return filled_size(graph) <= TOGETHER_BYTES
 
 
 class Loaded(Generic[_T]):

@@ -17,6 +17,7 @@ from tests.exports import run_bundle, run_file, stock_session
 from tests.integration.test_compile_tiny import images, vectors
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
+from offramp.bundle.graph_weights import external_locations
 from offramp.compiler.commands.cli import main
 from offramp.compiler.export import export, nesting
 from offramp.compiler.plain.wrap import WrapOptions, wrap_model
@@ -49,7 +50,8 @@ def half_leave(bundle: Bundle) -> list[ActiveExit]:
 
 
 def with_policy(bundle: Bundle, active: list[ActiveExit], path: Path) -> Bundle:
-    files = {e.path: bundle.read(e.path) for e in bundle.manifest.files if e.path != "policy.json"}
+    names = [e.path for e in bundle.manifest.files if e.path != "policy.json"]
+    files = {name: b"".join(bundle.stored(name)) for name in names}
     policy = ExitPolicy(version=7, active=tuple(active), promise=bundle.policy.promise)
     return write_bundle(path, replace(bundle.manifest, files=()), policy, files)
 
@@ -97,6 +99,34 @@ def test_a_compiled_bundle_becomes_one_file(
     assert metadata["offramp.policy_version"] == "7"
     assert metadata["offramp.source_sha256"] == bundle.manifest.source.original_sha256
     assert [p.name for p in Path("out").iterdir()] == ["fast.onnx"]
+
+
+def test_a_bundle_beyond_one_message_becomes_a_file_with_its_weights_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data, unseen = ({**v, "x": np.tile(v["x"], 4)} for v in (vectors(), vectors(60, seed=5)))
+    bundle = compile_tiny(models.mlp(width=64), data, tmp_path, candidates=2, epochs=2)
+    bundle = with_policy(bundle, half_leave(bundle), tmp_path / "large.ee")
+    weights = (bundle.path / "weights.bin").read_bytes()
+    command = ("large.ee", "--data", "data.npz", "--output", "out/fast.onnx", "--with-exits")
+    monkeypatch.setattr(export, "MOST_BYTES", len(weights) // 2)
+    assert run(*command, "--triton", "models") == 0
+    wanted = run_bundle(bundle, unseen)
+    assert set(wanted.exit) == {0, 1, -1}
+    Path("large.ee").rename("away.ee")  # nothing of the bundle is needed any more
+    for place in (Path("out/fast.onnx"), Path("models/large/1/model.onnx")):
+        data = place.with_name(f"{place.name}.data")
+        assert data.read_bytes() == weights
+        assert external_locations(place.read_bytes()) == {data.name}
+        given = run_file(place, unseen)
+        assert given.exit.tolist() == wanted.exit.tolist()
+        np.testing.assert_allclose(given.answer, wanted.answer, rtol=0, atol=1e-5)
+    capsys.readouterr()
+    Path("away.ee").rename("large.ee")
+    Path("out/fast.onnx").unlink()
+    assert run(*command) == 1
+    assert "out/fast.onnx.data exists; choose another --output" in capsys.readouterr().err
 
 
 def test_half_precision_answers_and_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +231,8 @@ def test_other_answers_are_refused(
 ) -> None:
     stage_graph = nesting.stage_graph
 
-    def damaged(stage: Any) -> bytes:
-        model = onnx.load_model_from_string(stage_graph(stage))
+    def damaged(stage: Any, *, light: bool) -> bytes:
+        model = onnx.load_model_from_string(stage_graph(stage, light=light))
         if stage.final:
             (node,) = [n for n in model.graph.node if n.op_type == "Gemm"]
             node.attribute.append(onnx.helper.make_attribute("alpha", 1.01))
