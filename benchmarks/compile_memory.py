@@ -19,18 +19,17 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from benchmarks.common import make_parser
+from benchmarks.family_memory import WatchedFamily
 from rich.table import Table
 
 from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
@@ -39,8 +38,6 @@ CLASSES, SIDE = 10, 64
 MODELS = ("bert", "resnet50", "convolutions")
 _KINDS = 7
 """Of samples, by which a model of random weights tells them: so exits learn, and come into use."""
-_PERIOD_S = 0.02
-_BEFORE = "start, and imports"
 _MARK = "step: "
 
 
@@ -94,7 +91,7 @@ def _measure(name: str, samples: int, folder: Path, options: argparse.Namespace)
     subprocess.run([*command, "--step=export"], check=True)
     started = time.monotonic()
     process = subprocess.Popen([*command, "--step=compile"], stdout=subprocess.PIPE, text=True)
-    watched = _Watched(process.pid)
+    watched = WatchedFamily(process.pid)
     with watched.sampling():
         for line in process.stdout or ():
             if line.startswith(_MARK):
@@ -140,69 +137,6 @@ def _print(run: dict[str, Any]) -> None:
 
 def _mb(size: int) -> float:
     return size / 1e6
-
-
-@dataclass
-class _Seen:
-    """The most memory that was seen in a step, in bytes."""
-
-    resident: int = 0
-    anonymous: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
-class _Watched:
-    """A process whose memory is sampled, step by step."""
-
-    process: int
-    step: str = _BEFORE
-    steps: dict[str, _Seen] = field(default_factory=dict)
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        ended = threading.Event()
-        thread = threading.Thread(target=self._sample, args=(ended,), daemon=True)
-        thread.start()
-        yield
-        ended.set()
-        thread.join()
-
-    def _sample(self, ended: threading.Event) -> None:
-        last = time.monotonic()
-        while not ended.wait(_PERIOD_S):
-            seen = self.steps.setdefault(self.step, _Seen())
-            resident, anonymous = np.sum([_memory(p) for p in _family(self.process)], axis=0)
-            seen.resident = max(seen.resident, int(resident))
-            seen.anonymous = max(seen.anonymous, int(anonymous))
-            now = time.monotonic()
-            seen.seconds += now - last
-            last = now
-
-
-def _family(process: int) -> list[int]:
-    """A process and all that it started, and these."""
-    found = [process]
-    for one in found:
-        for task in Path(f"/proc/{one}/task").glob("*/children"):
-            try:
-                found += map(int, task.read_text().split())
-            except OSError:  # it has ended
-                continue
-    return found
-
-
-def _memory(process: int) -> tuple[int, int]:
-    """Resident and anonymous bytes of a process; nothing if it has ended."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    told = dict(line.split(":", 1) for line in lines)
-    resident, anonymous = (
-        int(told.get(name, "0 kB").split()[0]) << 10 for name in ("VmRSS", "RssAnon")
-    )
-    return resident, anonymous
 
 
 def _compile(options: argparse.Namespace) -> None:
