@@ -22,15 +22,19 @@ def array_of(tensor: onnx.TensorProto) -> NDArray[Any]:
     """
     if not tensor.external_data:
         return numpy_helper.to_array(tensor)
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return np.frombuffer(named_bytes(tensor), dtype).reshape(tensor.dims)
+
+
+def named_bytes(tensor: onnx.TensorProto) -> bytes:
+    """Read the bytes of a tensor that names them; ValueError if no file is in use."""
     folder = weight_folder()
     if folder is None:
         raise ValueError(f"the weight {tensor.name!r:.100} is in a file, and none is in use here")
     place = named_place(tensor)
     with (folder / WEIGHTS).open("rb") as file:
         file.seek(place.offset)
-        content = file.read(place.length)
-    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    return np.frombuffer(content, dtype).reshape(tensor.dims)
+        return file.read(place.length)
 
 
 def named_place(tensor: onnx.TensorProto) -> Place:

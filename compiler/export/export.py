@@ -35,9 +35,10 @@ from offramp.compiler.export.repositories import (
 )
 from offramp.compiler.graphs.graph import serialised
 from offramp.compiler.graphs.source_model import with_unread
-from offramp.compiler.graphs.weights import check_standard, renamed_file
+from offramp.compiler.graphs.weights import check_standard, filled, renamed_file
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.external_weights import weights_in
 from offramp.engine.models.whole_promise import end_evidence, whole_policy
 from offramp.engine.stages.plan import Plan, make_plan
 
@@ -101,13 +102,13 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     _check_opsets(options.bundle, plan)
     dataset = read_samples(data, bundle.manifest)
     names = Names.of(bundle.manifest, plan)
-    light = _is_large(plan)
-    if light and options.output is not None:
+    large, weights = _is_large(plan), plan.stages[0].load_light().weights
+    if large and options.output is not None:
         _check_output(_data_of(options.output), options)
-    explained = make_model(bundle, plan, names, with_exits=True, light=light)
+    explained = make_model(bundle, plan, names, with_exits=True)
     models = {"the export with exits": explained}
     if not options.with_exits:
-        models["the export"] = make_model(bundle, plan, names, with_exits=False, light=light)
+        models["the export"] = make_model(bundle, plan, names, with_exits=False)
     *_, model = models.values()
     runs = (1 + len(models)) * len(dataset)
     try:
@@ -118,21 +119,22 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
                 names,
                 dataset,
                 unread=bundle.manifest.unread_names,
-                weights=bundle.weight_folder() if light else None,
+                weights=weights,
                 tolerance=bundle.manifest.verified_tolerance,
                 progress=advance,
             )
     except BackendError as error:
         raise ExportError(f"{options.bundle} cannot be run: {error}") from error
+    whole = None if large else _whole(model, weights)
     if options.output is not None:
-        _write(options.output, _files(bundle, model, options.output.name, light=light))
+        _write(options.output, _files(bundle, model, whole, options.output.name))
     for place in places:
-        content = _files(bundle, model, MODEL, light=light)
+        content = _files(bundle, model, whole, MODEL)
         place.write(model_files(bundle, place, model, content, names))
     return Exported(
         path=options.output,
         repositories=places,
-        size_bytes=model.ByteSize() + (_weight_bytes(bundle) if light else 0),
+        size_bytes=model.ByteSize() + _weight_bytes(bundle) if whole is None else len(whole),
         plan=plan,
         names=names,
         with_exits=options.with_exits,
@@ -156,29 +158,35 @@ def _data_of(model: Path) -> Path:
     return model.with_name(f"{model.name}.data")
 
 
+def _whole(model: onnx.ModelProto, weights: Path | None) -> bytes:
+    """Serialise a model with its weights, which it names in a folder if there is one."""
+    if weights is None:
+        return serialised(model)
+    with weights_in(weights):
+        return serialised(filled(model))
+
+
 def _files(
-    bundle: Bundle, model: onnx.ModelProto, name: str, *, light: bool
+    bundle: Bundle, model: onnx.ModelProto, whole: bytes | None, name: str
 ) -> dict[str, FileContent]:
-    """Give the files of a model by name; where it is ``light``, that of the bundle's weights first.
+    """Give the files of a model by name: ``whole``, or if it is too large, after its weights.
 
     A model that is there has its weights then, however writing ends.
     """
-    if not light:
-        return {name: serialised(model)}
+    if whole is not None:
+        return {name: whole}
     data = _data_of(Path(name))
     graph = serialised(renamed_file(model, data.name))
     return {data.as_posix(): bundle.stored(WEIGHTS), name: graph}
 
 
-def make_model(
-    bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool, light: bool = False
-) -> onnx.ModelProto:
+def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> onnx.ModelProto:
     """Make the model that is exported, checked by ONNX's checker.
 
-    If it is to be ``light``, it names its weights as the bundle's graphs do.
+    It names its weights where the bundle's graphs do.
     """
     source = onnx.load_model_from_string(bundle.graph(bundle.manifest.source.file))
-    nested = nest(plan, source, names, with_exits=with_exits, light=light)
+    nested = nest(plan, source, names, with_exits=with_exits)
     model = with_unread(nested, bundle.manifest.unread)
     model.producer_name, model.producer_version = "offramp", __version__
     kept = {p.key: p.value for p in source.metadata_props if not p.key.startswith(METADATA)}

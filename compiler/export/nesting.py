@@ -29,21 +29,13 @@ from offramp.engine.stages.plan import Plan, StageSpec
 _ANSWER, _CONFIDENCE, _EXIT = "answer", "confidence", "exit"
 
 
-def nest(
-    plan: Plan,
-    source: onnx.ModelProto,
-    names: Names,
-    *,
-    with_exits: bool,
-    light: bool = False,
-) -> onnx.ModelProto:
+def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool) -> onnx.ModelProto:
     """Make one model of the stages of a plan in ``leave`` mode, with an exit at least.
 
     It has the source model's inputs, answer, opset and IR version; ``with_exits`` adds outputs for
-    exit index and confidence. If it is to be ``light``, it names its weights as the bundle's graphs
-    do.
+    exit index and confidence. It names its weights where the bundle's graphs do.
     """
-    stages = [onnx.load_model_from_string(stage_graph(s, light=light)) for s in plan.stages]
+    stages = [onnx.load_model_from_string(stage_graph(stage)) for stage in plan.stages]
     graph = _Nesting(plan.stages, stages, source.graph, names, with_exits=with_exits).graph()
     functions = {(f.domain, f.name): f for stage in stages for f in stage.functions}
     opsets = {o.domain: o for stage in stages for o in stage.opset_import}
@@ -55,9 +47,9 @@ def nest(
     )
 
 
-def stage_graph(stage: StageSpec, *, light: bool = False) -> bytes:
+def stage_graph(stage: StageSpec) -> bytes:
     """Give a stage's graph as the engine runs it: with what keeps ONNX Runtime's layouts."""
-    return enter_blocked(stage.load_light().model if light else stage.load())
+    return enter_blocked(stage.load_light().model)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from offramp.bundle.graph_weights import ITEM_BYTES, PAGE, WEIGHTS, moved, named
 from offramp.bundle.onnx_wire import Place, length_of
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.resources import feature_folder
-from offramp.compiler.common.tensors import named_place
+from offramp.compiler.common.tensors import named_bytes, named_place
 from offramp.compiler.graphs.graph import all_graphs, copied, refill, weight_bytes
 from offramp.engine.graphs.external_weights import weights_in
 
@@ -166,6 +166,18 @@ def without_named(proto: onnx.ModelProto) -> onnx.ModelProto:
                 kind = (tensor.data_type, tensor.dims)
                 model.graph.input.append(helper.make_tensor_value_info(tensor.name, *kind))
         refill(graph.initializer, [t for t in graph.initializer if not t.external_data])
+    return model
+
+
+def filled(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Copy a model with the weights that it, and graphs inside it, name in the file in use."""
+    model = copied(proto)
+    for tensor in (t for graph in all_graphs(model.graph) for t in graph.initializer):
+        if tensor.external_data:
+            content = named_bytes(tensor)
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+            tensor.raw_data = content
     return model
 
 

@@ -334,6 +334,7 @@ def _compares_openvino(options: _Options) -> bool:
 def _require_faster(options: _Options) -> None:
     """Refuse, where OpenVINO is not surely faster than ONNX Runtime for what will be served."""
     from offramp.engine.backends.cpu_choice import LEAST_GAIN, relative_time  # noqa: PLC0415
+    from offramp.engine.stages.loaded import TOGETHER_BYTES, fits_together  # noqa: PLC0415
 
     try:
         for path in options.bundles:  # before whole bundles are read and runtimes are started
@@ -342,6 +343,12 @@ def _require_faster(options: _Options) -> None:
                     f"{path} is not all of float32, and certified with ONNX Runtime's kernels"
                 )
         bundles = [Bundle.open(path) for path in options.bundles]
+        for bundle in bundles:
+            if not fits_together(bundle.graph(bundle.manifest.source.file)):
+                raise BackendError(
+                    f"{bundle.path} has more than {TOGETHER_BYTES >> 20} MiB of weights, too many "
+                    "to be loaded by both and compared; --backend openvino serves it by OpenVINO"
+                )
     except BundleError as error:  # whoever opens it to serve it says the same
         raise BackendError(str(error)) from error
     ours, other = _cpu(options), _openvino(options)
