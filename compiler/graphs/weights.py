@@ -140,8 +140,8 @@ def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
     """Make a file for weights, where graphs find them as long as the context lasts."""
     taken = scratch.taken_bytes
     with (
-        feature_folder(scratch.folder) as folder,
-        weights_in(folder),
+        feature_folder(scratch.folder) as made,
+        weights_in(folder := made.resolve()),  # processes run in it, wherever this one was started
         (folder / WEIGHTS).open("w+b") as file,
     ):
         try:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from offramp.bundle import Answer, AnswerTask, TaskKind
+from offramp.bundle.graph_weights import MOST_BYTES
 from offramp.bundle.records import has_classes
 from offramp.bundle.schema.answers import WHOLE_SETS, Criterion
 from offramp.calibration.data.data_sources import data_name
@@ -19,6 +20,7 @@ from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import WITHIN_SPREAD, CompileOptions
 from offramp.compiler.common.rounding import SINGLE, rounding_of
 from offramp.compiler.cuts.slicing import find_masks
+from offramp.compiler.exits.bridges import needs_bridges
 from offramp.compiler.exits.scores import settle_scores
 from offramp.compiler.graphs.graph import serialised, weight_bytes
 from offramp.compiler.graphs.source_model import SourceModel
@@ -44,6 +46,7 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
     model = settle_scores(model, train, asked=options.reading.task != "auto")
     task = model.answer.task
     _check_asked(task, options)
+    _check_size(model, options)
     _check_class_bound(model.answer, options)
     if options.copy.train == "joint":
         _check_joint(model, options)
@@ -104,6 +107,26 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
         raise ModelError(
             f"--heads {heads}: answers of {kind} have places, which nothing that pools "
             "answers for; leave it out"
+        )
+
+
+def _check_size(model: SourceModel, options: CompileOptions) -> None:
+    """Refuse what puts most weights of a model into one graph, where one cannot hold them."""
+    held = weight_bytes(model.proto)
+    if held <= MOST_BYTES:
+        return
+    most, has = describe_bytes(MOST_BYTES), describe_bytes(held)
+    whole = f"one graph holds {most} of weights, and the model has {has}"
+    if options.copy.precision != "fp32":
+        raise ModelError(
+            f"--precision {options.copy.precision}: {whole}; leave it out, or quantise the model "
+            "before"
+        )
+    if needs_bridges(model.answer, options):
+        raise ModelError(
+            f"exits of {model.answer.task.kind} with --heads {options.building.heads} repeat "
+            f"layers of the model: {whole}; store it in half precision, or serve it as it is: "
+            "eeserve MODEL.onnx"
         )
 
 

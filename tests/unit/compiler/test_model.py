@@ -356,7 +356,9 @@ def test_a_simplifier_imports_nothing_of_the_folder_that_it_is_run_in(
     assert caplog.text == ""
 
 
-def test_a_model_is_simplified_the_same_in_a_process_of_its_own(read, monkeypatch, caplog) -> None:
+def test_a_model_is_simplified_the_same_in_a_process_of_its_own(
+    read, monkeypatch, caplog, tmp_path
+) -> None:
     proto = models.mlp(width=64)
     for node in proto.graph.node:
         node.input[:] = ["again" if name == "x" else name for name in node.input]
@@ -366,7 +368,8 @@ def test_a_model_is_simplified_the_same_in_a_process_of_its_own(read, monkeypatc
     monkeypatch.setattr("offramp.compiler.frontend.simplifier._SMALL_OPERATORS", 0)
     assert read(proto).proto == here.proto
     monkeypatch.setattr("offramp.compiler.frontend.preparation._SMALL_BYTES", 0)
-    with weight_file(ScratchSpace()) as weights:
+    monkeypatch.chdir(tmp_path)
+    with weight_file(ScratchSpace(Path())) as weights:
         light = read(proto, weights=weights).proto
         assert weights.whole(light) == here.proto != light
     assert caplog.text == ""

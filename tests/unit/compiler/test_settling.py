@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,24 @@ def test_values_are_near_by_their_own_spread() -> None:
     assert 0 < task.within < 10
     assert settled(AnswerTask(kind="regression", within=3), models.mlp, agree_within=3).within == 3
     assert pieces.model.answer.task.within == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "options", "told"),
+    [
+        ("classification", models.mlp, {"precision": "int8"}, "--precision int8: one graph holds"),
+        ("classification", models.mlp, {"heads": "bridges"}, "exits of classification with"),
+        ("token-classification", partial(models.bert_like, tags=4), {}, "exits of token-class"),
+    ],
+)
+def test_what_puts_most_weights_into_one_graph_has_a_limit(
+    monkeypatch: pytest.MonkeyPatch, task: Any, model: Any, options: dict[str, str], told: str
+) -> None:
+    settled(AnswerTask(kind=task), model, **options)
+    monkeypatch.setattr("offramp.compiler.steps.settling.MOST_BYTES", 1000)
+    settled(AnswerTask(kind="classification"), models.mlp)
+    with pytest.raises(ModelError, match=told):
+        settled(AnswerTask(kind=task), model, **options)
 
 
 def test_values_that_do_not_vary_have_no_spread() -> None:

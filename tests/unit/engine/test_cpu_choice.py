@@ -140,6 +140,16 @@ def test_openvino_is_taken_where_it_is_surely_faster(
     assert told in said
 
 
+def test_a_large_model_is_not_loaded_by_both(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bundle: Bundle
+) -> None:
+    monkeypatch.setattr("offramp.engine.stages.loaded.TOGETHER_BYTES", 100)
+    monkeypatch.setattr(cpu_choice, "relative_time", lambda *_, **__: pytest.fail("was loaded"))
+    name, said = choice(caplog, bundles=[bundle.path])
+    assert name == "onnxruntime-cpu"
+    assert "MiB of weights, too many to be loaded by both and compared; --backend openvino" in said
+
+
 def test_nothing_is_compared_without_bundles_or_without_openvino(
     no_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bundle: Bundle
 ) -> None:

@@ -198,6 +198,25 @@ def test_systems_take_turns_in_every_round_and_warm_ups_are_forgotten() -> None:
     assert calls == [*warm, "a", "b", "b", "a", "a", "b", "b", "a"]
 
 
+def test_systems_that_are_not_loaded_together_have_their_rounds_one_by_one() -> None:
+    calls: list[str] = []
+
+    def timer(name: str):
+        def once() -> float:
+            calls.append(name)
+            return float(ord(name[0]))
+
+        return once
+
+    timers = [[timer("a1"), timer("b1")], [timer("a8"), timer("b8")]]
+    found = time_rounds(timers, [2, 1], Effort(least=2, most=2), lambda _: 0, one_by_one=True)
+    a, b = (["1", "1", "8"], ["1", "1", "8"])
+    warm = [f"{name}{size}" for name in "ab" for size in ("1", "1", "8", "8")]
+    sweep = [*(f"a{size}" for size in a), *(f"b{size}" for size in b)]
+    assert calls == [*warm, *sweep, *sweep]
+    assert [r.times_ms.tolist() for r in found.rounds] == [[[97.0, 98.0]] * 4, [[97.0, 98.0]] * 2]
+
+
 def measured(widths: list[float], *, seconds: float) -> int:
     """Sweeps of a second each, with these widths after each of them."""
     clock = itertools.count()
