@@ -250,7 +250,9 @@ def _as_file(model: object, example_inputs: object, progress: Progress) -> Itera
                     f"model is a {type(model).__name__}, expected the path of an ONNX file, an "
                     "onnx.ModelProto or a torch.nn.Module"
                 )
-            onnx.save(model, path)
+            from offramp.compiler.graphs.weights import save  # noqa: PLC0415 - imports onnx
+
+            save(model, path)
         yield path
 
 

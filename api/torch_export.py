@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from offramp.api.errors import ExportCheckError, ModuleExportError
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.engine.answers.differences import compare
+from offramp.engine.graphs.external_weights import weights_in
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +186,8 @@ def _depends_on_values(error: BaseException | None) -> bool:
 
 def _check(module: nn.Module, example_inputs: object, path: Path) -> None:
     """Compare the exported model with the module on batches of several samples and of one."""
-    runner = GraphRunner(onnx.load(path))
+    with weights_in(path.parent.resolve()):
+        runner = GraphRunner(onnx.load(path, load_external_data=False))
     count = len(next(iter(ExampleCall(module, example_inputs, slice(None)).tensors.values())))
     for rows in _BATCHES:
         if rows.start < count:

@@ -150,6 +150,13 @@ def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
             scratch.take(taken - scratch.taken_bytes)
 
 
+def save(proto: onnx.ModelProto, path: Path) -> None:
+    """Write a model of any size, its large weights in a file beside it; it is not changed."""
+    with path.with_name(WEIGHTS).open("w+b") as file:
+        weights = WeightFile(folder=path.parent, file=file, scratch=ScratchSpace())
+        path.write_bytes(weights.light(proto).SerializeToString())
+
+
 def without_named(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Give a model with inputs in the place of the weights that it names in a file; a copy if any.
 
