@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for model, data and bundles, then removed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        chain = Chain.made(Path(folder), options.width, options.layers, options.seed)
+        chain = LargeChain.made(Path(folder), options.width, options.layers, options.seed)
         size_bytes, runs = chain.size_bytes, list(measure(chain, options))
     table = Table("command", "s", "resident, GiB", "anonymous, GiB", "within", title=_title(chain))
     for run in runs:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class LargeChain:
     """A model of matrix products in a folder of its own, which was made."""
 
     path: Path
@@ -87,7 +87,7 @@ class Chain:
     layers: int
 
     @classmethod
-    def made(cls, folder: Path, width: int, layers: int, seed: int) -> Chain:
+    def made(cls, folder: Path, width: int, layers: int, seed: int) -> LargeChain:
         """Write a model and its weights, one matrix after the other."""
         made, rng = (
             cls(path=folder / "big.onnx", width=width, layers=layers),
@@ -150,7 +150,7 @@ class Chain:
         yield "head", CLASSES
 
 
-def measure(chain: Chain, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(chain: LargeChain, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run all commands on a model, and say what memory each took."""
     folder = chain.path.parent
     rng = np.random.default_rng(options.seed)
@@ -192,7 +192,7 @@ def _started(folder: Path, command: Sequence[str], log: Path) -> subprocess.Pope
         return subprocess.Popen(started, cwd=folder, stdout=file, stderr=file)
 
 
-def _ran(chain: Chain, command: Sequence[str]) -> dict[str, Any]:
+def _ran(chain: LargeChain, command: Sequence[str]) -> dict[str, Any]:
     folder, started_s = chain.path.parent, time.monotonic()
     log = folder / "log"
     process = _started(folder, command, log)
@@ -205,7 +205,7 @@ def _ran(chain: Chain, command: Sequence[str]) -> dict[str, Any]:
 
 
 def _served(
-    chain: Chain,
+    chain: LargeChain,
     model: str,
     flags: Sequence[str],
     asked: NDArray[np.float32],
@@ -244,7 +244,9 @@ def _answered(address: str, model: str, asked: NDArray[np.float32]) -> NDArray[n
     return found
 
 
-def _run(chain: Chain, command: str, watched: WatchedFamily, started_s: float) -> dict[str, Any]:
+def _run(
+    chain: LargeChain, command: str, watched: WatchedFamily, started_s: float
+) -> dict[str, Any]:
     resident = max(seen.resident for seen in watched.steps.values())
     return {
         "command": command,
@@ -255,7 +257,7 @@ def _run(chain: Chain, command: str, watched: WatchedFamily, started_s: float) -
     }
 
 
-def _title(chain: Chain) -> str:
+def _title(chain: LargeChain) -> str:
     size = "a model whose weights are in external data"
     return f"Memory of {size}, MEASURED ({chain.layers} layers, {chain.width} wide)"
 
