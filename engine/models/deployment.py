@@ -12,14 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Profile
 from offramp.bundle.records import ClassLoss, losses_on_records
 from offramp.certify.decision import MODEL_END, NEVER
+from offramp.engine.common.errors import BackendError
+from offramp.engine.models.device_profile import measure_variant
 from offramp.engine.models.devices import ModelSplits
 from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.variants import (
+    as_fast_as,
+    log_not_served,
+    mode_of_variants,
+    variants_to_serve,
+)
 from offramp.engine.models.weight_sharing import share_weights
 from offramp.engine.scheduling import (
     Latencies,
@@ -31,7 +38,7 @@ from offramp.engine.scheduling import (
     pareto_front,
     stage_seconds,
 )
-from offramp.engine.scheduling.policies import PlanPolicy, PolicyName, chooses_points, policy_for
+from offramp.engine.scheduling.policies import PlanPolicy, PolicyName, policy_for
 from offramp.engine.stages.backend_protocol import Backend, Stage
 from offramp.engine.stages.pipeline import Pipeline, zeros
 from offramp.engine.stages.plan import Mode, Plan, StageSpec, make_plan
@@ -43,6 +50,9 @@ _KEPT_STAGES: Final = 32
 
 _Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
 """What a prepared stage was made of: a variant, a :attr:`StageSpec.unit`, what it carries on."""
+_BEHIND_VARIANTS: Final = -1
+"""Stands for a variant in the key of the full model that audits run behind all of them."""
+_LoadedVariant: TypeAlias = tuple[Bundle, Profile, Mapping[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +109,8 @@ class DeploymentMaker:
     """Makes the deployments of a bundle, one after another.
 
     ``profile`` says what the model's parts take on the backend, with packed weights. ``splits`` is
-    the plan that the model is split by among devices, if it is; variants then do not serve.
+    the plan that the model is split by among devices, if it is. The log says why variants of the
+    bundle do not serve, if they do not: see :mod:`.variants`.
 
     Stages are prepared by any thread. To make a deployment, and to put it in force, is for whoever
     has :attr:`swapping`.
@@ -126,18 +137,9 @@ class DeploymentMaker:
         """What becomes of samples that are sure at an exit."""
         self._options = options
         self._records = bundle.records()
-        compiled = bundle.profile()
-        served = () if splits else served_variants(bundle, backend, mode, options)
+        served = variants_to_serve(bundle, mode, options, is_split=splits is not None)
         sharing = share_weights(bundle.manifest, options.share_weights, backend, served=len(served))
         self._profile, self._sharing = sharing.slowed(profile, 0), sharing
-        self._smaller = [
-            (
-                shown,
-                sharing.slowed(_as_fast_as(profile, compiled, shown.profile()), shown.number),
-                shown.records(),
-            )
-            for shown in served
-        ]
         self._stages: OrderedDict[_Unit, Stage] = OrderedDict()
         self._stages_lock = threading.Lock()
         """Held while they are looked up or changed, not while one is prepared."""
@@ -145,6 +147,41 @@ class DeploymentMaker:
         """Those that are being prepared."""
         self._number = 0
         self._cancelled = threading.Event()
+        self._smaller = self._load_variants(served, profile)
+        """The bundle as each variant that serves, its profile here, and its records."""
+
+    def _load_variants(self, served: Sequence[Bundle], profile: Profile) -> list[_LoadedVariant]:
+        """Profile variants where they are served; none, with a warning, if a device refuses one.
+
+        ``profile`` is the full model's there. On a CPU a variant's own is scaled by it; on a GPU,
+        where time grows otherwise with the batch, the variant's stages are timed.
+        """
+        compiled = self.bundle.profile()
+        try:
+            profiles = [
+                as_fast_as(profile, compiled, shown.profile())
+                if self._backend.on_cpu
+                else measure_variant(
+                    self._pipeline_of(shown),
+                    shown.profile(),
+                    max_batch_size=self._options.max_batch_size,
+                )
+                for shown in served
+            ]
+        except BackendError as error:
+            for unit in [unit for unit in self._stages if unit[0]]:
+                del self._stages[unit]
+            log_not_served(self.bundle, str(error))
+            return []
+        return [
+            (shown, self._sharing.slowed(found, shown.number), shown.records())
+            for shown, found in zip(served, profiles, strict=True)
+        ]
+
+    def _pipeline_of(self, shown: Bundle) -> Pipeline:
+        """Prepare the stages of a variant, which its own policy plans."""
+        plan = make_plan(shown, shown.policy, mode_of_variants(self.mode))
+        return Pipeline(self._backend, plan, prepare=self._stage)
 
     def prepared(self, exits: Sequence[int], splits: ModelSplits | None = None) -> bool:
         """Whether all stages for these exits in use are there; ``splits`` if not those in force."""
@@ -210,10 +247,7 @@ class DeploymentMaker:
         plan = self._plan(policy)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         points = points_of(self._profile, self._records, plan, self._options)
-        smaller = tuple(
-            Pipeline(self._backend, make_plan(shown, shown.policy, self.mode), prepare=self._stage)
-            for shown, _, _ in self._smaller
-        )
+        smaller = tuple(self._pipeline_of(shown) for shown, _, _ in self._smaller)
         points = with_variants(
             points,
             [
@@ -296,43 +330,13 @@ class DeploymentMaker:
 
 
 def _unit_of(spec: StageSpec) -> _Unit:
-    return (spec.bundle.number if spec.bundle else 0), spec.unit, spec.carried
-
-
-def served_variants(
-    bundle: Bundle, backend: Backend, mode: Mode, options: ModelOptions
-) -> tuple[Bundle, ...]:
-    """Show the bundle as each of its variants that may serve, with number 1 first.
-
-    None does where nothing leaves early anyway (release mode, off), where the policy never chooses
-    them or may not (their answers are mostly outside the promise), or on a GPU.
-    """
-    return bundle.variants()[1:] if backend.on_cpu and variants_may_serve(mode, options) else ()
-
-
-def variants_may_serve(mode: Mode, options: ModelOptions) -> bool:
-    """Whether a mode and a policy, on the CPU, serve anything but the full model."""
-    may = mode in (Mode.LEAVE, Mode.AUDIT) and options.forced_exits
-    return may and chooses_points(options.scheduling)
-
-
-def _as_fast_as(here: Profile, compiled: Profile, of_variant: Profile) -> Profile:
-    """Give a variant's profile as it would be here, by what the full model takes here."""
-    factors = np.array(here.source_ms) / np.interp(
-        here.batch_sizes, compiled.batch_sizes, compiled.source_ms
-    )
-    factor = float(np.median(factors))
-
-    def scaled(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple((factor * np.array(row)).tolist()) for row in rows)
-
-    return replace(
-        of_variant,
-        source_ms=scaled([of_variant.source_ms])[0],
-        segments_ms=scaled(of_variant.segments_ms),
-        exits_ms=scaled(of_variant.exits_ms),
-        stages_ms=scaled(of_variant.stages_ms),
-    )
+    if spec.bundle is None:
+        return 0, spec.unit, spec.carried
+    number = spec.bundle.number
+    if number and spec.first_segment >= spec.bundle.manifest.source_begins:
+        # The full model behind any variant is the same: a device holds its weights once for all.
+        return _BEHIND_VARIANTS, (0, 0, None), spec.carried
+    return number, spec.unit, spec.carried
 
 
 def with_variants(points: OperatingPoints, smaller: Sequence[OperatingPoints]) -> OperatingPoints:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Profile
+from offramp.certify import MODEL_END
 from offramp.engine.common.errors import BackendError
 from offramp.engine.stages.backend_protocol import Backend, Slot
 from offramp.engine.stages.pipeline import Pipeline, zeros
@@ -65,6 +66,12 @@ def measure_profile(
     finally:
         slot.close()
     columns = [_column(compiled, n, whole, parts if chain else []) for n, whole, parts in measured]
+    return _from_columns(backend, compiled, sizes, columns)
+
+
+def _from_columns(
+    backend: Backend, compiled: Profile, sizes: Sequence[int], columns: Sequence[_Column]
+) -> Profile:
     source_ms, segments_ms, exits_ms, stages_ms = zip(*columns, strict=True)
     return Profile(
         device=backend.name,
@@ -75,6 +82,47 @@ def measure_profile(
         exits_ms=tuple(zip(*exits_ms, strict=True)),
         stages_ms=tuple(zip(*stages_ms, strict=True)),
     )
+
+
+def measure_variant(
+    pipeline: Pipeline,
+    compiled: Profile,
+    *,
+    max_batch_size: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Profile:
+    """Time the stages of a variant on its backend, in seconds of ``clock``.
+
+    A variant's policy does not change while it serves, so it is enough that its stages are known:
+    the parts of each are those of ``compiled``, the profile that its bundle has, scaled so that
+    they add up to what the stage takes. Sizes and errors as of :func:`measure_profile`.
+    """
+    stages = pipeline.plan.stages
+    bundle = stages[0].bundle
+    assert bundle is not None, "variants are of bundles"
+    sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
+    columns = []
+    slot = pipeline.backend.open_slot()
+    try:
+        for size in sizes:
+            taken = _stages_ms(pipeline, slot, zeros(bundle.manifest, size), clock)
+            column = compiled.column(size)
+            segments = [row[column] for row in compiled.segments_ms]
+            exits = [row[column] for row in compiled.exits_ms]
+            borders = [row[column] for row in compiled.stages_ms]
+            for stage, took_ms in zip(stages, taken, strict=True):
+                span = slice(stage.first_segment, stage.last_segment + 1)
+                known_ms, exit_ = sum(segments[span]), stage.answered_by
+                if exit_ != MODEL_END:
+                    known_ms += exits[exit_] + borders[exit_]
+                factor = took_ms / known_ms
+                segments[span] = [factor * ms for ms in segments[span]]
+                if exit_ != MODEL_END:
+                    exits[exit_], borders[exit_] = factor * exits[exit_], factor * borders[exit_]
+            columns.append((taken[-1], segments, exits, borders))
+    finally:
+        slot.close()
+    return _from_columns(pipeline.backend, compiled, sizes, columns)
 
 
 _Column: TypeAlias = tuple[float, list[float], list[float], list[float]]

@@ -214,11 +214,12 @@ class ServedModel:
 
     def warm_up(self, slot: Slot, deployment: Deployment) -> None:
         """Run every size that matters twice, the largest first (a CUDA graph is made then)."""
-        pipeline = deployment.pipeline
-        for size in reversed(pipeline.backend.sizes(self.options.max_batch_size)):
+        backend = deployment.pipeline.backend
+        for size in reversed(backend.sizes(self.options.max_batch_size)):
             rows = {name: array.repeat(size, axis=0) for name, array in self.good_inputs.items()}
-            for _ in range(2):
-                pipeline.warm_up(slot, rows)
+            for pipeline in deployment.pipelines:
+                for _ in range(2):
+                    pipeline.warm_up(slot, rows)
 
 
 def merging_options(name: str, options: ModelOptions) -> ModelOptions:

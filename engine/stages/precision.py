@@ -13,17 +13,17 @@ _log = logging.getLogger(__name__)
 
 
 def require_plain(manifest: Manifest, path: Path) -> None:
-    """Refuse a cascade, on a GPU: a BackendError.
+    """Refuse a cascade whose copy is for CPUs, on a GPU: a BackendError.
 
     What is int8 in it was chosen for CPUs; a GPU would compute it as float32, and slower. A copy
-    that was trained with its exits was tried on CPUs alone.
+    that was trained with its exits was tried on CPUs alone. A variant is a float32 model like any.
     """
     if manifest.precision != "fp32":
         raise BackendError(
             f"{path} is of precision {manifest.precision}, which is for CPUs; serve it with "
             "--backend onnxruntime, or compile it with --precision fp32"
         )
-    if manifest.is_cascade:
+    if manifest.training is not None:
         raise BackendError(
             f"{path} has a copy of the model that was trained with its exits, which is for CPUs; "
             "serve it with --backend onnxruntime, or compile it with --train frozen"

@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from benchmarks import switching
 from benchmarks.switching import NotingBackend
-from numpy.typing import NDArray
-from tests import models
-from tests.bundles import compile_tiny, sharing_weights
-from tests.integration.test_cascade import time_ms
-from tests.integration.test_compile_tiny import Arrays, images
-from tests.quantised import Rounded
+from tests.bundles import sharing_weights
+from tests.served_variants import (
+    ROWS,
+    Compiled,
+    answers_of,
+    compile_with_variants,
+    fixed,
+    of,
+    own,
+    serve,
+    with_policies,
+)
 from tests.unit.engine.serving import until
-from tests.variants import SubnetBundle, write_with_variants
 
-from offramp.bundle import ActiveExit, Bundle, BundleIntegrityError, ExitPolicy, write_bundle
-from offramp.bundle.files import dump
-from offramp.calibration.measure import profiling
-from offramp.compiler.graphs.source_model import SourceModel
+from offramp.bundle import ActiveExit, Bundle, BundleIntegrityError, ExitPolicy
 from offramp.engine.backends import make_backend, onnxruntime
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.common.errors import OptionsError
 from offramp.engine.core import Engine
 from offramp.engine.graphs.external_weights import WeightForm
+from offramp.engine.models import variants
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.models.served_model import scheduler_of
 from offramp.engine.requests.results import EngineResult
-from offramp.engine.requests.statistics import ModelStatistics
 from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.serving import evidence
 from offramp.engine.stages.plan import Mode
@@ -43,127 +44,10 @@ from offramp.server.pages.status import render_status
 from offramp.tools.bench.simulated_model import model_of
 from offramp.tools.bench.simulation import SimulatedLoad, simulate
 
-ROWS = 60
-BITS = (4, 2)
-"""Of the weights of the copies that stand for subnets: the first agrees more often."""
-
-
-class Keeping:
-    """Rounds weights, and keeps the copy."""
-
-    def __init__(self, bits: int) -> None:
-        self._round, self.copy = Rounded(bits), b""
-
-    def __call__(self, model: SourceModel, samples: Any) -> bytes:
-        self.copy = self._round(model, samples)
-        return self.copy
-
-
-class Compiled(NamedTuple):
-    bundle: Bundle
-    quiet: Bundle
-    """The same without exits in use: each variant has one operating point, its own answer."""
-    copies: list[bytes]
-    unseen: Arrays
-
-    def answers(self, graph: bytes) -> NDArray[Any]:
-        session = make_session(graph, 1)
-        found: NDArray[Any] = session.run(None, self.unseen)[0]
-        return found
-
-    @property
-    def full(self) -> NDArray[Any]:
-        return self.answers(self.bundle.read("source.onnx"))
-
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    """The smaller the variant, the faster, whatever the machine does."""
-    folder = tmp_path_factory.mktemp("variants")
-    model, data = models.residual_cnn(), images()
-    settings: dict[str, Any] = {"candidates": 2, "epochs": 2, "max_overhead": None}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profiling.TimedGraph, "time_ms", time_ms)
-        patched.setattr(profiling, "_staged_ms", lambda *_: 1.25)
-        patched.setattr(profiling, "disturbances", lambda *_: ())
-        full = compile_tiny(model, data, folder, name="full", own_times=True, **settings)
-        subnets, copies = [], []
-        for number, bits in enumerate(BITS, 1):
-            keeping = Keeping(bits)
-            name = f"subnet{number}"
-            made = compile_tiny(
-                model,
-                data,
-                folder,
-                name=name,
-                quantise=keeping,
-                precision="int8",
-                **settings,
-                own_times=True,
-            )
-            made = faster(made, 2.0**-number)
-            subnets.append(SubnetBundle(name=f"{bits} bits", bundle=made))
-            copies.append(keeping.copy)
-        bundle = write_with_variants(folder / "supernet.ee", full, subnets)
-        quiet = with_policies(bundle, folder / "quiet.ee", ExitPolicy(version=3, active=()))
-        unseen = images(ROWS, seed=1)
-        unseen.pop("label", None)
-        yield Compiled(bundle, quiet, copies, unseen)
-
-
-def faster(bundle: Bundle, factor: float) -> Bundle:
-    """Write a bundle again whose profile says that all but the model itself is so much faster."""
-    profile = bundle.profile()
-    quick = [tuple(factor * ms for ms in row) for row in profile.segments_ms[:-1]]
-    changed = replace(profile, segments_ms=(*quick, profile.segments_ms[-1]))
-    files: dict[str, Any] = {e.path: bundle.read(e.path) for e in bundle.manifest.files}
-    files["profiles/cpu.json"] = dump(changed)
-    manifest = replace(bundle.manifest, files=())
-    return write_bundle(bundle.path, manifest, bundle.policy, files, overwrite=True)
-
-
-def serve(
-    bundle: Bundle,
-    body: Callable[[Engine], Coroutine[Any, Any, None]],
-    *,
-    mode: Mode = Mode.LEAVE,
-    policy: str,
-    **options: Any,
-) -> None:
-    async def run() -> None:
-        defaults = ModelOptions(scheduling=PolicyName.parse(policy), max_batch_size=8, **options)
-        served = EngineOptions(
-            mode=mode, backend="onnxruntime", defaults=defaults, threads=1, keep_state=False
-        )
-        async with await Engine.open({"m": bundle.path}, served) as engine:
-            await asyncio.wait_for(body(engine), 60)
-
-    asyncio.run(run())
-
-
-def answers_of(result: EngineResult) -> NDArray[Any]:
-    (answers,) = result.outputs.values()
-    return answers
-
-
-def own(bundle: Bundle, variant: int) -> int:
-    return bundle.manifest.variants[variant - 1].exits[-1].index
-
-
-def fixed(bundle: Bundle, variant: int) -> str:
-    return f"fixed:{own(bundle, variant)}@{variant}"
-
-
-def of(engine: Engine) -> ModelStatistics:
-    return engine.statistics()["m"]
-
-
-def with_policies(bundle: Bundle, path: Path, policy: ExitPolicy) -> Bundle:
-    """Write the bundle with the same policy for each variant."""
-    files: dict[str, Any] = {e.path: bundle.read(e.path) for e in bundle.manifest.files}
-    files |= {v.folder + "policy.json": dump(policy) for v in bundle.manifest.variants}
-    manifest = replace(bundle.manifest, files=())
-    return write_bundle(path, manifest, bundle.policy, files, overwrite=True)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compile_with_variants(tmp_path_factory.mktemp("variants"))
 
 
 def test_a_bundle_shows_itself_as_each_of_its_variants(compiled: Compiled) -> None:
@@ -287,15 +171,37 @@ def test_a_small_share_of_what_variants_answer_is_audited(compiled: Compiled) ->
     serve(compiled.quiet, body, mode=Mode.AUDIT, policy=fixed(compiled.quiet, 1))
 
 
-def test_variants_serve_only_where_a_policy_chooses_them(compiled: Compiled) -> None:
+@pytest.mark.parametrize(
+    ("policy", "options", "reason"),
+    [
+        ("run-through", {}, "policy run-through serves the full model; give --policy slackfit"),
+        ("fixed:final", {}, "policy fixed:final serves the full model; give --policy slackfit"),
+        ("slackfit", {"forced_exits": False}, "leave --forbid-forced-exits out"),
+        ("slackfit", {"mode": Mode.OFF}, "mode off serves the unmodified model; give --mode"),
+    ],
+)
+def test_the_log_says_why_variants_do_not_serve(
+    compiled: Compiled,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    options: dict[str, Any],
+    reason: str,
+) -> None:
     async def body(engine: Engine) -> None:
         assert engine.model("m").variants == ()
         result = await engine.infer("m", compiled.unseen)
         assert not result.variants.any()
 
-    serve(compiled.bundle, body, policy="run-through")
-    serve(compiled.bundle, body, policy="slackfit", forced_exits=False)
-    serve(compiled.bundle, body, policy="slackfit", mode=Mode.RELEASE)
+    with caplog.at_level("INFO", variants.__name__):
+        serve(compiled.bundle, body, policy=policy, **options)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == variants.__name__]
+    assert line.startswith("full: variants 4 bits, 2 bits do not serve: ")
+    assert reason in line
+
+
+def test_a_fixed_variant_that_is_not_there_is_refused(compiled: Compiled) -> None:
+    async def body(_engine: Engine) -> None: ...
+
     with pytest.raises(OptionsError, match=r"exit 9@1 is not in use here.*final"):
         serve(compiled.bundle, body, policy="fixed:9@1")
 

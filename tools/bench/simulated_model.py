@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.records import CERTIFY
 from offramp.certify import leaves
-from offramp.engine.models.deployment import points_of, variants_may_serve, with_variants
+from offramp.engine.models.deployment import points_of, with_variants
 from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.variants import mode_of_variants, variants_may_serve
 from offramp.engine.scheduling import OperatingPoints
 from offramp.engine.stages.plan import Mode, make_plan
 
@@ -72,7 +73,13 @@ def model_of(
     is split among devices, stages end behind the segments of ``borders`` too.
     """
     full, *smaller = (
-        _variant_of(shown, mode, options, stage_overhead_s, borders)
+        _variant_of(
+            shown,
+            mode_of_variants(mode) if shown.number else mode,
+            options,
+            stage_overhead_s,
+            borders,
+        )
         for shown in (bundle.variants() if variants_may_serve(mode, options) else (bundle,))
     )
     points = with_variants(full[1], [points for _, points in smaller])
