@@ -23,6 +23,7 @@ from offramp.engine.models.devices import ModelSplits
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.variants import (
     as_fast_as,
+    log_dominated,
     log_not_served,
     mode_of_variants,
     variants_to_serve,
@@ -255,6 +256,8 @@ class DeploymentMaker:
                 for (_, profile, records), pipeline in zip(self._smaller, smaller, strict=True)
             ],
         )
+        if smaller and not self._number:
+            log_dominated(self.bundle, {point.variant for point in points.points})
         if before is not None:
             if [s.unit for s in plan.stages] == [s.unit for s in before.plan.stages]:
                 points = replace(points, latencies=before.points.latencies)

@@ -8,7 +8,7 @@ serve logs the reason and the remedy at its start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -72,6 +72,18 @@ def log_not_served(bundle: Bundle, reason: str, *, level: int = logging.WARNING)
     """Log in one line that the variants of a bundle do not serve, and why."""
     names = ", ".join(variant.name for variant in bundle.manifest.variants)
     _log.log(level, "%s: variants %s do not serve: %s", bundle.manifest.name, names, reason)
+
+
+def log_dominated(bundle: Bundle, chosen: Collection[int]) -> None:
+    """Log which variants have no operating point among those of the ``chosen`` numbers."""
+    dominated = [v.name for v in bundle.manifest.variants if v.index not in chosen]
+    if dominated:
+        _log.info(
+            "%s: variants %s are never chosen: other operating points take no longer here and "
+            "agree at least as often",
+            bundle.manifest.name,
+            ", ".join(dominated),
+        )
 
 
 def mode_of_variants(mode: Mode) -> Mode:
