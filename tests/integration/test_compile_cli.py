@@ -175,11 +175,16 @@ def test_a_target_that_cannot_be_written_is_told_before_the_work(
 
 
 def test_a_disk_without_room_for_a_bundle_is_told_before_the_work(
-    capfd, untrained: None, monkeypatch: pytest.MonkeyPatch
+    capfd, untrained: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(".")
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
-    line = compiling(capfd)
+    folder, usage = tmp_path / "scratch", shutil.disk_usage(".")
+    folder.mkdir()
+
+    def free(place: Path) -> object:
+        return usage if Path(place) == folder else usage._replace(free=1000)
+
+    monkeypatch.setattr("shutil.disk_usage", free)
+    line = compiling(capfd, "--scratch", str(folder))
     assert "model.ee needs 0 MiB at least" in line
     assert "has 0 MiB left; free the space or choose another --output" in line
 
