@@ -13,12 +13,14 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
+from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.frontend import source_file
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs import runtime
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.compiler.graphs.source_model import SourceModel
+from offramp.compiler.graphs.weights import weight_file
 
 Read = Callable[..., SourceModel]
 
@@ -154,6 +156,68 @@ def test_a_model_beyond_the_limit_is_refused_unread(
     onnx.save(models.mlp(), tmp_path / "model.onnx")
     with pytest.raises(ModelError, match=r"in one message.* store the weights as external data"):
         read_model(tmp_path / "model.onnx")
+
+
+def outside(proto: onnx.ModelProto, path: Path) -> Path:
+    """Save a model with all tensors in a file that is called as our own is."""
+    onnx.save(
+        proto,
+        path,
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+        convert_attribute=True,
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [models.mlp(width=64), models.vgg_chain(opset=11), models.conditional(), models.bert_like()],
+    ids=["mlp", "old opset", "bodies", "transformer"],
+)
+def test_a_model_is_the_same_whether_it_names_its_weights_or_holds_them(
+    tmp_path: Path, proto: onnx.ModelProto
+) -> None:
+    path = outside(proto, tmp_path / "model.onnx")
+    whole = read_model(path)
+    with weight_file(ScratchSpace(tmp_path)) as weights:
+        light = read_model(path, weights=weights)
+        assert weights.whole(light.proto) == whole.proto
+        named = [t for t in light.proto.graph.initializer if t.external_data]
+        held = [t for t in light.proto.graph.initializer if not t.external_data]
+        assert all(len(t.raw_data) < 4096 for t in held)
+        sizes = [len(t.raw_data) for t in whole.proto.graph.initializer]
+        assert len(named) == sum(size >= 4096 for size in sizes)
+    assert light.original_sha256 == whole.original_sha256
+
+
+def test_what_one_message_must_hold_beside_named_weights_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proto = models.mlp(width=64)
+    constant = onnx.numpy_helper.from_array(np.ones((64, 64), np.float32))
+    node = helper.make_node("Constant", [], ["unused"], value=constant)
+    proto.graph.node.append(node)
+    path = outside(proto, tmp_path / "model.onnx")
+    size = path.stat().st_size + 4 * 64 * 64
+    with weight_file(ScratchSpace(tmp_path)) as weights:
+        monkeypatch.setattr(source_file, "MOST_BYTES", size + 4096)
+        read_model(path, weights=weights)
+        monkeypatch.setattr(source_file, "MOST_BYTES", size - 1)
+        with pytest.raises(ModelError, match=r"in one message.* as initializers of the graph"):
+            read_model(path, weights=weights)
+
+
+def test_rules_of_onnx_are_checked_of_models_that_name_their_weights(tmp_path: Path) -> None:
+    proto = models.mlp(width=64)
+    proto.graph.node[0].attribute.append(helper.make_attribute("no_such", 1))
+    path = outside(proto, tmp_path / "model.onnx")
+    with (
+        weight_file(ScratchSpace(tmp_path)) as weights,
+        pytest.raises(ModelError, match="breaks a rule of ONNX"),
+    ):
+        read_model(path, weights=weights)
 
 
 def test_a_model_without_outputs_or_inputs_is_refused(read: Read) -> None:
