@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias
 
@@ -77,8 +78,12 @@ class WeightFile:
         return model
 
     def takes(self, tensor: onnx.TensorProto, size_bytes: int) -> bool:
-        """Whether an initializer of so many bytes is kept in the file, or stays in its graph."""
-        return size_bytes >= LEAST_BYTES and tensor.data_type in ITEM_BYTES
+        """Whether an initializer of so many bytes is kept in the file, or stays in its graph.
+
+        What has not the bytes of its shape stays, for checks of the graph to find it.
+        """
+        expected = prod(tensor.dims) * ITEM_BYTES.get(tensor.data_type, 0)
+        return LEAST_BYTES <= size_bytes == expected
 
     def name(self, tensor: onnx.TensorProto, content: bytes) -> None:
         """Have a tensor, which holds nothing, name its bytes, which are put into the file."""

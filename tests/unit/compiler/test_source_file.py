@@ -212,12 +212,18 @@ def test_what_one_message_must_hold_beside_named_weights_has_a_limit(
 def test_rules_of_onnx_are_checked_of_models_that_name_their_weights(tmp_path: Path) -> None:
     proto = models.mlp(width=64)
     proto.graph.node[0].attribute.append(helper.make_attribute("no_such", 1))
-    path = outside(proto, tmp_path / "model.onnx")
-    with (
-        weight_file(ScratchSpace(tmp_path)) as weights,
-        pytest.raises(ModelError, match="breaks a rule of ONNX"),
+    attribute = outside(proto, tmp_path / "attribute.onnx")
+    length = outside(models.mlp(width=64), tmp_path / "length.onnx")
+    rename(length, length="8192", offset="0")
+    for path, rule in (
+        (attribute, "no_such"),
+        (length, r"raw_data size \(8192 bytes\) is too small"),
     ):
-        read_model(path, weights=weights)
+        with (
+            weight_file(ScratchSpace(tmp_path)) as weights,
+            pytest.raises(ModelError, match=rf"breaks a rule of ONNX.*{rule}"),
+        ):
+            read_model(path, weights=weights)
 
 
 def test_a_model_without_outputs_or_inputs_is_refused(read: Read) -> None:
