@@ -112,7 +112,9 @@ class Bundle:
         manifest = self.manifest.of_variant(number)
         name = f"{folder_of(number)}{POLICY}"
         policy = _parse_policy(self.read(name), name, manifest)
-        return replace(self, manifest=manifest, policy=policy, number=number)
+        return replace(
+            self, manifest=manifest, policy=policy, evidence=None, number=number, _records=None
+        )
 
     def variants(self) -> tuple[Bundle, ...]:
         """Show the bundle as each of its variants; the first is the bundle as it is."""

@@ -235,9 +235,13 @@ class EngineIndex:
         return {*(entry.file for entry in self.engines), *others}
 
 
-def unit_name(first_segment: int, last_segment: int, exit_: int | None) -> str:
-    """``00-12``, or ``00-03-exit1`` with an exit: how the store knows what becomes one engine."""
-    span = f"{first_segment:02d}-{last_segment:02d}"
+def unit_name(first_segment: int, last_segment: int, exit_: int | None, variant: int = 0) -> str:
+    """``00-12``, or ``00-03-exit1`` with an exit: how the store knows what becomes one engine.
+
+    Those of the bundle's variants begin with its number: ``variant1-00-03-exit1``.
+    """
+    span = f"variant{variant}-" if variant else ""
+    span += f"{first_segment:02d}-{last_segment:02d}"
     return span if exit_ is None else f"{span}-exit{exit_}"
 
 
@@ -257,12 +261,13 @@ def checkable_key(target: EngineTarget, parts: str) -> dict[str, str]:
 
 
 def parts_digest(
-    manifest: Manifest, first_segment: int, last_segment: int, exit_: int | None
+    manifest: Manifest, first_segment: int, last_segment: int, exit_: int | None, variant: int = 0
 ) -> str:
     """Hash the files of a bundle that a unit is made of, from the manifest alone.
 
     By it in an engine's key, a server can tell whether the engine is one of this bundle's parts.
     """
+    manifest = manifest.of_variant(variant)
     names = [segment.file for segment in manifest.segments[first_segment : last_segment + 1]]
     if exit_ is not None:
         names.append(manifest.exits[exit_].file)

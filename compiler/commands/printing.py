@@ -486,6 +486,10 @@ def _plan_line(building: Building) -> str:
 
 def part_of(unit: Unit, bundle: Bundle) -> str:
     """Say which part of the bundle a unit is, or parts."""
+    if unit.variant:
+        shown = bundle.variant(unit.variant)
+        own = part_of(unit._replace(variant=0), shown)
+        return f"{own} of variant {shown.manifest.subnet}"
     parts = {
         "source model": [source_unit(bundle.manifest)],
         "stage": stage_units(bundle),

@@ -313,6 +313,9 @@ def _planned(
     engines, manifest = options.engines, work.bundle.manifest
     named = named_units(manifest, engines.units)
     units = named or units_of(work.bundle, engines.parts)
+    if engines.precision in ROUNDED and any(unit.variant for unit in units):
+        reports.say(f"variants are certified in float32, so none is built in {engines.precision}")
+        units = tuple(unit for unit in units if not unit.variant)
     planned = []
     with reports.progress.step("Compare with what is there", len(units)) as advance:
         for plan in work.plan(units, store, rebuild=options.rebuild):

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import onnx
@@ -98,6 +98,8 @@ class EngineWork:
     """To verify with; ``None`` verifies on random inputs."""
     keep_timings: bool = True
     """Whether what TensorRT timed is kept for later builds: not what it timed on a busy GPU."""
+    variant_shapes: dict[int, ModelShapes] = field(default_factory=dict)
+    """Those of variants; filled as they are asked for."""
 
     def plan(
         self, units: Sequence[Unit], store: EngineStore, *, rebuild: bool = False
@@ -127,7 +129,7 @@ class EngineWork:
         would count as fresh the next time, as it was to be replaced. An interruption loses the
         engine in work only. BundleError if the store cannot be written.
         """
-        verifier = Verifier(self.bundle, self.shapes, self.settings.precision, samples=self.samples)
+        verifiers: dict[int, Verifier] = {}
         work = sum(isinstance(plan, PlannedEngine) and bool(plan.stale) for plan in planned)
         results: list[UnitResult] = []
         number = 0
@@ -139,15 +141,30 @@ class EngineWork:
                 results.append(UnitResult(unit=plan.unit, status="fresh", entry=entry))
             else:
                 number += 1
+                variant = plan.unit.variant
+                if variant not in verifiers:
+                    verifiers[variant] = self._verifier(variant)
+                verifier = verifiers[variant]
                 title = f"Build {plan.unit.name} ({number} of {work})"
                 with progress.step(title, _PERCENT) as advance:
                     results.append(self._build_unit(plan, builder, store, verifier, advance))
         return tuple(results)
 
+    def _verifier(self, variant: int) -> Verifier:
+        shown, precision = self.bundle.variant(variant), self.settings.precision
+        return Verifier(shown, self._shapes_of(variant), precision, samples=self.samples)
+
+    def _shapes_of(self, variant: int) -> ModelShapes:
+        if not variant:
+            return self.shapes
+        if variant not in self.variant_shapes:
+            self.variant_shapes[variant] = ModelShapes(self.bundle.variant(variant))
+        return self.variant_shapes[variant]
+
     def _plan_unit(self, unit: Unit, store: EngineStore, *, rebuild: bool) -> PlannedEngine:
         graph = self.graphs.of(unit)
         inputs = Dataflow(onnx.load_from_string(graph).graph).inputs
-        profiles = unit_profiles(inputs, self.sizes, self.shapes)
+        profiles = unit_profiles(inputs, self.sizes, self._shapes_of(unit.variant))
         shapes = [profile.shapes for profile in profiles]
         parts = parts_digest(self.bundle.manifest, *unit)
         key = engine_key(store.index.target, self.settings, graph, shapes, parts=parts)

@@ -125,8 +125,10 @@ class ModelShapes:
     def __init__(self, bundle: Bundle) -> None:
         manifest = bundle.manifest
         self._inputs = manifest.inputs
-        self._cuts = tuple(name for s in manifest.segments for name in s.outputs)
-        parts = [bundle.read(segment.file) for segment in manifest.segments]
+        # The full model behind a variant is an engine of the whole bundle: nothing in it is cut.
+        segments = manifest.segments[: manifest.source_begins] or manifest.segments
+        self._cuts = tuple(name for s in segments for name in s.outputs)
+        parts = [bundle.read(segment.file) for segment in segments]
         self._chain = onnx.load_from_string(assemble(parts, self._cuts))
         self._runner = GraphRunner(self._chain)
         self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}

@@ -31,15 +31,21 @@ class Unit(NamedTuple):
     last_segment: int
     exit: int | None
     """Index into ``Manifest.exits``; ``None`` where it ends without an exit."""
+    variant: int = 0
+    """The variant that segments and exit are of; 0 is the full model."""
 
     @property
     def name(self) -> str:
-        """``00-12``, or ``00-03-exit1`` with an exit."""
+        """``00-12``, or ``00-03-exit1`` with an exit; ``variant1-00-03-exit1`` of a variant."""
         return unit_name(*self)
 
 
 def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...]:
-    """List the units of a bundle, each once, in this order: source, stages, segments."""
+    """List the units of a bundle, each once, in this order: source, stages, segments, variants.
+
+    Variants have stages and segments of their own, up to their own answer; the full model behind
+    them is the source.
+    """
     found: list[Unit] = []
     if "source" in parts:
         found.append(source_unit(bundle.manifest))
@@ -47,6 +53,10 @@ def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...
         found += stage_units(bundle)
     if "segments" in parts:
         found += segment_units(bundle.manifest)
+    for shown in bundle.variants()[1:]:
+        own = units_of(shown, [part for part in parts if part != "source"])
+        begins = shown.manifest.source_begins
+        found += [u._replace(variant=shown.number) for u in own if u.first_segment < begins]
     return tuple(dict.fromkeys(found))
 
 
@@ -55,19 +65,26 @@ def named_units(manifest: Manifest, names: Collection[str]) -> tuple[Unit, ...]:
     return tuple(_named_unit(manifest, name) for name in names)
 
 
-def _named_unit(manifest: Manifest, name: str) -> Unit:
+def _named_unit(whole: Manifest, name: str) -> Unit:
+    of_variant = re.match(r"variant(\d{1,4})-", name)
+    variant = int(of_variant[1]) if of_variant else 0
+    if variant > len(whole.variants) or (of_variant and not variant):
+        raise EngineOptionsError(
+            f"--units: there is no {name!r}: the bundle has {len(whole.variants)} variants, from 1"
+        )
+    manifest, rest = whole.of_variant(variant), name[of_variant.end() :] if of_variant else name
     exits = {exit_.after_segment: exit_.index for exit_ in manifest.exits}
     last = len(manifest.segments) - 1
-    found = re.fullmatch(r"(\d{1,4})-(\d{1,4})(?:-exit(\d{1,4}))?", name)
+    found = re.fullmatch(r"(\d{1,4})-(\d{1,4})(?:-exit(\d{1,4}))?", rest)
     numbers = [None if text is None else int(text) for text in found.groups()] if found else []
     match numbers:
         case [int(first), int(end), exit_] if first <= end <= last:
             if exit_ is None or exits.get(end) == exit_:
-                return Unit(first, end, exit_)
+                return Unit(first, end, exit_, variant)
     known = ", ".join(f"exit{e} behind {after:02d}" for after, e in exits.items()) or "no exits"
     raise EngineOptionsError(
         f"--units: there is no {name!r}; expected segments of 00 to {last:02d} and the exit behind "
-        f"the last of them, or none ({known}), such as {unit_name(0, last, None)}"
+        f"the last of them, or none ({known}), such as {unit_name(0, last, None, variant)}"
     )
 
 
@@ -143,7 +160,7 @@ class UnitGraphs:
         return lower(graph) if self._lowered else graph
 
     def _span(self, unit: Unit) -> bytes:
-        manifest = self._bundle.manifest
+        manifest = self._bundle.manifest.of_variant(unit.variant)
         if unit == source_unit(manifest):
             return self._bundle.read(manifest.source.file)
         segments = manifest.segments[unit.first_segment : unit.last_segment + 1]
@@ -158,7 +175,7 @@ class UnitGraphs:
     def _with_exit(self, unit: Unit, span: bytes) -> bytes:
         if unit.exit is None:
             return span
-        manifest = self._bundle.manifest
+        manifest = self._bundle.manifest.of_variant(unit.variant)
         exit_ = manifest.exits[unit.exit]
         given = given_behind(manifest.segments, unit.first_segment, unit.last_segment)
         outputs = [exit_.output, exit_.confidence, *given]

@@ -134,6 +134,11 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
     if bundle is None:
         raise BackendError(f"stage {spec.index} is of no bundle, so there are no engines for it")
     store = open_store(bundle, place)
+    if bundle.number and store.index.target.precision in ROUNDED:
+        raise BackendError(
+            f"variants are certified in float32, and the engines that run here are of "
+            f"{store.index.target.precision}; build some of --precision fp32 and serve by these"
+        )
     finder = _Finder(bundle, store)
     whole = finder.find(*spec.unit)
     if whole is not None:
@@ -149,8 +154,7 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
     if len(found) > 1:
         _LOG.info(
             "%s: %s is run as %d engines, one a segment, which is slower; %s --units %s",
-            bundle.path, unit_name(*spec.unit), len(found), place.remedy(bundle.path),
-            unit_name(*spec.unit),
+            bundle.path, _name_of(spec), len(found), place.remedy(bundle.path), _name_of(spec),
         )  # fmt: skip
     return found
 
@@ -172,7 +176,7 @@ def missing_engine(
         return _Finder(bundle, store).find(*spec.unit) is not None
 
     return MissingEngine(
-        unit=unit_name(*spec.unit),
+        unit=_name_of(spec),
         bundle=bundle.path,
         device=place.device,
         precision=target.precision,
@@ -215,14 +219,17 @@ class _Finder:
         """Why, by name of the unit."""
 
     def find(self, first: int, last: int, exit_: int | None) -> StoredEngine | None:
-        name = unit_name(first, last, exit_)
+        bundle, engines = self._bundle, self._store.index
+        name = unit_name(first, last, exit_, bundle.number)
+        wanted = checkable_key(engines.target, parts_digest(bundle.manifest, first, last, exit_))
         entry = self._store.entry(name)
+        if bundle.number and first >= bundle.manifest.source_begins:
+            # The full model behind a variant: whatever name it has, it is of the same file.
+            same = (e for e in engines.engines if wanted.items() <= e.key.items())
+            entry = next(same, None)
         if entry is None:
             self.refused.setdefault(name, "is not built")
             return None
-        wanted = checkable_key(
-            self._store.index.target, parts_digest(self._bundle.manifest, first, last, exit_)
-        )
         unlike = [fact for fact, value in wanted.items() if entry.key.get(fact) != value]
         if unlike:
             what = "an older model" if unlike == ["parts"] else f"another {unlike[0]}"
@@ -231,8 +238,12 @@ class _Finder:
         return StoredEngine(store=self._store, entry=entry)
 
 
+def _name_of(spec: StageSpec) -> str:
+    return unit_name(*spec.unit, spec.bundle.number if spec.bundle else 0)
+
+
 def _lacking(spec: StageSpec, finder: _Finder, place: EnginePlace, bundle: Bundle) -> str:
-    name = unit_name(*spec.unit)
+    name = _name_of(spec)
     whole = finder.refused.pop(name)
     parts = [f"{unit} {why}" for unit, why in finder.refused.items()]
     shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")

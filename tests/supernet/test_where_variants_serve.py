@@ -27,6 +27,7 @@ from offramp.certify.decision import MODEL_END
 from offramp.cluster.remote.launching import LocalLauncher
 from offramp.cluster.remote.worker_backend import RemoteBackend
 from offramp.cluster.serving.worker_devices import LocalWorkers, OpenedWorkers
+from offramp.engine.backends import make_backend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError, OptionsError
 from offramp.engine.core import Engine
@@ -109,6 +110,19 @@ def test_what_the_full_model_answers_in_release_mode_runs_on_beside_variants(
         assert counted.lost_feedback == 0
 
     serve(compiled.bundle, body, mode=Mode.RELEASE, policy="slackfit", trust_inputs=True)
+
+
+# Other runtimes on the CPU
+
+
+def test_openvino_runs_variants(compiled: Compiled) -> None:
+    backend = make_backend("openvino", threads=1, max_rows=8)
+
+    async def body(engine: Engine) -> None:
+        await answers_as_its_subnet(engine, compiled, 1)
+
+    serve(compiled.quiet, body, policy=fixed(compiled.quiet, 1), backend=backend)
+    backend.close()
 
 
 # Workers and splits
