@@ -156,7 +156,7 @@ def _cpu_backend(options: argparse.Namespace, pair: BundlePair) -> Backend:
     backend = make_backend(
         "onnxruntime" if options.backend == "auto" else options.backend,
         threads=options.threads,
-        device=parse_device(options.device),
+        devices=(parse_device(options.device),),
         graphs=options.graphs,
         max_rows=max(options.batch_sizes),
         bundles=[bundle.path for bundle in pair.bundles],
