@@ -27,6 +27,7 @@ from offramp.engine.common.errors import (
     OptionsError,
     OutOfServiceError,
     QueueFullError,
+    StageNotLoadedError,
     TensorsLostError,
     WorkerLostError,
 )
@@ -103,6 +104,7 @@ REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
         # Five in a row: whoever sends it again kills more workers.
         WorkerLostError: Refusal(grpc.StatusCode.INTERNAL, "worker_lost"),
         TensorsLostError: Refusal(grpc.StatusCode.INTERNAL, "tensors_lost"),
+        StageNotLoadedError: Refusal(grpc.StatusCode.INTERNAL, "stage_not_loaded"),
         BackendError: Refusal(grpc.StatusCode.INTERNAL, "backend"),
         OptionsError: Refusal(grpc.StatusCode.INTERNAL, "internal"),
         EngineError: Refusal(grpc.StatusCode.INTERNAL, "internal"),
@@ -119,6 +121,7 @@ _WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
     BadInputError: "InvalidInputError",
     WorkerLostError: "BackendError",
     TensorsLostError: "BackendError",
+    StageNotLoadedError: "BackendError",
     UnauthenticatedError: "AuthenticationError",
     ForbiddenError: "PermissionDeniedError",
 }

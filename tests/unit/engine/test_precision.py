@@ -47,11 +47,11 @@ def test_the_quantised_model_is_within_a_ramp_budget_that_nobody_asked_for(tmp_p
     costs = CostModel.of(bundle.manifest, bundle.profile(), 8)  # 5 of 20 ms, and exits of 1 ms
     none = replace(bundle.policy, active=())
     plain = ModelOptions()
-    assert ramp_budget(none, costs, Mode.AUDIT, plain) == pytest.approx(0.1 + 0.25)
-    assert ramp_budget(bundle.policy, costs, Mode.AUDIT, plain) == pytest.approx(0.1 + 0.25)
-    assert ramp_budget(none, costs, Mode.RELEASE, plain) == pytest.approx(0.02 + 0.25)
+    assert ramp_budget(none, costs, plain, all_run_on=False) == pytest.approx(0.1 + 0.25)
+    assert ramp_budget(bundle.policy, costs, plain, all_run_on=False) == pytest.approx(0.1 + 0.25)
+    assert ramp_budget(none, costs, plain, all_run_on=True) == pytest.approx(0.02 + 0.25)
     asked = ModelOptions(ramp_budget=0.05)
-    assert ramp_budget(none, costs, Mode.AUDIT, asked) == 0.05
+    assert ramp_budget(none, costs, asked, all_run_on=False) == 0.05
 
 
 NEW = CpuFeatures(machine="x86_64", names=("AVX2", "AVX512_VNNI"))
