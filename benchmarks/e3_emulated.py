@@ -34,10 +34,15 @@ from benchmarks.clusters import (
 from benchmarks.common import make_parser
 from benchmarks.e3 import SLO_S, STRAGGLER, EasyMix, make_plan
 from benchmarks.e3_systems import System, planned
-from benchmarks.emulated import EmulatedCluster, emulated_cluster, goodput_emulated
-from rich.table import Table
+from benchmarks.emulated import (
+    EmulatedCluster,
+    emulated_cluster,
+    goodput_emulated,
+    show_emulated,
+    write_emulated,
+)
 
-from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.output import describe_environment
 
 EASY: Final = (0.8, 0.5, 0.2)
 SIZES: Final = (1, 4, 16, 64)
@@ -174,25 +179,17 @@ def main() -> None:
         with emulated_cluster(cluster, row_bytes=ROW_BYTES, stretch=options.stretch) as emulated:
             measured = EmulatedGoodputs(emulated, sum(counts.values()), options.duration_s)
             found[name] = list(experiment(measured))
-        show(name, found[name])
-        document = {
-            "measured_on_emulated_devices": "goodputs, and ratios of them",
-            "simulated": "what is called so, by benchmarks/e3.py",
-            "assumptions": " ".join((__doc__ or "").split("FILE]")[1].split()),
-            "experiments": found,
-            "environment": describe_environment(
+        show_emulated(name, found[name], digits=2, width=200)
+        write_emulated(
+            options.json,
+            __doc__,
+            found,
+            measured_on_emulated_devices="goodputs, and ratios of them",
+            simulated="what is called so, by benchmarks/e3.py",
+            environment=describe_environment(
                 seed=0, stretch=options.stretch, duration_s=options.duration_s
             ),
-        }
-        write_json(options.json, document)
-
-
-def show(name: str, rows: Sequence[Row]) -> None:
-    """Print the rows of an experiment."""
-    table = Table(*rows[0], title=f"MEASURED ON EMULATED DEVICES: {name}")
-    for row in rows:
-        table.add_row(*(f"{v:,.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-    wide_console(200).print(table)
+        )
 
 
 if __name__ == "__main__":

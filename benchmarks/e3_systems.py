@@ -69,7 +69,7 @@ def spans_of(
 
 def exits_of(plan: ClusterPlan) -> list[int]:
     """The exits that are on anywhere in a plan."""
-    return sorted({exit_ for s in plan.splits for used in s.replicas for exit_ in used.exits})
+    return sorted(plan.exits())
 
 
 def shared(

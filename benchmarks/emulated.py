@@ -19,6 +19,7 @@ import uvloop
 from benchmarks.e3_systems import MOST_WAITING, System, behaviour_of, points_of
 from benchmarks.replay import COUNTED, Replay
 from numpy.typing import NDArray
+from rich.table import Table
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
 from offramp.certify.decision import MODEL_END
@@ -37,6 +38,7 @@ from offramp.engine.stages.plan import Mode, Plan, StageSpec
 from offramp.testing.backend import SCRIPT
 from offramp.testing.emulated_worker import MODULE, EmulatedDevice
 from offramp.testing.scripted_worker import ScriptedBackend
+from offramp.tools.bench.common.output import wide_console, write_json
 
 MODEL: Final = "emulated"
 SURE: Final = 0.9
@@ -227,3 +229,20 @@ def _served(emulated: EmulatedCluster, system: System, batches: int) -> ServedMo
         ),
         good_inputs={SCRIPT: np.zeros((1, last + 2, _CLASSES), np.float32)},
     )
+
+
+def show_emulated(name: str, rows: Sequence[Mapping[str, Any]], *, digits: int, width: int) -> None:
+    """Print what was measured in an experiment."""
+    table = Table(*rows[0], title=f"MEASURED ON EMULATED DEVICES: {name}")
+    for row in rows:
+        values = (f"{v:,.{digits}f}" if isinstance(v, float) else str(v) for v in row.values())
+        table.add_row(*values)
+    wide_console(width).print(table)
+
+
+def write_emulated(
+    path: Path | None, doc: str | None, experiments: Mapping[str, Any], **others: Any
+) -> None:
+    """Write experiments as JSON; what they assume is in ``doc``, behind the command."""
+    assumptions = " ".join((doc or "").split("FILE]")[1].split())
+    write_json(path, {"assumptions": assumptions, "experiments": experiments, **others})

@@ -98,7 +98,8 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, dict[str, Summary]] = {}
     console = wide_console()
-    for name, table in tables_for(options.seed).items():
+    tables = tables_for(options.seed)
+    for name, table in tables.items():
         for cv2 in (2, 4, 8):
             trace = bursty(1_500, 5_550, cv2, options.duration_s, options.seed)
             if options.buckets is None:
@@ -118,7 +119,7 @@ def main() -> None:
             "assumptions": " ".join((__doc__ or "").split("From the paper:")[1].split()),
             "published": PUBLISHED,
             "seconds_of_full_batches": {
-                name: [row[-1] for row in table] for name, table in tables_for(options.seed).items()
+                name: [row[-1] for row in table] for name, table in tables.items()
             },
             "results": {
                 case: {policy: summary.to_json() for policy, summary in rows.items()}

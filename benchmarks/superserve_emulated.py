@@ -28,13 +28,20 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import uvloop
 from benchmarks.common import make_parser
-from benchmarks.emulated import EmulatedCluster, emulated_workers, stretched
+from benchmarks.emulated import (
+    EmulatedCluster,
+    emulated_workers,
+    show_emulated,
+    stretched,
+    write_emulated,
+)
 from benchmarks.replay import COUNTED, Replay
 from benchmarks.superserve import (
     ACCURACIES,
@@ -45,7 +52,6 @@ from benchmarks.superserve import (
     gpu_table,
     table_points,
 )
-from rich.table import Table
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
 from offramp.bundle.schema.parts import Exit, Head, Variant
@@ -60,7 +66,7 @@ from offramp.engine.stages.plan import Mode, Plan, StageSpec
 from offramp.testing.backend import SCRIPT
 from offramp.testing.emulated_worker import EmulatedDevice
 from offramp.tools.bench.common.outcomes import Outcomes, summarise
-from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.output import describe_environment
 from offramp.tools.bench.common.traces import Trace, accelerate, bursty
 
 MODEL: Final = "supernet"
@@ -269,19 +275,13 @@ def router(_: float, duration_s: float) -> Iterator[Row]:
                    "router µs a query": 1e6 * busy_s}  # fmt: skip
 
 
-class _devices:  # noqa: N801 - a context manager
-    """Eight devices with the curves of the table "GPU"."""
-
-    def __init__(self, stretch: float) -> None:
-        table = gpu_table()
-        device = EmulatedDevice(segments_s=stretched(np.array(table), stretch))
-        self._workers = emulated_workers([device] * WORKERS, stretch=stretch)
-
-    def __enter__(self) -> ServedSupernet:
-        return ServedSupernet(self._workers.__enter__(), gpu_table())
-
-    def __exit__(self, *error: object) -> None:
-        self._workers.__exit__(*error)
+@contextmanager
+def _devices(stretch: float) -> Iterator[ServedSupernet]:
+    """Start eight devices with the curves of the table "GPU"."""
+    table = gpu_table()
+    device = EmulatedDevice(segments_s=stretched(np.array(table), stretch))
+    with emulated_workers([device] * WORKERS, stretch=stretch) as emulated:
+        yield ServedSupernet(emulated, table)
 
 
 EXPERIMENTS: Final[Mapping[str, Callable[[float, float], Iterator[Row]]]] = {
@@ -307,19 +307,16 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
         found[name] = rows
-        table = Table(*rows[0], title=f"MEASURED ON EMULATED DEVICES: {name}")
-        for row in rows:
-            table.add_row(*(f"{v:,.4f}" if isinstance(v, float) else str(v) for v in row.values()))
-        wide_console(140).print(table)
-        document = {
-            "measured_on_emulated_devices": "all figures",
-            "assumptions": " ".join((__doc__ or "").split("FILE]")[1].split()),
-            "experiments": found,
-            "environment": describe_environment(
+        show_emulated(name, rows, digits=4, width=140)
+        write_emulated(
+            options.json,
+            __doc__,
+            found,
+            measured_on_emulated_devices="all figures",
+            environment=describe_environment(
                 seed=0, stretch=options.stretch, duration_s=options.duration_s
             ),
-        }
-        write_json(options.json, document)
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -127,10 +127,24 @@ def _within_limits(
     suits = promise is not None and promise.covers(max_disagreement, confidence_level)
     if suits and len(kept) == len(policy.active):
         return policy
+    limits = {"max_disagreement": max_disagreement, "confidence_level": confidence_level}
+    return _certified(bundle, kept, costs, **limits)
+
+
+def _certified(
+    bundle: Bundle,
+    exits: Sequence[int],
+    costs: CostModel,
+    *,
+    max_disagreement: float,
+    confidence_level: float,
+) -> ExitPolicy:
+    """What is certified of some of a bundle's exits, for each class too if its promise is."""
+    promise = bundle.policy.promise
     return certified_on(
-        kept,
+        exits,
         costs,
-        records,
+        bundle.records(),
         max_disagreement=max_disagreement,
         confidence_level=confidence_level,
         answer=bundle.manifest.answer,
@@ -163,15 +177,9 @@ def policy_of_exits(
     if depends or promise is None or len(kept) == len(bundle.policy.active):
         return bundle.policy
     max_disagreement, confidence_level = left_for_exits(bundle, options)
-    found = certified_on(
-        kept,
-        CostModel.of(bundle.manifest, profile, options.max_batch_size),
-        bundle.records(),
-        max_disagreement=max_disagreement,
-        confidence_level=confidence_level,
-        answer=bundle.manifest.answer,
-        max_class_disagreement=promise.max_class_disagreement,
-    )
+    costs = CostModel.of(bundle.manifest, profile, options.max_batch_size)
+    limits = {"max_disagreement": max_disagreement, "confidence_level": confidence_level}
+    found = _certified(bundle, kept, costs, **limits)
     return bundle.policy if found.promise is None else found
 
 
