@@ -12,7 +12,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-EXTENSIONS: Final = ("offramp.baselines", "offramp.cluster", "offramp.supernet")
+EXTENSIONS: Final = (
+    "offramp.baselines",
+    "offramp.cluster",
+    "offramp.generation",
+    "offramp.supernet",
+)
 """Packages that are looked for."""
 
 
