@@ -1,0 +1,1 @@
+"""What is promised of generated text, and thresholds that keep it on unseen prompts."""

@@ -1,0 +1,117 @@
+"""What the exits said at every token of the model's own outputs, and what follows from it.
+
+The model's outputs are run once more, all tokens at once, and every exit says what it would have
+said there. As long as an answer is the model's so far, its next token is decided on what is
+recorded here; so the first token that differs, if any does, is known for any thresholds without
+decoding again. That holds where the skipped layers of earlier tokens are caught up with. Where
+their keys and values are made from the exit's state, later tokens see something else, and only
+decoding tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.certify.decision import (
+    MODEL_END,
+    BoolArray,
+    Float32Array,
+    FloatArray,
+    IntArray,
+    first_exit,
+)
+
+__all__ = ["TextRecords"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextRecords:
+    """Exits' tokens at the model's own outputs; the tokens of one prompt follow one another."""
+
+    starts: IntArray
+    """int64[prompts + 1]: where the tokens of each prompt begin, and where the last ones end."""
+    confidences: Float32Array
+    """float32[exits, tokens]."""
+    agrees: BoolArray
+    """bool[exits, tokens]: whether an exit says the model's token."""
+
+    def __post_init__(self) -> None:
+        starts, tokens = self.starts, self.confidences.shape[1]
+        if self.confidences.shape != self.agrees.shape:
+            raise ValueError(
+                f"confidences {self.confidences.shape} and agrees {self.agrees.shape} must have "
+                "one shape, [exits, tokens]"
+            )
+        if starts.ndim != 1 or len(starts) < 2 or (starts[0], starts[-1]) != (0, tokens):
+            raise ValueError(f"starts must go from 0 to the {tokens} tokens, got {starts}")
+        if (np.diff(starts) < 1).any():
+            raise ValueError("every prompt needs a token at least; leave the others out")
+
+    def __len__(self) -> int:
+        """Give the number of prompts."""
+        return len(self.starts) - 1
+
+    @property
+    def exits(self) -> int:
+        """The number of exits."""
+        return len(self.confidences)
+
+    @property
+    def lengths(self) -> IntArray:
+        """int64[prompts]: tokens of each."""
+        return np.diff(self.starts)
+
+    @property
+    def places(self) -> IntArray:
+        """int64[tokens]: which token of its output each one is, from 0."""
+        return np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
+
+    def take(self, prompts: IntArray) -> TextRecords:
+        """Give the records of some prompts, in their order."""
+        rows = [np.arange(self.starts[p], self.starts[p + 1]) for p in prompts.tolist()]
+        tokens = np.concatenate(rows)
+        return TextRecords(
+            starts=np.concatenate([[0], np.cumsum(self.lengths[prompts])]),
+            confidences=self.confidences[:, tokens],
+            agrees=self.agrees[:, tokens],
+        )
+
+    def answered_at(self, thresholds: FloatArray) -> IntArray:
+        """int64[tokens]: the exit that gives each token; ``MODEL_END`` where none does.
+
+        ``thresholds`` are float64[exits], or float64[exits, places] where they depend on which
+        token of its output it is; outputs that are longer have the last ones.
+        """
+        thresholds = np.asarray(thresholds, np.float64)
+        if thresholds.ndim == 1:
+            return first_exit(self.confidences, thresholds)
+        limits = thresholds[:, np.minimum(self.places, thresholds.shape[1] - 1)]
+        left = np.ones((self.exits + 1, limits.shape[1]), np.bool_)
+        left[:-1] = self.confidences >= limits
+        first: IntArray = left.argmax(axis=0)
+        first[first == self.exits] = MODEL_END
+        return first
+
+    def wrong(self, answered_at: IntArray) -> BoolArray:
+        """bool[tokens]: whether the place that gives a token says another one than the model."""
+        rows = np.arange(len(answered_at))
+        return np.asarray((answered_at != MODEL_END) & ~self.agrees[answered_at, rows])
+
+    def by_prompt(self, values: NDArray[np.generic]) -> FloatArray:
+        """float64[prompts]: sums of what is given for each token."""
+        return np.add.reduceat(values.astype(np.float64), self.starts[:-1])
+
+    def differs(self, answered_at: IntArray) -> BoolArray:
+        """bool[prompts]: whether the whole output is another one than the model's."""
+        return self.by_prompt(self.wrong(answered_at)) > 0
+
+    def depth(self, answered_at: IntArray, layers: IntArray) -> float:
+        """Mean share of the decoder's layers that a token runs.
+
+        ``layers`` is int64[exits + 1]: those up to each exit, and all of them.
+        """
+        ran = np.where(answered_at == MODEL_END, layers[-1], layers[answered_at])
+        return float(ran.mean() / layers[-1])
