@@ -1,0 +1,109 @@
+"""Groups of sequences that wait at a stage and may share a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from offramp.generation.scheduling.sequence_state import SequenceState
+from offramp.generation.scheduling.steps import TextLimits
+
+_by_key = attrgetter("key")
+
+
+class WaitingGroup:
+    """Sequences that wait at one stage, and any of which may share a step."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self._rows: dict[int, SequenceState] = {}
+        """By slot, in the order in which they came."""
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self._rows)
+
+    @property
+    def since(self) -> int:
+        """The step after which the first of them began to wait."""
+        return next(iter(self._rows.values())).since
+
+    @property
+    def first_deadline_s(self) -> float:
+        """The earliest deadline, maybe infinity."""
+        return min(state.new.deadline_s for state in self._rows.values())
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for any of them."""
+        return any(not state.new.background for state in self._rows.values())
+
+    def add(self, state: SequenceState) -> None:
+        """Let a sequence wait here."""
+        assert state.slot is not None
+        self._rows[state.slot] = state
+
+    def remove(self, state: SequenceState) -> None:
+        """Remove a sequence."""
+        assert state.slot is not None
+        del self._rows[state.slot]
+
+    def most_urgent(self, limit: int) -> list[SequenceState]:
+        """Return up to ``limit`` sequences, those first that are first in the queue's order."""
+        rows = list(self._rows.values())
+        return rows if len(rows) <= limit else sorted(rows, key=_by_key)[:limit]
+
+
+class WaitingGroups:
+    """All sequences in slots that wait for a stage, in groups.
+
+    Where the backend is not ragged, the sequences of a group have equal lengths. A sequence that
+    has to run alone is a group.
+    """
+
+    def __init__(self, limits: TextLimits) -> None:
+        self._limits = limits
+        self._groups: dict[tuple[int, int, int], WaitingGroup] = {}
+        """By stage, length and slot of one that runs alone; none is empty."""
+
+    def add(self, state: SequenceState, step: int) -> None:
+        """Let a sequence wait at its stage, after a step of this number."""
+        alone = state.slot if state.alone else None
+        length = 0 if self._limits.ragged else state.length
+        key = (state.stage, length, -1 if alone is None else alone)
+        state.since, state.group = step, key
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = WaitingGroup(state.stage)
+        group.add(state)
+
+    def discard(self, state: SequenceState) -> None:
+        """Remove a sequence, if it waits."""
+        if state.group is None:
+            return
+        group = self._groups[state.group]
+        group.remove(state)
+        if not len(group):
+            del self._groups[state.group]
+        state.group = None
+
+    def candidates(self) -> Sequence[WaitingGroup]:
+        """Return the groups that may run: those somebody waits for, if there are any."""
+        groups = list(self._groups.values())
+        return [group for group in groups if group.wanted] or groups
+
+
+class WaitingText(NamedTuple):
+    """What a policy chooses from."""
+
+    groups: Sequence[WaitingGroup]
+    """None is empty; in no order."""
+    startable: int
+    """Sequences that may be given a slot now."""
+    holding: int
+    """Sequences in slots that do not give way to those."""
+    rows: int
+    """Most rows of a step."""
+    step: int
+    """Number of the last step."""

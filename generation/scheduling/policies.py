@@ -1,0 +1,70 @@
+"""Policies: which step goes first.
+
+``Refill`` keeps batches full across sequences, as E3 does with splits (E3 5.1.3); ``Together`` is
+what CALM's own batches would be, and the baseline that refilling is measured against.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, TypeAlias
+
+from offramp.generation.scheduling.groups import WaitingGroup, WaitingText
+
+START: Literal["start"] = "start"
+
+TextChoice: TypeAlias = WaitingGroup | Literal["start"]
+"""The group to run, or to start sequences."""
+
+
+class StepPolicy(Protocol):
+    """Chooses the next step; it has no memory."""
+
+    def choose(self, waiting: WaitingText, now_s: float) -> TextChoice:
+        """Choose a step; a group waits or a sequence may start."""
+        ...
+
+
+class Refill:
+    """Full batches across sequences.
+
+    What is urgent goes first: a deadline is near, or a token waited for ``patience`` steps. Then
+    the deepest full batch; then prompts, while slots are free; then stage 0, if its batch is full;
+    then the fullest batch, the deepest of equals.
+    """
+
+    def __init__(self, *, patience: int = 64, urgent_s: float = 0.05) -> None:
+        """``patience`` in steps; a deadline is near from ``urgent_s`` seconds before it."""
+        if patience < 1 or not urgent_s >= 0.0:
+            raise ValueError(f"patience {patience} must be at least 1, urgent_s {urgent_s} from 0")
+        self._patience, self._urgent_s = patience, urgent_s
+
+    def choose(self, waiting: WaitingText, now_s: float) -> TextChoice:
+        """Choose a step."""
+        groups = waiting.groups
+        near_s = now_s + self._urgent_s
+        hurried = [group for group in groups if group.first_deadline_s <= near_s]
+        if hurried:
+            return min(hurried, key=lambda group: (group.first_deadline_s, -group.stage))
+        oldest = min(groups, key=lambda group: group.since, default=None)
+        if oldest is not None and waiting.step - oldest.since >= self._patience:
+            return oldest
+        full = [group for group in groups if group.stage and len(group) >= waiting.rows]
+        if full:
+            return max(full, key=lambda group: group.stage)
+        if waiting.startable:
+            return START
+        return max(groups, key=lambda group: (min(len(group), waiting.rows), group.stage))
+
+
+class Together:
+    """A batch of sequences that goes token by token.
+
+    All tokens of the batch are waited for at each token. Places of sequences that ended stay empty
+    until all have ended; then the next batch starts.
+    """
+
+    def choose(self, waiting: WaitingText, now_s: float) -> TextChoice:  # noqa: ARG002
+        """Choose a step."""
+        if waiting.startable and not waiting.holding:
+            return START
+        return max(waiting.groups, key=lambda group: (group.stage, len(group)))

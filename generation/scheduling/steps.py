@@ -1,0 +1,172 @@
+"""The vocabulary of scheduling text: sequences, steps and outcomes, without clocks or tensors.
+
+A *sequence* is a prompt and its answer. A *step* is one call of a backend: a prefill, or a stage
+for one token of each of some sequences. All times are absolute seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+NEVER_S = float("inf")
+
+
+class SequenceEnd(StrEnum):
+    """The reason why a sequence ended."""
+
+    STOP = "stop"
+    """Its last token is a stop token."""
+    MOST_TOKENS = "most_tokens"
+    """It has as many tokens as were asked for."""
+    LENGTH = "length"
+    """Its slot is full."""
+    CANCELLED = "cancelled"
+    """Its caller left."""
+    EXPIRED = "expired"
+    """Its deadline passed."""
+    FAILED = "backend_error"
+    """Steps failed that it was part of: in a batch, and again alone."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer has all tokens that there were to come."""
+        return self in {SequenceEnd.STOP, SequenceEnd.MOST_TOKENS, SequenceEnd.LENGTH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextLimits:
+    """What a backend has room for, and what may run together."""
+
+    stages: int
+    """Exits in use, and the model's end."""
+    slots: int
+    """Sequences that have room at a time."""
+    length: int
+    """Tokens that a slot has room for."""
+    batch: int
+    """Most rows of a step."""
+    ragged: bool = True
+    """Whether sequences of different lengths may share a step."""
+    prompt_in_slot: bool = True
+    """Whether the prompt's tokens take room in the slot; an encoder-decoder's do not."""
+
+    def __post_init__(self) -> None:
+        """Check that all counts are positive."""
+        for name in ("stages", "slots", "length", "batch"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+
+    @property
+    def rows(self) -> int:
+        """Most rows that a step can have."""
+        return min(self.batch, self.slots)
+
+    def begin(self, prompt_tokens: int) -> int:
+        """Return the tokens that a slot holds before the answer's first."""
+        return prompt_tokens if self.prompt_in_slot else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSequence:
+    """A sequence as it is submitted."""
+
+    number: int
+    """Unique; never reused."""
+    prompt_tokens: int
+    most_tokens: int
+    stop: frozenset[int] = frozenset()
+    """Tokens that end the answer; such a token is part of it."""
+    deadline_s: float = NEVER_S
+    priority: int = 0
+    """Higher goes first."""
+    background: bool = False
+    """Nobody waits for it: it has a slot only while no other sequence wants one, runs in full
+    depth, and starts again if it has to give its slot away."""
+
+
+class GivenToken(NamedTuple):
+    """A token of a sequence's answer."""
+
+    sequence: int
+    position: int
+    """Its number in the answer, from 0."""
+    token: int
+    stage: int
+    """The stage that gave it."""
+    confidence: float
+    background: bool
+
+
+class EndedSequence(NamedTuple):
+    """The report that a sequence ended; it is the last of that sequence."""
+
+    sequence: int
+    end: SequenceEnd
+    tokens: int
+    """Tokens that were given."""
+    thresholds: int
+    """Version of the thresholds that they left under; -1 if it never started."""
+    background: bool
+
+
+class AcceptedToken(NamedTuple):
+    """The next token of a sequence that goes on."""
+
+    sequence: int
+    slot: int
+    token: int
+
+
+class TextOutcome(NamedTuple):
+    """All that follows from one call of the scheduler.
+
+    The caller tells the backend that the tokens of ``accepted`` left, if they did, then gives it
+    these tokens; it closes slots before it opens any, and reports tokens and ends.
+    """
+
+    closed: tuple[int, ...] = ()
+    """Slots to close before the next step."""
+    left_at: int | None = None
+    """The stage that ``accepted`` left behind; ``None`` if that is the model's end."""
+    accepted: tuple[AcceptedToken, ...] = ()
+    """Next tokens of the sequences that go on."""
+    given: tuple[GivenToken, ...] = ()
+    """New tokens, at most one a sequence."""
+    ended: tuple[EndedSequence, ...] = ()
+
+
+NOTHING_FOLLOWS = TextOutcome()
+
+
+class PrefillStep(NamedTuple):
+    """The decision to open slots and to run the prompts of sequences."""
+
+    sequences: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class StageStep(NamedTuple):
+    """The decision to run a stage for one token of each of some sequences."""
+
+    stage: int
+    sequences: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class TextDecision(NamedTuple):
+    """The step to run next, and what has to be done before."""
+
+    step: PrefillStep | StageStep | None
+    """``None`` if there is nothing to run: then there is no sequence at all."""
+    outcome: TextOutcome = NOTHING_FOLLOWS
+    """What ended while it was decided, and the slots to close first."""
+
+
+class TextQueueFullError(Exception):
+    """The bounded queue has no room for a sequence now."""
+
+
+class NeverFitsError(ValueError):
+    """A sequence can never run, however long it waits."""
