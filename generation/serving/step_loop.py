@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.common.errors import BackendError, EngineError
+from offramp.engine.common.line_limit import LineLimit
 from offramp.generation.scheduling import (
     NewSequence,
     PrefillStep,
@@ -50,6 +51,7 @@ class StepLoop:
         self.scheduler = scheduler
         self.counter = TextCounter(scheduler.limits)
         self._backend, self._publish, self._clock = backend, publish, clock
+        self._lines = LineLimit(clock)
         self._prompts: dict[int, NDArray[np.int64]] = {}
         """Prompts of all sequences that have not ended: any may have to start again."""
         self._closes: list[int] = []
@@ -143,8 +145,11 @@ class StepLoop:
 
     def _fail(self, sequences: Sequence[int], error: Exception) -> None:
         failure = error if isinstance(error, EngineError) else BackendError(repr(error))
-        trace = None if failure is error else error
-        _log.error("a step of %d sequences failed: %s", len(sequences), failure, exc_info=trace)
+        suffix = self._lines.admit(type(error))
+        if suffix is not None:
+            trace = None if failure is error else error
+            rows = len(sequences)
+            _log.error("a step of %d sequences failed: %s%s", rows, error, suffix, exc_info=trace)
         with self.changed:
             self._note(self.scheduler.failed(sequences, self._clock()), failure)
 
