@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from offramp.generation.scheduling.sequence_state import SequenceState
 from offramp.generation.scheduling.steps import TextLimits
-
-_by_key = attrgetter("key")
 
 
 class WaitingGroup:
@@ -50,9 +47,12 @@ class WaitingGroup:
         del self._rows[state.slot]
 
     def most_urgent(self, limit: int) -> list[SequenceState]:
-        """Return up to ``limit`` sequences, those first that are first in the queue's order."""
+        """Return up to ``limit`` sequences: by priority, then those that have waited longest.
+
+        So tokens come evenly to all; deadlines count where they are near, which policies see to.
+        """
         rows = list(self._rows.values())
-        return rows if len(rows) <= limit else sorted(rows, key=_by_key)[:limit]
+        return rows if len(rows) <= limit else sorted(rows, key=_by_priority)[:limit]
 
 
 class WaitingGroups:
@@ -88,10 +88,18 @@ class WaitingGroups:
             del self._groups[state.group]
         state.group = None
 
-    def candidates(self) -> Sequence[WaitingGroup]:
-        """Return the groups that may run: those somebody waits for, if there are any."""
+    def candidates(self, *, wanted: bool) -> Sequence[WaitingGroup]:
+        """Return the groups that may run: only those that somebody waits for, if there are any.
+
+        ``wanted`` if somebody waits for a sequence in the queue.
+        """
         groups = list(self._groups.values())
-        return [group for group in groups if group.wanted] or groups
+        chosen = [group for group in groups if group.wanted]
+        return chosen if chosen or wanted else groups
+
+
+def _by_priority(state: SequenceState) -> tuple[bool, int]:
+    return (state.new.background, -state.new.priority)
 
 
 class WaitingText(NamedTuple):

@@ -228,10 +228,11 @@ class TextScheduler:
     def _choose(self, now_s: float) -> PrefillStep | StageStep:
         """Ask the policy, and take the rows that it chooses."""
         waiting = self._queue.first()
-        yielding = [] if not waiting or waiting[0].new.background else self._yielding()
+        wanted = bool(waiting) and not waiting[0].new.background
+        yielding = self._yielding() if wanted else []
         choice = self._policy.choose(
             WaitingText(
-                groups=self._groups.candidates(),
+                groups=self._groups.candidates(wanted=wanted),
                 startable=min(len(waiting), len(self._free) + len(yielding)),
                 holding=len(self._held) - len(yielding),
                 rows=self.limits.rows,

@@ -26,7 +26,7 @@ class SequenceState:
 
     new: NewSequence
     key: Key
-    """Order in the queue and within a batch."""
+    """Order in the queue."""
     begin: int
     """Tokens in its slot before the answer's first."""
     room: int

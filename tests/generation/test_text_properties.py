@@ -225,4 +225,4 @@ def test_random_lives(policy: str, block: int) -> None:
     assert set(ends) == set(SequenceEnd)
     assert sum(ends.values()) > 800
     assert retried > 20
-    assert yielded
+    assert yielded > 5 or policy == "together"  # which starts when few hold slots
