@@ -46,7 +46,7 @@ class Refill:
         near_s = now_s + self._urgent_s
         hurried = [group for group in groups if group.first_deadline_s <= near_s]
         if hurried:
-            return min(hurried, key=lambda group: (group.first_deadline_s, -group.stage))
+            return min(hurried, key=lambda group: group.first_deadline_s)
         oldest = min(groups, key=lambda group: group.since, default=None)
         if oldest is not None and waiting.step - oldest.since >= self._patience:
             return oldest

@@ -181,16 +181,13 @@ class TextScheduler:
             taken = state.take(token)
             if not replayed:
                 given.append(state.given(stage, confidence))
-                if (end := state.end_with(taken, now_s)) is not None:
-                    self._end(state, end)
-                    continue
+            if (end := state.end_with(taken, now_s)) is not None:
+                self._end(state, end)
+                continue
             assert state.slot is not None
             accepted.append(AcceptedToken(state.new.number, state.slot, taken))
             self._groups.add(state, self._step)
         self._expire(now_s)
-        if self._ended:
-            ended = {end.sequence for end in self._ended}
-            accepted = [row for row in accepted if row.sequence not in ended]
         left_at = stage if stage < self.limits.stages - 1 else None
         return self._report(TextOutcome((), left_at, tuple(accepted), tuple(given)))
 

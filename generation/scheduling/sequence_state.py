@@ -97,7 +97,7 @@ class SequenceState:
         return GivenToken(new.number, last, self.tokens[last], stage, confidence, new.background)
 
     def end_with(self, token: int, now_s: float) -> SequenceEnd | None:
-        """Return why it ends with a token that was given just now, if it does."""
+        """Return why it ends with a token that was taken just now, if it does."""
         if token in self.new.stop:
             return SequenceEnd.STOP
         if len(self.tokens) >= self.new.most_tokens:

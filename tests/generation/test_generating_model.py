@@ -22,6 +22,7 @@ from offramp.engine.common.errors import (
 )
 from offramp.generation.scheduling import SequenceEnd, TokenThresholds
 from offramp.generation.serving import GeneratingModel, TextOptions, Token
+from offramp.generation.serving.text_differences import compare_texts
 
 THRESHOLDS = TokenThresholds(version=1, by_stage=(0.7, 0.7))
 WAIT_S = 30.0
@@ -297,26 +298,42 @@ def test_a_model_that_was_never_opened_is_closed() -> None:
 def test_audits_compare_with_the_full_model(propagates: bool) -> None:
     async def test() -> None:
         backend = ScriptedTextBackend(propagates=propagates)
-        options = TextOptions(batch=4, audit_share=0.5, audit_seed=1)
+        options = TextOptions(batch=4, audit_share=1.0)
         asked = prompts(40)
         async with GeneratingModel(backend, THRESHOLDS, options) as model:
-            answers = [await collect(model, prompt) for prompt in asked]
-            await until(lambda: model.statistics().open == 0)
-            await asyncio.sleep(0.01)
+            answers = await asyncio.gather(*(collect(model, prompt) for prompt in asked))
+            await until(lambda: model.statistics().audits.texts == 40)
             statistics = model.statistics()
+        off = TokenThresholds.off(3)
+        differences = [
+            compare_texts(
+                [token.token for token in answer],
+                backend.reference(prompt, off, 12, frozenset())[0],
+            )
+            for prompt, answer in zip(asked, answers, strict=True)
+        ]
         audits = statistics.audits
-        assert 10 <= audits.texts <= 30
+        assert 0 < audits.differing < 40 or propagates
+        assert audits.differing == sum(difference.differs for difference in differences)
+        assert audits.differing_tokens == audits.differing
+        assert audits.tokens == sum(difference.compared for difference in differences)
+        assert audits.edits == pytest.approx(sum(difference.edits for difference in differences))
         assert (audits.pending, audits.skipped, audits.lost) == (0, 0, 0)
         assert sum(statistics.counts.tokens) == 40 * 12  # audits are not among them
-        off = TokenThresholds.off(3)
-        differing = 0
-        for prompt, answer in zip(asked, answers, strict=True):
-            full, _ = backend.reference(prompt, off, 12, frozenset())
-            differing += full != tuple(token.token for token in answer)
-        assert 0 < audits.differing <= differing
-        assert audits.differing_tokens == audits.differing
-        assert audits.texts * 1 <= audits.tokens <= audits.texts * 12
-        assert 0.0 < audits.edits <= audits.differing
+        assert statistics.counts.ended[SequenceEnd.MOST_TOKENS] == 40
+
+    run(test())
+
+
+def test_a_share_of_answers_is_audited() -> None:
+    async def test() -> None:
+        options = TextOptions(audit_share=0.5, audit_seed=1)
+        async with GeneratingModel(ScriptedTextBackend(), THRESHOLDS, options) as model:
+            for prompt in prompts(60):
+                await collect(model, prompt, most_tokens=1)
+            await until(lambda: model.statistics().open == 0)
+            await until(lambda: model.statistics().audits.pending == 0)
+            assert 15 <= model.statistics().audits.texts <= 45
 
     run(test())
 

@@ -191,10 +191,10 @@ def test_a_full_batch_at_the_deepest_stage_goes_first() -> None:
     assert driven.stage(SURE, UNSURE).sequences == (4, 5)
     full = driven.stage(UNSURE, UNSURE)
     assert (full.stage, full.sequences) == (1, (2, 5))
-    driven.submit(6)
-    assert driven.stage().stage == 2
     driven.cancel(0)
-    assert driven.prefill().sequences == (6,)  # a slot is free
+    driven.submit(6)  # a slot is free
+    assert driven.stage().stage == 2
+    assert driven.prefill().sequences == (6,)
 
 
 def test_rows_take_turns() -> None:
@@ -275,7 +275,13 @@ def test_a_batch_that_failed_runs_again_alone_and_who_breaks_it_fails_alone() ->
     assert driven.scheduler.retried == 2
     assert driven.prefill().sequences == (0,)
     assert driven.prefill().sequences == (1,)
-    assert driven.stage(UNSURE, token=9).sequences == (0,)  # left here before, as 5
+    again = driven.next()
+    assert isinstance(again, StageStep)
+    assert again.sequences == (0,)
+    replayed = driven.answer(again, UNSURE, token=9)
+    assert replayed.left_at == 0  # as before, and with the token of then
+    assert [row.token for row in replayed.accepted] == [5]
+    assert replayed.given == ()
     assert driven.stage(SURE, token=9).sequences == (1,)  # went on before
     assert driven.stage(token=9).stage == 1
     alone = driven.stage(token=7)
@@ -298,6 +304,43 @@ def test_who_has_passed_what_failed_shares_steps_again() -> None:
     driven.fail(step)
     assert [driven.prefill().sequences for _ in range(2)] == [(0,), (1,)]
     assert driven.stage().sequences == (0, 1)
+
+
+def test_who_starts_again_joins_no_other_prefill() -> None:
+    driven = Driven()
+    driven.submit(0, 1)
+    step = driven.next()
+    assert isinstance(step, PrefillStep)
+    driven.fail(step)
+    driven.submit(2, 3, priority=1)
+    assert [driven.prefill().sequences for _ in range(3)] == [(2, 3), (0,), (1,)]
+
+
+def test_what_was_cancelled_in_a_step_that_fails_does_not_start_again() -> None:
+    driven = Driven()
+    driven.submit(0)
+    driven.prefill()
+    step = driven.next()
+    assert isinstance(step, StageStep)
+    driven.cancel(0)
+    assert driven.fail(step).closed == (0,)
+    assert driven.ends == {0: SequenceEnd.CANCELLED}
+
+
+def test_a_token_that_runs_as_the_deadline_passes_is_given() -> None:
+    driven = Driven()
+    driven.submit(0, 1, deadline_s=1.5)
+    driven.prefill()
+    step = driven.next()
+    assert isinstance(step, StageStep)
+    driven.now_s = 2.0
+    driven.submit(2)  # others are looked at in the meantime
+    assert driven.ends == {}
+    outcome = driven.answer(step, SURE, UNSURE)
+    assert driven.ends == {0: SequenceEnd.EXPIRED, 1: SequenceEnd.EXPIRED}
+    assert driven.tokens == {0: [(1, 0)]}
+    assert outcome.accepted == ()
+    assert sorted(outcome.closed) == [0, 1]
 
 
 def test_together_waits_for_all_tokens_and_starts_when_all_have_ended() -> None:
@@ -339,6 +382,17 @@ def test_background_gives_way_and_runs_in_full() -> None:
         driven.stage(SURE, token=5)
     assert driven.tokens == {1: [(1, 0)], 0: [(5, 1), (5, 1)]}
     assert driven.versions == {1: 7, 0: -1}
+
+
+def test_the_background_that_has_done_least_gives_way() -> None:
+    driven = Driven(slots=2)
+    driven.submit(0, background=True, most=9)
+    driven.prefill()
+    driven.stage(), driven.stage()
+    driven.submit(1, background=True)
+    driven.prefill()
+    driven.submit(2)
+    assert driven.prefill() == PrefillStep((2,), (1,))
 
 
 def test_steps_of_background_alone_wait_for_all_others() -> None:
