@@ -4,7 +4,7 @@ The serving thread, the simulator and the tests drive the very same objects.
 """
 
 from offramp.generation.scheduling.counts import TextCounter, TextCounts
-from offramp.generation.scheduling.policies import Refill, StepPolicy, Together
+from offramp.generation.scheduling.policies import RefillPolicy, StepPolicy, TogetherPolicy
 from offramp.generation.scheduling.scheduler import TextScheduler
 from offramp.generation.scheduling.simulation import (
     RecordedText,
@@ -19,11 +19,11 @@ from offramp.generation.scheduling.steps import (
     NewSequence,
     PrefillStep,
     SequenceEnd,
-    StageStep,
     TextDecision,
     TextLimits,
     TextOutcome,
     TextQueueFullError,
+    TokenStep,
 )
 from offramp.generation.scheduling.thresholds import TokenThresholds
 
@@ -34,10 +34,9 @@ __all__ = [
     "NewSequence",
     "PrefillStep",
     "RecordedText",
-    "Refill",
+    "RefillPolicy",
     "SequenceEnd",
     "SimulatedText",
-    "StageStep",
     "StepPolicy",
     "StepSeconds",
     "TextCounter",
@@ -47,7 +46,8 @@ __all__ = [
     "TextOutcome",
     "TextQueueFullError",
     "TextScheduler",
-    "Together",
+    "TogetherPolicy",
+    "TokenStep",
     "TokenThresholds",
     "simulate_text",
 ]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from offramp.generation.scheduling.steps import (
     PrefillStep,
     SequenceEnd,
-    StageStep,
     TextLimits,
     TextOutcome,
+    TokenStep,
 )
 
 
@@ -50,7 +50,7 @@ class TextCounter:
         self._prefills = self._prefilled = 0
         self._ended: Counter[SequenceEnd] = Counter()
 
-    def decided(self, step: PrefillStep | StageStep) -> None:
+    def decided(self, step: PrefillStep | TokenStep) -> None:
         """Count a step."""
         if isinstance(step, PrefillStep):
             self._prefills += 1

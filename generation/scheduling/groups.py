@@ -15,7 +15,7 @@ class WaitingGroup:
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self._rows: dict[int, SequenceState] = {}
-        """By slot, in the order in which they came."""
+        """Sequences by slot, in the order in which they came."""
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -37,7 +37,7 @@ class WaitingGroup:
         return any(not state.new.background for state in self._rows.values())
 
     def add(self, state: SequenceState) -> None:
-        """Let a sequence wait here."""
+        """Add a sequence."""
         assert state.slot is not None
         self._rows[state.slot] = state
 
@@ -65,10 +65,10 @@ class WaitingGroups:
     def __init__(self, limits: TextLimits) -> None:
         self._limits = limits
         self._groups: dict[tuple[int, int, int], WaitingGroup] = {}
-        """By stage, length and slot of one that runs alone; none is empty."""
+        """Groups by stage, length, and slot of a sequence that runs alone; none is empty."""
 
     def add(self, state: SequenceState, step: int) -> None:
-        """Let a sequence wait at its stage, after a step of this number."""
+        """Add a sequence that waits at its stage since a step of this number."""
         alone = state.slot if state.alone else None
         length = 0 if self._limits.ragged else state.length
         key = (state.stage, length, -1 if alone is None else alone)
@@ -103,10 +103,10 @@ def _by_priority(state: SequenceState) -> tuple[bool, int]:
 
 
 class WaitingText(NamedTuple):
-    """What a policy chooses from."""
+    """The steps that a policy chooses from."""
 
     groups: Sequence[WaitingGroup]
-    """None is empty; in no order."""
+    """Groups that may run, in no order; none is empty."""
     startable: int
     """Sequences that may be given a slot now."""
     holding: int

@@ -1,6 +1,6 @@
 """Policies: which step goes first.
 
-``Refill`` keeps batches full across sequences, as E3 does with splits (E3 5.1.3); ``Together`` is
+``RefillPolicy`` keeps batches full across sequences, as E3 does with splits (E3 5.1.3); ``TogetherPolicy`` is
 what CALM's own batches would be, and the baseline that refilling is measured against.
 """
 
@@ -24,7 +24,7 @@ class StepPolicy(Protocol):
         ...
 
 
-class Refill:
+class RefillPolicy:
     """Full batches across sequences.
 
     What is urgent goes first: a deadline is near, or a token has waited for ``patience`` steps.
@@ -58,7 +58,7 @@ class Refill:
         return max(groups, key=lambda group: (min(len(group), waiting.rows), group.stage))
 
 
-class Together:
+class TogetherPolicy:
     """A batch of sequences that goes token by token.
 
     All tokens of the batch are waited for at each token. Places of sequences that ended stay empty

@@ -33,10 +33,10 @@ from offramp.generation.scheduling.steps import (
     NewSequence,
     PrefillStep,
     SequenceEnd,
-    StageStep,
     TextDecision,
     TextLimits,
     TextOutcome,
+    TokenStep,
 )
 from offramp.generation.scheduling.thresholds import TokenThresholds
 
@@ -103,7 +103,7 @@ class TextScheduler:
         return len(self._sequences)
 
     def swap(self, thresholds: TokenThresholds) -> None:
-        """Let sequences that begin from now on leave by other thresholds."""
+        """Use other thresholds for sequences that begin from now on."""
         if thresholds.stages != self.limits.stages:
             raise ValueError(
                 f"the thresholds are for {thresholds.stages} stages, and the model has "
@@ -194,15 +194,15 @@ class TextScheduler:
     def failed(self, numbers: Iterable[int], now_s: float) -> TextOutcome:
         """Note that sequences failed: the step that they ran, or what followed from it.
 
-        If a step runs, it has ended, and ``numbers`` are its sequences. Those that have ended or
-        lost their slot in the meantime are passed over.
+        If a step runs, it has ended, and ``numbers`` are its sequences. Those that have ended in
+        the meantime are passed over.
         """
         numbers = list(numbers)
         running = {state.new.number for state in self._take_running()}
         assert running <= set(numbers), "a step fails whole"
         for number in numbers:
             state = self._sequences.get(number)
-            if state is not None and state.slot is not None:
+            if state is not None:
                 self._fail(state)
         self._expire(now_s)
         return self._report()
@@ -222,7 +222,7 @@ class TextScheduler:
                 f"room for {self.limits.length} tokens, so send at most {self.limits.length - 1}"
             )
 
-    def _choose(self, now_s: float) -> PrefillStep | StageStep:
+    def _choose(self, now_s: float) -> PrefillStep | TokenStep:
         """Ask the policy, and take the rows that it chooses."""
         waiting = self._queue.first()
         wanted = bool(waiting) and not waiting[0].new.background
@@ -242,10 +242,10 @@ class TextScheduler:
         rows = choice.most_urgent(self.limits.rows)
         for state in rows:
             self._groups.discard(state)
-        return StageStep(choice.stage, _numbers(rows), _slots(rows))
+        return TokenStep(choice.stage, _numbers(rows), _slots(rows))
 
     def _start(self, waiting: list[SequenceState], yielding: list[SequenceState]) -> PrefillStep:
-        """Give slots to those that are first in the queue, as far as they may share a prefill."""
+        """Assign slots to the first sequences of the queue that may share a prefill."""
         first = waiting[0]
         most = min(self.limits.rows, len(self._free) + len(yielding))
         rows = [first]
@@ -280,7 +280,7 @@ class TextScheduler:
         return running
 
     def _fail(self, state: SequenceState) -> None:
-        """Give a sequence another try, or end it."""
+        """Start a failed sequence again, or end it."""
         state.failures += 1
         if state.ending is not None or state.failures >= MOST_FAILURES:
             self._end(state, state.ending or SequenceEnd.FAILED)
@@ -291,7 +291,7 @@ class TextScheduler:
         self.retried += 1
 
     def _restart(self, state: SequenceState) -> None:
-        """Take a sequence out of its slot, and let it wait for another."""
+        """Free the slot of a sequence, and queue it again."""
         self._free_slot(state)
         state.restart()
         self._queue.push(state)

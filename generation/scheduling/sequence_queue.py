@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
 from operator import attrgetter
 
 from offramp.generation.scheduling.sequence_state import Key, SequenceState
@@ -28,17 +27,12 @@ class SequenceQueue:
             raise ValueError(f"the queue's capacity must be at least 1, got {capacity}")
         self._capacity = capacity
         self._waiting: dict[bool, list[SequenceState]] = {False: [], True: []}
-        """By whether they are in the background."""
+        """Waiting sequences, by whether they are in the background."""
         self._arrived = 0
 
     def __len__(self) -> int:
         """Return the number of all sequences that wait."""
         return len(self._waiting[False]) + len(self._waiting[True])
-
-    def __iter__(self) -> Iterator[SequenceState]:
-        """Iterate over all that wait, in order."""
-        yield from self._waiting[False]
-        yield from self._waiting[True]
 
     def key(self, new: NewSequence, now_s: float) -> Key:
         """Return the place of a sequence in all orders; raise if the queue has no room for it."""
@@ -50,7 +44,7 @@ class SequenceQueue:
         return (new.background, -new.priority, order_s, self._arrived)
 
     def push(self, state: SequenceState) -> None:
-        """Let a sequence wait, for the first time or again."""
+        """Queue a sequence, for the first time or again."""
         insort(self._waiting[state.new.background], state, key=_by_key)
 
     def remove(self, state: SequenceState) -> None:
@@ -58,5 +52,5 @@ class SequenceQueue:
         self._waiting[state.new.background].remove(state)
 
     def first(self) -> list[SequenceState]:
-        """Return those of whom the next prefill is taken, in order: background goes last."""
+        """Return the sequences that the next prefill is taken from, in order; background is last."""
         return self._waiting[False] or self._waiting[True]

@@ -32,7 +32,7 @@ class SequenceState:
     room: int
     """Most tokens that its slot has room for in the answer."""
     thresholds: TokenThresholds | None = None
-    """Those that it began under."""
+    """The thresholds that it began under."""
     slot: int | None = None
     stage: int = PREFILL
     """The stage that its token runs or waits for."""
@@ -48,10 +48,10 @@ class SequenceState:
     """Number of the step after which it began to wait at its stage."""
     running: bool = False
     ending: SequenceEnd | None = None
-    """Why it ends when the step that it is part of has ended."""
+    """The reason why it ends with the step that it is part of, if it does."""
     failures: int = 0
     suspect_until: tuple[int, int] | None = None
-    """It runs alone until it has passed this token and stage, which failed."""
+    """The token and stage that failed: the sequence runs alone until it has passed them."""
 
     @property
     def length(self) -> int:
@@ -81,7 +81,7 @@ class SequenceState:
         return self.thresholds.leaves(self.stage, self.at, confidence)
 
     def take(self, token: int) -> int:
-        """Let its token leave; return the token, which is an earlier one in a replay."""
+        """Record that its token leaves; return the token, in a replay that of the first time."""
         if self.replays:
             token = self.tokens[self.at]
         else:
@@ -97,7 +97,7 @@ class SequenceState:
         return GivenToken(new.number, last, self.tokens[last], stage, confidence, new.background)
 
     def end_with(self, token: int, now_s: float) -> SequenceEnd | None:
-        """Return why it ends with a token that was taken just now, if it does."""
+        """Return the reason why it ends with a token that was taken just now, if it does."""
         if token in self.new.stop:
             return SequenceEnd.STOP
         if len(self.tokens) >= self.new.most_tokens:
@@ -107,7 +107,7 @@ class SequenceState:
         return SequenceEnd.EXPIRED if self.new.deadline_s <= now_s else None
 
     def restart(self) -> None:
-        """Lose the slot; what was given is replayed."""
+        """Reset it to the beginning, without a slot; tokens that were given are replayed."""
         self.slot, self.stage, self.at, self.running = None, PREFILL, 0, False
 
     def ended(self, end: SequenceEnd) -> EndedSequence:

@@ -22,10 +22,10 @@ from offramp.generation.scheduling.steps import (
     NEVER_S,
     NewSequence,
     PrefillStep,
-    StageStep,
     TextLimits,
     TextOutcome,
     TextQueueFullError,
+    TokenStep,
 )
 from offramp.generation.scheduling.thresholds import TokenThresholds
 
@@ -35,14 +35,14 @@ SIMULATED: Final = "SIMULATED"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """What steps take, in seconds, by their rows; entry 0 of each table is not used."""
+    """Durations of steps in seconds, by their rows; entry 0 of each table is not used."""
 
     prefill: tuple[float, ...]
     """[batch + 1]."""
     stages: tuple[tuple[float, ...], ...]
     """[stages][batch + 1], with what follows a stage included: propagation, for instance."""
 
-    def of(self, step: PrefillStep | StageStep) -> float:
+    def of(self, step: PrefillStep | TokenStep) -> float:
         """Return what a step takes."""
         table = self.prefill if isinstance(step, PrefillStep) else self.stages[step.stage]
         return table[len(step.slots)]
@@ -57,12 +57,12 @@ class RecordedText:
     """The stage that each token of its answer leaves at; there is at least one."""
     arrives_s: float = 0.0
     slo_s: float = NEVER_S
-    """Its deadline, from its arrival."""
+    """Time from its arrival to its deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedText:
-    """What came of a simulation."""
+    """The result of a simulation."""
 
     counts: TextCounts
     span_s: float
@@ -137,7 +137,7 @@ class _Simulation:
         self._done: dict[int, int] = {}
         """Tokens that each open sequence has."""
         self._last_s: dict[int, float] = {}
-        """When it gave the last of them."""
+        """Time of the last token of each."""
         self._first_token_s: list[float] = []
         self._between_s: list[float] = []
         self._refused = 0
@@ -169,7 +169,7 @@ class _Simulation:
         return self._texts[self._order[self._following]].arrives_s
 
     def _arrive(self, now_s: float) -> None:
-        """Submit what has arrived, each at its own time."""
+        """Submit the sequences that have arrived, each at its own time."""
         while (arrives_s := self._next_arrival_s()) <= now_s:
             number = self._order[self._following]
             self._following += 1
@@ -186,7 +186,7 @@ class _Simulation:
             except TextQueueFullError:
                 self._refused += 1
 
-    def _run(self, step: PrefillStep | StageStep, now_s: float) -> float:
+    def _run(self, step: PrefillStep | TokenStep, now_s: float) -> float:
         """Run a step; return when it ends."""
         self._counter.decided(step)
         ends_s = now_s + self._seconds.of(step)

@@ -17,15 +17,15 @@ class SequenceEnd(StrEnum):
     """The reason why a sequence ended."""
 
     STOP = "stop"
-    """Its last token is a stop token."""
+    """The last token is a stop token."""
     MOST_TOKENS = "most_tokens"
-    """It has as many tokens as were asked for."""
+    """The answer has as many tokens as were asked for."""
     LENGTH = "length"
-    """Its slot is full."""
+    """The slot is full."""
     CANCELLED = "cancelled"
-    """Its caller left."""
+    """The caller left."""
     EXPIRED = "expired"
-    """Its deadline passed."""
+    """The deadline passed."""
     FAILED = "backend_error"
     """Steps failed that it was part of: in a batch, and again alone."""
 
@@ -37,7 +37,7 @@ class SequenceEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLimits:
-    """What a backend has room for, and what may run together."""
+    """Capacity of a backend, and rules for what may run together."""
 
     stages: int
     """Exits in use, and the model's end."""
@@ -82,8 +82,8 @@ class NewSequence:
     priority: int = 0
     """Higher goes first."""
     background: bool = False
-    """Nobody waits for it: it has a slot only while no other sequence wants one, runs in full
-    depth, and starts again if it has to give its slot away."""
+    """Whether no caller waits for it. It then has a slot only while no other sequence wants one,
+    runs all stages for every token, and starts again if it loses its slot."""
 
 
 class GivenToken(NamedTuple):
@@ -91,7 +91,7 @@ class GivenToken(NamedTuple):
 
     sequence: int
     position: int
-    """Its number in the answer, from 0."""
+    """Number of the token in the answer, from 0."""
     token: int
     stage: int
     """The stage that gave it."""
@@ -129,7 +129,7 @@ class TextOutcome(NamedTuple):
     closed: tuple[int, ...] = ()
     """Slots to close before the next step."""
     left_at: int | None = None
-    """The stage that ``accepted`` left behind; ``None`` if that is the model's end."""
+    """The stage where ``accepted`` left early; ``None`` if they ran to the model's end."""
     accepted: tuple[AcceptedToken, ...] = ()
     """Next tokens of the sequences that go on."""
     given: tuple[GivenToken, ...] = ()
@@ -147,7 +147,7 @@ class PrefillStep(NamedTuple):
     slots: tuple[int, ...]
 
 
-class StageStep(NamedTuple):
+class TokenStep(NamedTuple):
     """The decision to run a stage for one token of each of some sequences."""
 
     stage: int
@@ -158,10 +158,10 @@ class StageStep(NamedTuple):
 class TextDecision(NamedTuple):
     """The step to run next, and what has to be done before."""
 
-    step: PrefillStep | StageStep | None
+    step: PrefillStep | TokenStep | None
     """``None`` if there is nothing to run: then there is no sequence at all."""
     outcome: TextOutcome = NOTHING_FOLLOWS
-    """What ended while it was decided, and the slots to close first."""
+    """Sequences that ended while it was decided, and the slots to close first."""
 
 
 class TextQueueFullError(Exception):

@@ -33,7 +33,7 @@ from offramp.generation.scheduling import (
     EndedSequence,
     NeverFitsError,
     NewSequence,
-    Refill,
+    RefillPolicy,
     SequenceEnd,
     StepPolicy,
     TextCounts,
@@ -51,17 +51,17 @@ from offramp.generation.stages.text_backend import TextBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How a generating model is served."""
+    """Options of serving a generating model."""
 
     batch: int = 16
     """Most rows of a step."""
     queue: int = 1024
     """Most sequences that wait for a slot."""
-    policy: StepPolicy = field(default_factory=Refill)
+    policy: StepPolicy = field(default_factory=RefillPolicy)
     audit_share: float = 0.0
     """Share of the answers that are compared with the full model's, 0 to 1."""
     audit_seed: int | None = None
-    """Of the draw of audits; ``None`` is any."""
+    """Seed of the draw of audits; ``None`` is any."""
 
     def __post_init__(self) -> None:
         """Check the share; the others are checked where they are used."""
@@ -73,13 +73,13 @@ class Token(NamedTuple):
     """A token of an answer."""
 
     token: int
-    """Its number in the vocabulary."""
+    """Number of the token in the vocabulary."""
     stage: int
     """The stage that gave it."""
     confidence: float
-    """How sure that stage's exit is; 1 at the model's end."""
+    """Confidence of that stage's exit, 0 to 1; 1 at the model's end."""
     end: SequenceEnd | None = None
-    """Why the answer ends with it, if it does."""
+    """The reason why the answer ends with this token, if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class TextStatistics:
     open: int
     """Sequences that have not ended, audits included."""
     queued: int
-    """Those that wait for a slot."""
+    """Sequences that wait for a slot."""
     slots: int
     slots_in_use: int
     retried: int
@@ -115,13 +115,13 @@ class _Stream:
     arrived: asyncio.Queue[Token | EngineError] = field(default_factory=asyncio.Queue)
     """Bounded by the answer's length; the last token, or an error, is the last."""
     tokens: list[int] = field(default_factory=list)
-    """What was given, if it is audited."""
+    """Tokens that were given, if the sequence is audited."""
 
 
 class GeneratingModel:
     """Generates text for many callers at once, with one thread that runs the backend.
 
-    It owns the backend: :meth:`close` closes it, in that thread.
+    The backend is owned: :meth:`close` closes it, in that thread.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class GeneratingModel:
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._refusal: EngineError | None = None
-        """Why no more sequences are taken, if so."""
+        """The error for new sequences, if no more are taken."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         """Set while no stream is open."""
@@ -220,7 +220,7 @@ class GeneratingModel:
                 self._steps.cancel(number)
 
     def swap(self, thresholds: TokenThresholds) -> None:
-        """Let sequences that begin from now on leave by other thresholds."""
+        """Use other thresholds for sequences that begin from now on."""
         with self._steps.changed:
             self._scheduler.swap(thresholds)
 
@@ -263,7 +263,6 @@ class GeneratingModel:
             await asyncio.to_thread(self._thread.join)
         else:
             self._steps.close()
-        await asyncio.sleep(0)  # let what was published be delivered
         self._fail_streams(closed)
 
     def _refuse(self, refusal: EngineError) -> None:
@@ -282,12 +281,12 @@ class GeneratingModel:
             raise kind(str(error)) from error
 
     def _publish(self, outcome: TextOutcome, error: EngineError | None) -> None:
-        """Have an outcome delivered; called in any thread, in order."""
+        """Pass an outcome to the event loop; called in any thread, in order."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._deliver, outcome, error)
 
     def _break(self, error: EngineError) -> None:
-        """Have all streams fail; called in the backend's thread."""
+        """Fail all streams; called in the backend's thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._refuse, error)
         self._loop.call_soon_threadsafe(self._fail_streams, error)
@@ -326,7 +325,7 @@ class GeneratingModel:
             self._audit(stream)
 
     def _audit(self, stream: _Stream) -> None:
-        """Have an answer generated again, in full."""
+        """Submit an audit of an answer."""
         if self._refusal is not None:
             self._audits.skipped()
             return
@@ -351,7 +350,7 @@ class GeneratingModel:
         return stream
 
     def _fail_streams(self, error: EngineError) -> None:
-        """Fail what is open."""
+        """Fail all open streams."""
         for number in list(self._streams):
             stream = self._forget(number)
             if stream is not None:

@@ -20,10 +20,10 @@ from offramp.engine.common.line_limit import LineLimit
 from offramp.generation.scheduling import (
     NewSequence,
     PrefillStep,
-    StageStep,
     TextCounter,
     TextOutcome,
     TextScheduler,
+    TokenStep,
 )
 from offramp.generation.stages.text_backend import TextBackend
 
@@ -114,7 +114,7 @@ class StepLoop:
         self._backend.close()
 
     def _run(
-        self, step: PrefillStep | StageStep, prompts: Sequence[NDArray[np.int64]]
+        self, step: PrefillStep | TokenStep, prompts: Sequence[NDArray[np.int64]]
     ) -> tuple[Sequence[int], Sequence[float]]:
         """Run a step; return the tokens and confidences of a stage's rows."""
         if isinstance(step, PrefillStep):
@@ -132,7 +132,7 @@ class StepLoop:
         return tokens, confidences
 
     def _go_on(self, outcome: TextOutcome) -> None:
-        """Tell the backend which tokens left, and what comes next; slots may be closed later."""
+        """Pass early exits and next tokens on to the backend; slots may be closed later."""
         if not outcome.accepted:
             return
         slots = [row.slot for row in outcome.accepted]

@@ -1,4 +1,4 @@
-"""How far two answers to one prompt are apart."""
+"""The difference between two answers to one prompt."""
 
 from __future__ import annotations
 

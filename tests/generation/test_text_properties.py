@@ -18,13 +18,13 @@ from offramp.engine.common.errors import BackendError, EngineError
 from offramp.generation.scheduling import (
     EndedSequence,
     NewSequence,
-    Refill,
+    RefillPolicy,
     SequenceEnd,
     TextLimits,
     TextOutcome,
     TextQueueFullError,
     TextScheduler,
-    Together,
+    TogetherPolicy,
     TokenThresholds,
 )
 from offramp.generation.serving.step_loop import StepLoop
@@ -61,10 +61,10 @@ class Life:
             ragged=backend.ragged,
             prompt_in_slot=backend.prompt_in_slot,
         )
-        refill = Refill(patience=draw.choice([1, 3, 64]))
+        refill = RefillPolicy(patience=draw.choice([1, 3, 64]))
         self.scheduler = TextScheduler(
             self.limits,
-            refill if policy == "refill" else Together(),
+            refill if policy == "refill" else TogetherPolicy(),
             self.thresholds(0),
             queue=QUEUE,
         )

@@ -8,15 +8,15 @@ from offramp.generation.scheduling import (
     NeverFitsError,
     NewSequence,
     PrefillStep,
-    Refill,
+    RefillPolicy,
     SequenceEnd,
-    StageStep,
     StepPolicy,
     TextLimits,
     TextOutcome,
     TextQueueFullError,
     TextScheduler,
-    Together,
+    TogetherPolicy,
+    TokenStep,
     TokenThresholds,
 )
 
@@ -31,7 +31,7 @@ class Driven:
         self.limits = TextLimits(**sizes)  # type: ignore[arg-type]
         half = TokenThresholds(version=7, by_stage=(0.5,) * (self.limits.stages - 1))
         self.scheduler = TextScheduler(
-            self.limits, policy or Refill(patience=1000), half, queue=queue
+            self.limits, policy or RefillPolicy(patience=1000), half, queue=queue
         )
         self.now_s = 0.0
         self.ends: dict[int, SequenceEnd] = {}
@@ -57,7 +57,7 @@ class Driven:
             self.versions[ended.sequence] = ended.thresholds
         return outcome
 
-    def next(self) -> PrefillStep | StageStep | None:
+    def next(self) -> PrefillStep | TokenStep | None:
         decision = self.scheduler.next(self.now_s)
         self.note(decision.outcome)
         return decision.step
@@ -69,18 +69,18 @@ class Driven:
         self.note(self.scheduler.prefilled(self.now_s))
         return step
 
-    def stage(self, *confidences: float, token: int = 1) -> StageStep:
+    def stage(self, *confidences: float, token: int = 1) -> TokenStep:
         step = self.next()
-        assert isinstance(step, StageStep)
+        assert isinstance(step, TokenStep)
         self.answer(step, *confidences, token=token)
         return step
 
-    def answer(self, step: StageStep, *confidences: float, token: int = 1) -> TextOutcome:
+    def answer(self, step: TokenStep, *confidences: float, token: int = 1) -> TextOutcome:
         said = list(confidences) or [SURE] * len(step.sequences)
         self.now_s += 1.0
         return self.note(self.scheduler.update([token] * len(said), said, self.now_s))
 
-    def fail(self, step: PrefillStep | StageStep) -> TextOutcome:
+    def fail(self, step: PrefillStep | TokenStep) -> TextOutcome:
         return self.note(self.scheduler.failed(step.sequences, self.now_s))
 
     def cancel(self, number: int) -> TextOutcome:
@@ -92,13 +92,13 @@ def test_prompts_run_apart_from_tokens_and_tokens_leave_by_confidence() -> None:
     driven.submit(0, 1, most=2)
     assert driven.prefill().sequences == (0, 1)
     first = driven.next()
-    assert first == StageStep(0, (0, 1), (0, 1))
-    assert isinstance(first, StageStep)
+    assert first == TokenStep(0, (0, 1), (0, 1))
+    assert isinstance(first, TokenStep)
     outcome = driven.answer(first, SURE, UNSURE, token=5)
     assert [(row.sequence, row.slot, row.token) for row in outcome.accepted] == [(0, 0, 5)]
     assert outcome.left_at == 0
     second = driven.next()
-    assert isinstance(second, StageStep)
+    assert isinstance(second, TokenStep)
     assert (second.stage, second.sequences) == (1, (1,))  # the deepest of equals
     outcome = driven.answer(second, UNSURE, token=6)  # all leave at the model's end
     assert outcome.left_at is None
@@ -205,7 +205,7 @@ def test_rows_take_turns() -> None:
 
 
 def test_a_token_does_not_wait_for_ever() -> None:
-    driven = Driven(Refill(patience=3), batch=2, slots=3)
+    driven = Driven(RefillPolicy(patience=3), batch=2, slots=3)
     driven.submit(0, 1, 2, most=30)
     driven.prefill(), driven.prefill()
     assert driven.stage(UNSURE, SURE).sequences == (0, 1)
@@ -215,7 +215,7 @@ def test_a_token_does_not_wait_for_ever() -> None:
 
 
 def test_a_near_deadline_goes_first() -> None:
-    driven = Driven(Refill(urgent_s=2.0), batch=2, slots=3)
+    driven = Driven(RefillPolicy(urgent_s=2.0), batch=2, slots=3)
     driven.submit(0, deadline_s=6.0, priority=1)
     driven.submit(1, 2)
     assert driven.prefill().sequences == (0, 1)
@@ -249,7 +249,7 @@ def test_what_is_cancelled_frees_its_slot_at_once_if_nothing_of_it_runs() -> Non
     driven.submit(0, 1, 2)
     driven.prefill(), driven.prefill()
     step = driven.next()
-    assert isinstance(step, StageStep)
+    assert isinstance(step, TokenStep)
     assert step.sequences == (0,)
     assert driven.cancel(1).closed == (1,)
     assert driven.cancel(0) == TextOutcome()  # it runs
@@ -269,14 +269,14 @@ def test_a_batch_that_failed_runs_again_alone_and_who_breaks_it_fails_alone() ->
     deep = driven.stage(SURE, token=6)
     assert (deep.stage, deep.sequences) == (1, (1,))
     step = driven.next()
-    assert isinstance(step, StageStep)
+    assert isinstance(step, TokenStep)
     assert (step.stage, step.sequences) == (0, (0, 1))
     assert driven.fail(step).closed == (0, 1)
     assert driven.scheduler.retried == 2
     assert driven.prefill().sequences == (0,)
     assert driven.prefill().sequences == (1,)
     again = driven.next()
-    assert isinstance(again, StageStep)
+    assert isinstance(again, TokenStep)
     assert again.sequences == (0,)
     replayed = driven.answer(again, UNSURE, token=9)
     assert replayed.left_at == 0  # as before, and with the token of then
@@ -287,7 +287,7 @@ def test_a_batch_that_failed_runs_again_alone_and_who_breaks_it_fails_alone() ->
     alone = driven.stage(token=7)
     assert (alone.stage, alone.sequences) == (0, (0,))
     broken = driven.next()
-    assert isinstance(broken, StageStep)
+    assert isinstance(broken, TokenStep)
     assert broken.sequences == (1,)
     driven.fail(broken)
     assert driven.ends == {1: SequenceEnd.FAILED}
@@ -321,7 +321,7 @@ def test_what_was_cancelled_in_a_step_that_fails_does_not_start_again() -> None:
     driven.submit(0)
     driven.prefill()
     step = driven.next()
-    assert isinstance(step, StageStep)
+    assert isinstance(step, TokenStep)
     driven.cancel(0)
     assert driven.fail(step).closed == (0,)
     assert driven.ends == {0: SequenceEnd.CANCELLED}
@@ -332,7 +332,7 @@ def test_a_token_that_runs_as_the_deadline_passes_is_given() -> None:
     driven.submit(0, 1, deadline_s=1.5)
     driven.prefill()
     step = driven.next()
-    assert isinstance(step, StageStep)
+    assert isinstance(step, TokenStep)
     driven.now_s = 2.0
     driven.submit(2)  # others are looked at in the meantime
     assert driven.ends == {}
@@ -344,7 +344,7 @@ def test_a_token_that_runs_as_the_deadline_passes_is_given() -> None:
 
 
 def test_together_waits_for_all_tokens_and_starts_when_all_have_ended() -> None:
-    driven = Driven(Together(), batch=3, slots=6, stages=3)
+    driven = Driven(TogetherPolicy(), batch=3, slots=6, stages=3)
     driven.submit(*range(5), most=2)
     assert driven.prefill().sequences == (0, 1, 2)
     steps = [
