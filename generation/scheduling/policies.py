@@ -1,7 +1,7 @@
 """Policies: which step goes first.
 
-``RefillPolicy`` keeps batches full across sequences, as E3 does with splits (E3 5.1.3); ``TogetherPolicy`` is
-what CALM's own batches would be, and the baseline that refilling is measured against.
+``RefillPolicy`` keeps batches full across sequences, as E3 does with splits (E3 5.1.3).
+``TogetherPolicy`` is what CALM's own batches would be, and the baseline for measurements.
 """
 
 from __future__ import annotations

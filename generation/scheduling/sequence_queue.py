@@ -52,5 +52,5 @@ class SequenceQueue:
         self._waiting[state.new.background].remove(state)
 
     def first(self) -> list[SequenceState]:
-        """Return the sequences that the next prefill is taken from, in order; background is last."""
+        """Return the sequences that the next prefill is taken from, in order."""
         return self._waiting[False] or self._waiting[True]

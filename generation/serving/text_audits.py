@@ -2,7 +2,8 @@
 
 They are drawn when a sequence is submitted, so that the draw does not depend on the answer. When
 such a sequence has ended by itself, the same scheduler generates the full model's answer, while no
-other sequence wants the slot. What could not be compared is counted: under full load audits get no slots.
+other sequence wants the slot. Audits that could not run are counted: under full load there are no
+slots for them.
 """
 
 from __future__ import annotations
