@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offramp.generation.scheduling.sequence_state import SequenceState
-from offramp.generation.scheduling.steps import TextLimits
+from offramp.generation.scheduling.steps import NEVER_S, TextLimits
 
 
 class WaitingGroup:
@@ -16,6 +16,8 @@ class WaitingGroup:
         self.stage = stage
         self._rows: dict[int, SequenceState] = {}
         """Sequences by slot, in the order in which they came."""
+        self._timed = self._background = 0
+        """Sequences with a deadline, and in the background: usually there are none."""
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -29,22 +31,26 @@ class WaitingGroup:
     @property
     def first_deadline_s(self) -> float:
         """The earliest deadline, maybe infinity."""
+        if not self._timed:
+            return NEVER_S
         return min(state.new.deadline_s for state in self._rows.values())
 
     @property
     def wanted(self) -> bool:
         """Whether somebody waits for any of them."""
-        return any(not state.new.background for state in self._rows.values())
+        return self._background < len(self._rows)
 
     def add(self, state: SequenceState) -> None:
         """Add a sequence."""
         assert state.slot is not None
         self._rows[state.slot] = state
+        self._count(state, 1)
 
     def remove(self, state: SequenceState) -> None:
         """Remove a sequence."""
         assert state.slot is not None
         del self._rows[state.slot]
+        self._count(state, -1)
 
     def most_urgent(self, limit: int) -> list[SequenceState]:
         """Return up to ``limit`` sequences: by priority, then those that have waited longest.
@@ -53,6 +59,10 @@ class WaitingGroup:
         """
         rows = list(self._rows.values())
         return rows if len(rows) <= limit else sorted(rows, key=_by_priority)[:limit]
+
+    def _count(self, state: SequenceState, more: int) -> None:
+        self._timed += more * (state.new.deadline_s != NEVER_S)
+        self._background += more * state.new.background
 
 
 class WaitingGroups:

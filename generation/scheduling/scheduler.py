@@ -66,6 +66,8 @@ class TextScheduler:
         """Free slots; the last is taken first."""
         self._held: dict[int, SequenceState] = {}
         """The sequence in each slot in use."""
+        self._held_background: dict[int, SequenceState] = {}
+        """Those of them that are in the background."""
         self._running: list[SequenceState] = []
         """The rows of the step that runs."""
         self._step = 0
@@ -259,6 +261,8 @@ class TextScheduler:
             self._queue.remove(state)
             state.slot = self._free.pop()
             self._held[state.slot] = state
+            if state.new.background:
+                self._held_background[state.slot] = state
             if state.thresholds is None:
                 state.thresholds = self._off if state.new.background else self._thresholds
         return PrefillStep(_numbers(rows), _slots(rows))
@@ -269,8 +273,7 @@ class TextScheduler:
 
     def _yielding(self) -> list[SequenceState]:
         """Return the background sequences in slots, those last that give way first."""
-        held = [state for state in self._held.values() if state.new.background]
-        return sorted(held, key=lambda state: -state.at)
+        return sorted(self._held_background.values(), key=lambda state: -state.at)
 
     def _take_running(self) -> list[SequenceState]:
         running, self._running = self._running, []
@@ -312,6 +315,7 @@ class TextScheduler:
         assert state.slot is not None
         self._groups.discard(state)
         del self._held[state.slot]
+        self._held_background.pop(state.slot, None)
         self._closed.append(state.slot)
         self._free.append(state.slot)
 
