@@ -120,10 +120,10 @@ class TextScheduler:
             NeverFitsError: It asks for no token, or its prompt leaves no room for one.
             TextQueueFullError: There is no room for it now.
         """
-        begin = self.limits.begin(new.prompt_tokens)
-        self._check(new, begin)
+        self._check(new)
         self._expire(now_s)
         key = self._queue.key(new, now_s)
+        begin = self.limits.begin(new.prompt_tokens)
         state = SequenceState(new, key, begin, room=self.limits.length - begin)
         self._sequences[new.number] = state
         self._queue.push(state)
@@ -209,7 +209,7 @@ class TextScheduler:
         self._expire(now_s)
         return self._report()
 
-    def _check(self, new: NewSequence, begin: int) -> None:
+    def _check(self, new: NewSequence) -> None:
         """Refuse what can never run."""
         if new.number in self._sequences:
             raise ValueError(f"sequence {new.number} is there already: numbers are never reused")
@@ -218,10 +218,11 @@ class TextScheduler:
                 f"a prompt of {new.prompt_tokens} tokens and an answer of at most "
                 f"{new.most_tokens}: both must be at least 1"
             )
-        if begin >= self.limits.length:
+        longest = self.limits.most_prompt_tokens
+        if new.prompt_tokens > longest:
             raise NeverFitsError(
-                f"a prompt of {new.prompt_tokens} tokens leaves no room for an answer: a slot has "
-                f"room for {self.limits.length} tokens, so send at most {self.limits.length - 1}"
+                f"a prompt of {new.prompt_tokens} tokens does not fit a slot of "
+                f"{self.limits.length} tokens: send at most {longest}"
             )
 
     def _choose(self, now_s: float) -> PrefillStep | TokenStep:

@@ -6,6 +6,7 @@ for one token of each of some sequences. All times are absolute seconds of one m
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -49,6 +50,8 @@ class TextLimits:
     """Most rows of a step."""
     ragged: bool = True
     """Whether sequences of different lengths may share a step."""
+    longest_prompt: int | None = None
+    """Tokens that a prompt may have; ``None`` if only the slot limits it."""
     prompt_in_slot: bool = True
     """Whether the prompt's tokens take room in the slot; an encoder-decoder's do not."""
 
@@ -62,6 +65,13 @@ class TextLimits:
     def rows(self) -> int:
         """Most rows that a step can have."""
         return min(self.batch, self.slots)
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Most tokens of a prompt; if it is in the slot, with room for one of the answer."""
+        limits = [] if self.longest_prompt is None else [self.longest_prompt]
+        limits += [self.length - 1] if self.prompt_in_slot else []
+        return min(limits, default=sys.maxsize)
 
     def begin(self, prompt_tokens: int) -> int:
         """Return the tokens that a slot holds before the answer's first."""

@@ -143,12 +143,14 @@ class GeneratingModel:
             length=backend.length,
             batch=options.batch,
             ragged=backend.ragged,
+            longest_prompt=backend.longest_prompt,
             prompt_in_slot=backend.prompt_in_slot,
         )
         self._scheduler = TextScheduler(limits, options.policy, thresholds, queue=options.queue)
         self._steps = StepLoop(backend, self._scheduler, self._publish, clock)
         self._thread = TextThread(self._steps, self._break)
         self._audits = TextAudits(options.audit_share, options.audit_seed)
+        self._vocabulary = backend.vocabulary
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._refusal: EngineError | None = None
@@ -197,7 +199,7 @@ class GeneratingModel:
         if self._refusal is not None:
             raise _alike(self._refusal)
         number = next(self._numbers)
-        stream = _Stream(_as_prompt(prompt), most_tokens, frozenset(stop), self._audits.draw())
+        stream = _Stream(self._as_prompt(prompt), most_tokens, frozenset(stop), self._audits.draw())
         new = NewSequence(
             number=number,
             prompt_tokens=len(stream.prompt),
@@ -268,6 +270,21 @@ class GeneratingModel:
     def _refuse(self, refusal: EngineError) -> None:
         """Take no more sequences; the first reason stays."""
         self._refusal = self._refusal or refusal
+
+    def _as_prompt(self, prompt: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a prompt as the backend takes it; BadInputError if it is none."""
+        array = np.asarray(prompt)
+        if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+            raise BadInputError(
+                f"a prompt must be whole numbers of shape [tokens], at least one; got "
+                f"{array.dtype} of shape {list(array.shape)}"
+            )
+        if array.min() < 0 or array.max() >= self._vocabulary:
+            raise BadInputError(
+                f"the prompt has tokens from {array.min()} to {array.max()}, expected 0 to "
+                f"{self._vocabulary - 1}: use the model's own tokenizer"
+            )
+        return array.astype(np.int64)
 
     def _submit(self, new: NewSequence, stream: _Stream) -> None:
         """Queue a sequence."""
@@ -360,14 +377,3 @@ class GeneratingModel:
 def _alike(error: EngineError) -> EngineError:
     """Return another error of a kind: one that is raised in many places gathers their traces."""
     return type(error)(str(error))
-
-
-def _as_prompt(prompt: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a prompt as a backend takes it; BadInputError if it is none."""
-    array = np.asarray(prompt)
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-        raise BadInputError(
-            f"a prompt must be whole numbers of shape [tokens], at least one; got {array.dtype} "
-            f"of shape {list(array.shape)}"
-        )
-    return array.astype(np.int64)

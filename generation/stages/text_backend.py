@@ -51,6 +51,10 @@ class TextBackend(Protocol):
     prompt_in_slot: bool
     """Whether the prompt takes room in the slot: a decoder's does, an encoder-decoder's does not.
     """
+    longest_prompt: int
+    """Tokens that a prompt may have; a decoder's must leave room for one of the answer."""
+    vocabulary: int
+    """Tokens are from 0 to below it."""
 
     def open(self, slot: int, inputs: NDArray[np.int64]) -> None:
         """Begin a sequence in a free slot with its prompt, int64[tokens], which runs later."""

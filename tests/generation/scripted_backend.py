@@ -46,6 +46,8 @@ class ScriptedTextBackend:
     length: int = 32
     ragged: bool = True
     prompt_in_slot: bool = True
+    longest_prompt: int = 64
+    vocabulary: int = VOCABULARY
     batch: int = 4
     """Rows that a call must not exceed."""
     propagates: bool = True

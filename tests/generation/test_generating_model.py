@@ -167,7 +167,9 @@ def test_a_deadline_ends_an_answer_after_some_tokens() -> None:
         ([], {}, r"at least one; got float64 of shape \[0\]"),
         ([[1, 2]], {}, r"of shape \[1, 2\]"),
         ([0.5], {}, "got float64"),
-        ([1] * 32, {}, "room for 32 tokens, so send at most 31"),
+        ([1] * 32, {}, "does not fit a slot of 32 tokens: send at most 31"),
+        ([1, 12], {}, "tokens from 1 to 12, expected 0 to 11"),
+        ([-1, 2], {}, "tokens from -1 to 2, expected 0 to 11"),
         ([1], {"most_tokens": 0}, "an answer of at most 0"),
     ],
 )

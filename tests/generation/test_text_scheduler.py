@@ -132,7 +132,9 @@ def test_an_answer_ends(more: dict[str, object], tokens: int, end: SequenceEnd) 
 
 
 def test_an_encoder_decoders_prompt_takes_no_room() -> None:
-    driven = Driven(prompt_in_slot=False, length=4)
+    driven = Driven(prompt_in_slot=False, length=4, longest_prompt=100)
+    with pytest.raises(NeverFitsError, match="a prompt of 101 tokens"):
+        driven.submit(0, prompt=101)
     driven.submit(0, prompt=100, most=9)
     driven.prefill()
     while driven.scheduler.sequences:
@@ -143,7 +145,7 @@ def test_an_encoder_decoders_prompt_takes_no_room() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"prompt": 32}, "room for 32 tokens, so send at most 31"),
+        ({"prompt": 32}, "does not fit a slot of 32 tokens: send at most 31"),
         ({"prompt": 0}, "a prompt of 0 tokens"),
         ({"most": 0}, "at most 0"),
     ],
