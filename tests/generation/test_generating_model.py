@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -371,3 +373,56 @@ def test_options_are_checked() -> None:
         GeneratingModel(ScriptedTextBackend(), THRESHOLDS, TextOptions(batch=0))
     with pytest.raises(ValueError, match="thresholds are for 2 stages"):
         GeneratingModel(ScriptedTextBackend(), TokenThresholds.off(2))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_of_callers_leaves_nothing_behind(seed: int) -> None:
+    """Threads really run side by side here: callers leave at any moment, and steps fail."""
+
+    async def test() -> None:
+        draw = random.Random(seed)
+        failing = random.Random(seed + 100)
+
+        def on_call(method: str, slots: Sequence[int]) -> None:
+            if failing.random() < 0.01:
+                raise BackendError("as scripted")
+
+        backend = ScriptedTextBackend(on_call=on_call)
+        options = TextOptions(batch=4, queue=40, audit_share=0.2)
+        ends: Counter[str] = Counter()
+
+        async def call(model: GeneratingModel, prompt: Tokens, leaves_after: int) -> None:
+            tokens: list[int] = []
+            stream = model.generate(prompt, most_tokens=12, priority=draw.randrange(3))
+            try:
+                async with aclosing(stream):
+                    async for token in stream:
+                        tokens.append(token.token)
+                        if len(tokens) == leaves_after:
+                            ends["left"] += 1
+                            break
+                    else:
+                        ends["whole"] += 1
+            except (BackendError, QueueFullError) as error:
+                ends[type(error).__name__] += 1
+            reference, _ = backend.reference(prompt, THRESHOLDS, 12, frozenset())
+            assert tuple(tokens) == reference[: len(tokens)]
+
+        async with GeneratingModel(backend, THRESHOLDS, options) as model:
+            calls = []
+            for prompt in prompts(300):
+                calls.append(asyncio.create_task(call(model, prompt, draw.choice([0, 0, 1, 5]))))
+                if draw.random() < 0.1:
+                    draw.choice(calls).cancel()
+                await asyncio.sleep(draw.choice([0.0, 0.0, 0.002]))
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            await until(lambda: model.statistics().open == 0 and not backend.opened)
+            statistics = model.statistics()
+        wrong = [r for r in results if r is not None and not isinstance(r, asyncio.CancelledError)]
+        assert wrong == []
+        assert min(ends["left"], ends["whole"]) > 20
+        assert (statistics.slots_in_use, statistics.queued) == (0, 0)
+        assert statistics.retried > 0
+        assert backend.closed
+
+    run(test())
