@@ -44,7 +44,17 @@ class TextBackend(Protocol):
     length: int
     """Tokens that a slot has room for, prompt and answer; of an encoder-decoder the answer's."""
     ragged: bool
-    """Whether sequences of different lengths may share a step; else only equal ones."""
+    """Whether sequences of different lengths may share a step; else only equal ones.
+
+    A length is what the slot holds: prompts of an encoder-decoder may differ in any case.
+    """
+    prompt_in_slot: bool
+    """Whether the prompt takes room in the slot: a decoder's does, an encoder-decoder's does not.
+    """
+    longest_prompt: int
+    """Tokens that a prompt may have; a decoder's must leave room for one of the answer."""
+    vocabulary: int
+    """Tokens are from 0 to below it."""
 
     def open(self, slot: int, inputs: NDArray[np.int64]) -> None:
         """Begin a sequence in a free slot with its prompt, int64[tokens], which runs later."""

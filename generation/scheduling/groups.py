@@ -1,0 +1,127 @@
+"""Groups of sequences that wait at a stage and may share a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offramp.generation.scheduling.sequence_state import SequenceState
+from offramp.generation.scheduling.steps import NEVER_S, TextLimits
+
+
+class WaitingGroup:
+    """Sequences that wait at one stage, and any of which may share a step."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self._rows: dict[int, SequenceState] = {}
+        """Sequences by slot, in the order in which they came."""
+        self._timed = self._background = 0
+        """Sequences with a deadline, and in the background: usually there are none."""
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self._rows)
+
+    @property
+    def since(self) -> int:
+        """The step after which the first of them began to wait."""
+        return next(iter(self._rows.values())).since
+
+    @property
+    def first_deadline_s(self) -> float:
+        """The earliest deadline, maybe infinity."""
+        if not self._timed:
+            return NEVER_S
+        return min(state.new.deadline_s for state in self._rows.values())
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for any of them."""
+        return self._background < len(self._rows)
+
+    def add(self, state: SequenceState) -> None:
+        """Add a sequence."""
+        assert state.slot is not None
+        self._rows[state.slot] = state
+        self._count(state, 1)
+
+    def remove(self, state: SequenceState) -> None:
+        """Remove a sequence."""
+        assert state.slot is not None
+        del self._rows[state.slot]
+        self._count(state, -1)
+
+    def most_urgent(self, limit: int) -> list[SequenceState]:
+        """Return up to ``limit`` sequences: by priority, then those that have waited longest.
+
+        So tokens come evenly to all; deadlines count where they are near, which policies see to.
+        """
+        rows = list(self._rows.values())
+        return rows if len(rows) <= limit else sorted(rows, key=_by_priority)[:limit]
+
+    def _count(self, state: SequenceState, more: int) -> None:
+        self._timed += more * (state.new.deadline_s != NEVER_S)
+        self._background += more * state.new.background
+
+
+class WaitingGroups:
+    """All sequences in slots that wait for a stage, in groups.
+
+    Where the backend is not ragged, the sequences of a group have equal lengths. A sequence that
+    has to run alone is a group.
+    """
+
+    def __init__(self, limits: TextLimits) -> None:
+        self._limits = limits
+        self._groups: dict[tuple[int, int, int], WaitingGroup] = {}
+        """Groups by stage, length, and slot of a sequence that runs alone; none is empty."""
+
+    def add(self, state: SequenceState, step: int) -> None:
+        """Add a sequence that waits at its stage since a step of this number."""
+        alone = state.slot if state.alone else None
+        length = 0 if self._limits.ragged else state.length
+        key = (state.stage, length, -1 if alone is None else alone)
+        state.since, state.group = step, key
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = WaitingGroup(state.stage)
+        group.add(state)
+
+    def discard(self, state: SequenceState) -> None:
+        """Remove a sequence, if it waits."""
+        if state.group is None:
+            return
+        group = self._groups[state.group]
+        group.remove(state)
+        if not len(group):
+            del self._groups[state.group]
+        state.group = None
+
+    def candidates(self, *, wanted: bool) -> Sequence[WaitingGroup]:
+        """Return the groups that may run: only those that somebody waits for, if there are any.
+
+        ``wanted`` if somebody waits for a sequence in the queue.
+        """
+        groups = list(self._groups.values())
+        chosen = [group for group in groups if group.wanted]
+        return chosen if chosen or wanted else groups
+
+
+def _by_priority(state: SequenceState) -> tuple[bool, int]:
+    return (state.new.background, -state.new.priority)
+
+
+class WaitingText(NamedTuple):
+    """The steps that a policy chooses from."""
+
+    groups: Sequence[WaitingGroup]
+    """Groups that may run, in no order; none is empty."""
+    startable: int
+    """Sequences that may be given a slot now."""
+    holding: int
+    """Sequences in slots that do not give way to those."""
+    rows: int
+    """Most rows of a step."""
+    step: int
+    """Number of the last step."""

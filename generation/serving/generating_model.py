@@ -1,0 +1,379 @@
+"""The asyncio face of a generating model: streams of tokens, audits, statistics, drain and close.
+
+::
+
+    async with GeneratingModel(backend, thresholds) as model:
+        async for token in model.generate(prompt, most_tokens=64, stop=[1]):
+            print(token.token, token.stage, token.confidence)
+
+All methods are called from the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.common.errors import (
+    BackendError,
+    BadInputError,
+    DeadlineExceededError,
+    DrainingError,
+    EngineError,
+    QueueFullError,
+)
+from offramp.generation.scheduling import (
+    EndedSequence,
+    NeverFitsError,
+    NewSequence,
+    RefillPolicy,
+    SequenceEnd,
+    StepPolicy,
+    TextCounts,
+    TextLimits,
+    TextOutcome,
+    TextQueueFullError,
+    TextScheduler,
+    TokenThresholds,
+)
+from offramp.generation.serving.step_loop import StepLoop
+from offramp.generation.serving.text_audits import TextAuditCounts, TextAudits
+from offramp.generation.serving.text_thread import TextThread
+from offramp.generation.stages.text_backend import TextBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """Options of serving a generating model."""
+
+    batch: int = 16
+    """Most rows of a step."""
+    queue: int = 1024
+    """Most sequences that wait for a slot."""
+    policy: StepPolicy = field(default_factory=RefillPolicy)
+    audit_share: float = 0.0
+    """Share of the answers that are compared with the full model's, 0 to 1."""
+    audit_seed: int | None = None
+    """Seed of the draw of audits; ``None`` is any."""
+
+    def __post_init__(self) -> None:
+        """Check the share; the others are checked where they are used."""
+        if not 0.0 <= self.audit_share <= 1.0:
+            raise ValueError(f"audit_share must be from 0 to 1, got {self.audit_share}")
+
+
+class Token(NamedTuple):
+    """A token of an answer."""
+
+    token: int
+    """Number of the token in the vocabulary."""
+    stage: int
+    """The stage that gave it."""
+    confidence: float
+    """Confidence of that stage's exit, 0 to 1; 1 at the model's end."""
+    end: SequenceEnd | None = None
+    """The reason why the answer ends with this token, if it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextStatistics:
+    """A snapshot of a generating model."""
+
+    counts: TextCounts
+    audits: TextAuditCounts
+    open: int
+    """Sequences that have not ended, audits included."""
+    queued: int
+    """Sequences that wait for a slot."""
+    slots: int
+    slots_in_use: int
+    retried: int
+    """Sequences that started again after a failure."""
+    yielded: int
+    """Times that an audit gave its slot to a sequence that somebody waits for."""
+    thresholds: int
+    """Version of the thresholds that sequences begin under now."""
+    backend: dict[str, Any]
+    """The backend's own counts, of at most a second ago while it runs."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A sequence that somebody waits for."""
+
+    prompt: NDArray[np.int64]
+    most_tokens: int
+    stop: frozenset[int]
+    audited: bool
+    arrived: asyncio.Queue[Token | EngineError] = field(default_factory=asyncio.Queue)
+    """Bounded by the answer's length; the last token, or an error, is the last."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens that were given, if the sequence is audited."""
+
+
+class GeneratingModel:
+    """Generates text for many callers at once, with one thread that runs the backend.
+
+    The backend is owned: :meth:`close` closes it, in that thread.
+    """
+
+    def __init__(
+        self,
+        backend: TextBackend,
+        thresholds: TokenThresholds,
+        options: TextOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin with ``async with``, or :meth:`open`.
+
+        ValueError if the thresholds are for another number of stages.
+        """
+        options = options or TextOptions()
+        limits = TextLimits(
+            stages=backend.stages,
+            slots=backend.slots,
+            length=backend.length,
+            batch=options.batch,
+            ragged=backend.ragged,
+            longest_prompt=backend.longest_prompt,
+            prompt_in_slot=backend.prompt_in_slot,
+        )
+        self._scheduler = TextScheduler(limits, options.policy, thresholds, queue=options.queue)
+        self._steps = StepLoop(backend, self._scheduler, self._publish, clock)
+        self._thread = TextThread(self._steps, self._break)
+        self._audits = TextAudits(options.audit_share, options.audit_seed)
+        self._vocabulary = backend.vocabulary
+        self._numbers = itertools.count()
+        self._streams: dict[int, _Stream] = {}
+        self._refusal: EngineError | None = None
+        """The error for new sequences, if no more are taken."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        """Set while no stream is open."""
+        self._idle.set()
+
+    async def open(self) -> Self:
+        """Start the thread; once."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: Sequence[int] | NDArray[np.int64],
+        *,
+        most_tokens: int,
+        stop: Iterable[int] = (),
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Token, None]:
+        """Yield the answer to a prompt, int64[tokens], token by token.
+
+        The sequence is submitted when the first token is asked for. Closing the iterator cancels
+        it. A stop token is yielded and ends the answer. The deadline is absolute on
+        ``time.monotonic()`` and of the whole answer. A higher priority starts first.
+
+        Raises:
+            BadInputError: The prompt or ``most_tokens`` can never be served.
+            QueueFullError: Too many sequences wait.
+            DeadlineExceededError: The deadline passed; the tokens up to then were yielded.
+            BackendError: The model failed on it twice.
+            DrainingError: The model takes no new sequences, or was closed amid this one.
+        """
+        if self._loop is None:
+            raise RuntimeError("the model is not open: use it in `async with`, or await open()")
+        if self._refusal is not None:
+            raise _alike(self._refusal)
+        number = next(self._numbers)
+        stream = _Stream(self._as_prompt(prompt), most_tokens, frozenset(stop), self._audits.draw())
+        new = NewSequence(
+            number=number,
+            prompt_tokens=len(stream.prompt),
+            most_tokens=most_tokens,
+            stop=stream.stop,
+            deadline_s=float("inf") if deadline_s is None else deadline_s,
+            priority=priority,
+        )
+        self._submit(new, stream)
+        token = None
+        try:
+            while token is None or token.end is None:
+                arrived = await stream.arrived.get()
+                if isinstance(arrived, EngineError):
+                    raise arrived
+                token = arrived
+                yield token
+        finally:
+            if number in self._streams:
+                self._steps.cancel(number)
+
+    def swap(self, thresholds: TokenThresholds) -> None:
+        """Use other thresholds for sequences that begin from now on."""
+        with self._steps.changed:
+            self._scheduler.swap(thresholds)
+
+    def statistics(self) -> TextStatistics:
+        """Return a snapshot."""
+        with self._steps.changed:
+            scheduler = self._scheduler
+            return TextStatistics(
+                counts=self._steps.counter.counts(),
+                audits=self._audits.counts(),
+                open=scheduler.sequences,
+                queued=scheduler.queued,
+                slots=scheduler.limits.slots,
+                slots_in_use=scheduler.slots_in_use,
+                retried=scheduler.retried,
+                yielded=scheduler.yielded,
+                thresholds=scheduler.thresholds.version,
+                backend=self._steps.backend_statistics,
+            )
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new sequences, finish those that are open; ``False`` if some did not in time.
+
+        Audits are not waited for.
+        """
+        self._refuse(DrainingError("the model is draining and takes no new sequences"))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop the thread and close the backend; unfinished sequences fail."""
+        closed = DrainingError("the model was closed")
+        self._refuse(closed)
+        if self._thread.ident is not None:
+            self._thread.stop()
+            await asyncio.to_thread(self._thread.join)
+        else:
+            self._steps.close()
+        self._fail_streams(closed)
+
+    def _refuse(self, refusal: EngineError) -> None:
+        """Take no more sequences; the first reason stays."""
+        self._refusal = self._refusal or refusal
+
+    def _as_prompt(self, prompt: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a prompt as the backend takes it; BadInputError if it is none."""
+        array = np.asarray(prompt)
+        if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+            raise BadInputError(
+                f"a prompt must be whole numbers of shape [tokens], at least one; got "
+                f"{array.dtype} of shape {list(array.shape)}"
+            )
+        if array.min() < 0 or array.max() >= self._vocabulary:
+            raise BadInputError(
+                f"the prompt has tokens from {array.min()} to {array.max()}, expected 0 to "
+                f"{self._vocabulary - 1}: use the model's own tokenizer"
+            )
+        return array.astype(np.int64)
+
+    def _submit(self, new: NewSequence, stream: _Stream) -> None:
+        """Queue a sequence."""
+        self._streams[new.number] = stream
+        self._idle.clear()
+        try:
+            self._steps.submit(new, stream.prompt)
+        except (NeverFitsError, TextQueueFullError) as error:
+            self._forget(new.number)
+            kind = BadInputError if isinstance(error, NeverFitsError) else QueueFullError
+            raise kind(str(error)) from error
+
+    def _publish(self, outcome: TextOutcome, error: EngineError | None) -> None:
+        """Pass an outcome to the event loop; called in any thread, in order."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._deliver, outcome, error)
+
+    def _break(self, error: EngineError) -> None:
+        """Fail all streams; called in the backend's thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._refuse, error)
+        self._loop.call_soon_threadsafe(self._fail_streams, error)
+
+    def _deliver(self, outcome: TextOutcome, error: EngineError | None) -> None:
+        """Hand tokens to streams and audits, and end those that ended."""
+        ends = {ended.sequence: ended.end for ended in outcome.ended}
+        for given in outcome.given:
+            if given.background:
+                self._audits.given(given.sequence, given.token)
+            elif (stream := self._streams.get(given.sequence)) is not None:
+                end = ends.get(given.sequence)
+                whole = end if end is not None and end.is_whole else None
+                stream.arrived.put_nowait(Token(given.token, given.stage, given.confidence, whole))
+                if stream.audited:
+                    stream.tokens.append(given.token)
+        for ended in outcome.ended:
+            if ended.background:
+                self._audits.ended(ended.sequence, whole=ended.end.is_whole)
+            else:
+                self._end(ended, error)
+
+    def _end(self, ended: EndedSequence, error: EngineError | None) -> None:
+        """End a stream."""
+        stream = self._forget(ended.sequence)
+        if stream is None:
+            return
+        if ended.end is SequenceEnd.EXPIRED:
+            late = f"the deadline passed after {ended.tokens} tokens"
+            stream.arrived.put_nowait(DeadlineExceededError(late))
+        elif ended.end is SequenceEnd.FAILED:
+            failure = BackendError(f"the model failed on this sequence twice: {error}")
+            failure.__cause__ = error
+            stream.arrived.put_nowait(failure)
+        elif ended.end.is_whole and stream.audited:
+            self._audit(stream)
+
+    def _audit(self, stream: _Stream) -> None:
+        """Submit an audit of an answer."""
+        if self._refusal is not None:
+            self._audits.skipped()
+            return
+        new = NewSequence(
+            number=next(self._numbers),
+            prompt_tokens=len(stream.prompt),
+            most_tokens=stream.most_tokens,
+            stop=stream.stop,
+            background=True,
+        )
+        self._audits.begin(new.number, tuple(stream.tokens))
+        try:
+            self._steps.submit(new, stream.prompt)
+        except TextQueueFullError:
+            self._audits.refused(new.number)
+
+    def _forget(self, number: int) -> _Stream | None:
+        """Take a stream off the open ones."""
+        stream = self._streams.pop(number, None)
+        if not self._streams:
+            self._idle.set()
+        return stream
+
+    def _fail_streams(self, error: EngineError) -> None:
+        """Fail all open streams."""
+        for number in list(self._streams):
+            stream = self._forget(number)
+            if stream is not None:
+                stream.arrived.put_nowait(_alike(error))
+
+
+def _alike(error: EngineError) -> EngineError:
+    """Return another error of a kind: one that is raised in many places gathers their traces."""
+    return type(error)(str(error))
