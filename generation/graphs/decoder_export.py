@@ -140,6 +140,8 @@ def decoder_of(source: onnx.ModelProto, name: str) -> DecoderExport:
     source_mask = _first(inputs, ("encoder_attention_mask", *_SELF_MASKS[1:])) if crosses else ""
     positions = _first(inputs, _SELF_POSITIONS)
     known = {ids, mask, positions, source_mask, SOURCE_STATES, *caches.values()}
+    if crosses and not source_mask:
+        raise ModelError(f"{name}: no input 'encoder_attention_mask'; {HOW_TO_EXPORT}")
     foreign = [n for n in inputs if n not in known]
     if foreign:
         raise ModelError(
@@ -187,8 +189,8 @@ def _caches(inputs: Sequence[str] | Mapping[str, object], name: str) -> _Caches:
                 if (number, side, kind) not in found:
                     told_side = f".{side}" if len(sides) > 1 else ""
                     raise ModelError(
-                        f"{name}: no input past_key_values.{number}{told_side}.{kind}, though other "
-                        f"layers have theirs; {HOW_TO_EXPORT}"
+                        f"{name}: no input past_key_values.{number}{told_side}.{kind}, though "
+                        f"other layers have theirs; {HOW_TO_EXPORT}"
                     )
     return found
 
@@ -315,6 +317,7 @@ def _required(inputs: Mapping[str, object], names: Sequence[str], file: str) -> 
 
 def _fixed(sizes: TensorSizes, tensor: str, axis: int, what: str) -> int:
     found = sizes.of(tensor)
-    if found is None or len(found) <= axis or not isinstance(found[axis], int):
+    size = None if found is None or len(found) <= axis else found[axis]
+    if not isinstance(size, int):
         raise ModelError(f"{what} cannot be read off {tensor!r}, which is of shape {found}")
-    return int(found[axis])
+    return size

@@ -9,7 +9,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from offramp.compiler.graphs.graph import default_opset
-from offramp.generation.bundle.tensor_names import CONFIDENCE, LOGITS, TOKEN
+from offramp.generation.bundle.tensor_names import ANSWER, CONFIDENCE, LOGITS
 from offramp.generation.bundle.text_model import TextCriterion
 
 
@@ -23,7 +23,7 @@ def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelPr
     nodes = _Nodes(head)
     float32 = nodes.add("Cast", [LOGITS], "head/logits", to=onnx.TensorProto.FLOAT)
     last = nodes.add("Squeeze", [float32, nodes.integers("head/one", [1])], "head/last")
-    nodes.add("ArgMax", [last], TOKEN, axis=-1, keepdims=0)
+    nodes.add("ArgMax", [last], ANSWER, axis=-1, keepdims=0)
     nodes.node("TopK", [last, nodes.integers("head/two", [2])], ["head/top", "head/places"])
     first = nodes.add(
         "Slice",
@@ -43,7 +43,7 @@ def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelPr
     del head.graph.output[:]
     head.graph.output.extend(
         [
-            helper.make_tensor_value_info(TOKEN, onnx.TensorProto.INT64, ["batch"]),
+            helper.make_tensor_value_info(ANSWER, onnx.TensorProto.INT64, ["batch"]),
             helper.make_tensor_value_info(CONFIDENCE, onnx.TensorProto.FLOAT, ["batch"]),
         ]
     )

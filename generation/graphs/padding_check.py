@@ -98,7 +98,7 @@ def _feeds(export: DecoderExport, *, tokens: int) -> dict[str, NDArray[Any]]:
             width = info.type.tensor_type.shape.dim[2].dim_value
             feeds[info.name] = rng.standard_normal((1, _SOURCE, width)).astype(np.float32)
     for layer in export.layers:
-        sizes = {name: (layer.cache.heads, _PAST, layer.cache.size) for name in layer.past.values()}
+        sizes = dict.fromkeys(layer.past.values(), (layer.cache.heads, _PAST, layer.cache.size))
         cross = (layer.cache.cross_heads, _SOURCE, layer.cache.cross_size)
         sizes |= dict.fromkeys(layer.cross.values(), cross)
         for name, size in sizes.items():

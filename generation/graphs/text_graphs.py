@@ -15,7 +15,7 @@ from typing import Final
 import onnx
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.graphs.graph import serialised
+from offramp.compiler.graphs.graph import Operator, serialised
 from offramp.generation.bundle.tensor_names import (
     KINDS,
     LOGITS,
@@ -199,7 +199,8 @@ def propagation_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
     Each layer reads the state as if the ones before it had left it unchanged (CALM 3.3).
     """
     export, borders = cut.export, cut.borders
-    outputs, operators = {}, {}
+    outputs: dict[str, str] = {}
+    operators: dict[int, Operator] = {}
     for number in range(start, end):
         new = export.layers[number].new
         outputs |= {new[kind]: new_name(number, kind) for kind in KINDS}
