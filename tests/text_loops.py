@@ -12,6 +12,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.generation.stages.text_backend import TextBackend
+from tests.text_models import START
 
 Leaves = Callable[[int, int, int, float], bool]
 """Whether a token leaves: of a sequence's number, its number in the answer, stage, confidence."""
@@ -20,7 +21,7 @@ Leaves = Callable[[int, int, int, float], bool]
 class PlainModel:
     """An export as it is, in ONNX Runtime, one sequence at a time and nothing padded."""
 
-    def __init__(self, path: Path, *, start: int) -> None:
+    def __init__(self, path: Path, start: int = START) -> None:
         self.encodes, self.start = path.is_dir(), start
         decoder = path / "decoder_with_past_model.onnx" if self.encodes else path
         self._decoder = _session(decoder)
@@ -83,7 +84,9 @@ class PlainModel:
 
 
 def _session(path: Path) -> Any:
-    return ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 @dataclass(slots=True)

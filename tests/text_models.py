@@ -7,6 +7,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,19 +238,52 @@ def _export_encoder_decoder(
 
 
 @functools.cache
-def exported(
-    *, encodes: bool = False, mask: bool = True, positions: bool = True, tokens: int | None = None,
-    post_norm: bool = False,
-) -> dict[str, bytes]:  # fmt: skip
-    """Export a model; its files by name. ``tokens`` 1 fixes one token a step, as optimum does."""
+def made(*, encodes: bool = False, post_norm: bool = False) -> SmallText:
+    """Make a model of random weights, the same ones each time."""
     torch.manual_seed(3)
     model = SmallText(encodes=encodes, post_norm=post_norm)
     for name, weights in model.named_parameters():
         # As they are made, all tokens would be nearly as likely.
         if "norm" not in name:
             torch.nn.init.normal_(weights, std=0.4)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    return model.eval()
+
+
+@torch.no_grad()
+def propagated(prompt: NDArray[np.int64], answer: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """The decoder in torch, with state propagation: the next token of each token that runs.
+
+    ``ends`` are the layers that each token runs through, ``answer`` what was taken for its answer.
+    """
+    model = made()
+    pairs: list[Pair | None] = [None] * LAYERS
+    told = []
+    fed = [*prompt.tolist(), *answer[:-1]]
+    depths = [LAYERS] * (len(prompt) - 1) + list(ends)
+    for place, (token, end) in enumerate(zip(fed, depths, strict=True)):
+        x = model.embed(torch.tensor([[token]]), torch.tensor([[place]]))
+        for n, layer in enumerate(model.layers):
+            past = pairs[n]
+            if n < end:
+                x, pairs[n] = layer(x, past, torch.zeros(1), None, None)
+                continue
+            new = layer.attention.of(layer.before(x, 0))  # type: ignore[union-attr, operator]
+            pairs[n] = (
+                new if past is None else tuple(map(torch.cat, zip(past, new, strict=True), (2, 2)))
+            )  # type: ignore[assignment, arg-type]
+        told.append(int(functional.linear(model.norm(x), model.words.weight)[0, 0].argmax()))
+    return told[len(prompt) - 1 :]
+
+
+@functools.cache
+def exported(
+    *, encodes: bool = False, mask: bool = True, positions: bool = True, tokens: int | None = None,
+    post_norm: bool = False,
+) -> dict[str, bytes]:  # fmt: skip
+    """Export a model; its files by name. ``tokens`` 1 fixes one token a step, as optimum does."""
+    model = made(encodes=encodes, post_norm=post_norm)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         if encodes:
             _export_encoder_decoder(model, folder, mask=mask, positions=positions, tokens=tokens)
         else:
@@ -264,24 +298,30 @@ def write(files: dict[str, bytes], folder: Path) -> Path:
     return folder / "model.onnx" if "model.onnx" in files else folder
 
 
-def graphs_of(
+def cut_at(
     path: Path,
     layers: Sequence[int] = (1, 3),
     *,
-    threshold: float = 0.5,
-    skipped: SkippedLayers = "propagation",
     criterion: TextCriterion = "softmax margin",
     adapters: Sequence[onnx.ModelProto | None] = (),
 ) -> TextGraphs:
     """Cut an export, with exits behind some layers."""
     given = list(adapters) or [None] * len(layers)
     exits = [
-        TextExit(layer=layer, threshold=threshold, adapter=adapter)
+        TextExit(layer=layer, threshold=0.5, adapter=adapter)
         for layer, adapter in zip(layers, given, strict=True)
     ]
-    return cut_export(
-        read_export(path), exits, skipped=skipped, criterion=criterion, start_token=START
-    )
+    return cut_export(read_export(path), exits, criterion=criterion, start_token=START)
+
+
+@functools.cache
+def graphs_of(*, skipped: SkippedLayers = "propagation", **made_with: Any) -> TextGraphs:
+    """Cut an export behind layers 1 and 3."""
+    if skipped != "propagation":
+        graphs = graphs_of(**made_with)
+        return replace(graphs, model=replace(graphs.model, skipped=skipped))
+    with tempfile.TemporaryDirectory() as name:
+        return cut_at(write(exported(**made_with), Path(name)))
 
 
 def backend_of(graphs: TextGraphs, *, slots: int = 8, length: int = PLACES) -> OnnxTextBackend:
