@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from offramp.bundle import NEVER
+from offramp.bundle.schema.serde import check_numbers
+
 TextKind: TypeAlias = Literal["decoder", "encoder-decoder"]
 SkippedLayers: TypeAlias = Literal["propagation", "catch-up"]
 """How layers that a token skips get its keys and values: made of the exit's state at once
@@ -27,8 +30,8 @@ class LayerCache:
     cross_size: int = 0
 
     def __post_init__(self) -> None:
-        if self.heads < 1 or self.size < 1 or self.cross_heads < 0 or self.cross_size < 0:
-            raise ValueError(f"a cache needs at least one head of size 1, this is {self}")
+        check_numbers(self, "heads", "size", least=1)
+        check_numbers(self, "cross_heads", "cross_size", least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,15 @@ class TextStage:
     file: str
     """Graph of its layers: state, or tokens in the first stage, to the next state."""
     threshold: float | None = None
-    """Least confidence that a token leaves with; ``None`` at the model's end."""
+    """Least confidence that a token leaves with; above 1 none does, ``None`` at the end."""
     adapter: str = ""
     """Graph from the state to what the head reads in its place; empty if it reads the state."""
     propagation: str = ""
     """Graph from the state to the keys and values of all later layers; empty if there is none."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "end", least=1)
+        check_numbers(self, "threshold", least=0, most=NEVER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +80,7 @@ class TextModel:
     """Tokens that end an answer."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "width", "vocabulary", least=1)
         ends = [stage.end for stage in self.stages]
         if not ends or ends != sorted(set(ends)) or ends[0] < 1 or ends[-1] != len(self.layers):
             raise ValueError(

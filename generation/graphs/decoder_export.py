@@ -32,6 +32,7 @@ from offramp.generation.bundle.tensor_names import (
 )
 from offramp.generation.bundle.text_model import LayerCache
 from offramp.generation.graphs.sizes import TensorSizes, measure
+from offramp.generation.graphs.tied_weights import tie
 
 SOURCE_STATES: Final = "encoder_hidden_states"
 """Input with the encoder's output, [batch, source, width], where a decoder reads it itself."""
@@ -132,6 +133,7 @@ def decoder_of(source: onnx.ModelProto, name: str) -> DecoderExport:
     """Look at a decoder's graph; ``name`` is that of its file, for messages."""
     check_no_fused_cache(source)
     proto = hoisted(inliner.inline_local_functions(source) if source.functions else source)
+    tie(proto)
     inputs = {info.name: info for info in proto.graph.input}
     caches = _caches(inputs, name)
     crosses = any(side == "encoder" for _, side, _ in caches)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from offramp.engine.backends.host import LoadedGraph
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.external_weights import is_text
+from offramp.generation.bundle.generating_bundle import GeneratingBundle
 from offramp.generation.bundle.tensor_names import (
     ANSWER,
     CONFIDENCE,
@@ -105,6 +107,29 @@ class OnnxTextBackend:
         self._prompts: dict[int, IntArray] = {}
         self._counts = dict.fromkeys(("prefilled", "propagated", "caught_up", "padding"), 0)
         self._run_rows = [0] * self.stages
+
+    @classmethod
+    def of(
+        cls,
+        bundle: GeneratingBundle,
+        *,
+        slots: int,
+        length: int,
+        source_length: int = 0,
+        threads: int = 1,
+    ) -> Self:
+        """Load a bundle, of which sessions map the weights; as :meth:`__init__` otherwise."""
+        folder = bundle.weight_folder()
+        named = folder is not None and is_text(folder)
+        return cls(
+            bundle.model,
+            bundle.graph if named else bundle.whole_graph,
+            slots=slots,
+            length=length,
+            source_length=source_length,
+            threads=threads,
+            weights=folder if named else None,
+        )
 
     def open(self, slot: int, inputs: NDArray[np.int64]) -> None:
         """Begin a sequence in a free slot; BackendError if its prompt cannot fit or is none."""
