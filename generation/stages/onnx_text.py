@@ -64,14 +64,16 @@ class OnnxTextBackend:
         name. ``length`` are tokens of prompt and answer, of an encoder-decoder those of the answer,
         and ``source_length`` those of its prompt. BackendError if a graph cannot be loaded.
         """
-        if slots < 1 or length < 1 or (model.encoder and source_length < 1):
+        if slots < 1 or length < 2 or (model.encoder and source_length < 1):
             raise BackendError(
                 f"{slots} slots of {length} tokens and prompts of {source_length} were asked for, "
-                "expected at least 1 of each (prompts of an encoder-decoder only)"
+                "expected at least 1 slot of 2 tokens, and prompts of 1 for an encoder-decoder"
             )
         self.model = model
         self.stages, self.slots, self.length = len(model.stages), slots, length
-        self.source_length = source_length
+        self.prompt_in_slot = not model.encoder
+        self.longest_prompt = source_length if model.encoder else length - 1
+        self.vocabulary = model.vocabulary
         self.ragged = model.ragged
         self._start = 0 if model.start_token is None else model.start_token
         self._catches_up = model.skipped == "catch-up"
@@ -134,16 +136,15 @@ class OnnxTextBackend:
     def open(self, slot: int, inputs: NDArray[np.int64]) -> None:
         """Begin a sequence in a free slot; BackendError if its prompt cannot fit or is none."""
         prompt = np.asarray(inputs, np.int64)
-        room = self.source_length if self._encoder else self.length
-        if prompt.ndim != 1 or not 1 <= len(prompt) <= room:
+        if prompt.ndim != 1 or not 1 <= len(prompt) <= self.longest_prompt:
             raise BackendError(
-                f"the prompt has shape {list(prompt.shape)}, expected 1 to {room} tokens: shorten "
-                "it, or serve with longer slots"
+                f"the prompt has shape {list(prompt.shape)}, expected 1 to {self.longest_prompt} "
+                "tokens: shorten it, or serve with longer slots"
             )
-        if prompt.min() < 0 or prompt.max() >= self.model.vocabulary:
+        if prompt.min() < 0 or prompt.max() >= self.vocabulary:
             raise BackendError(
                 f"the prompt has tokens from {prompt.min()} to {prompt.max()}, expected 0 to "
-                f"{self.model.vocabulary - 1}"
+                f"{self.vocabulary - 1}"
             )
         if self._place[slot] != _CLOSED:
             raise BackendError(f"slot {slot} is not free; close it first")
