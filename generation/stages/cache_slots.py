@@ -60,12 +60,8 @@ class CacheSlots:
 
         What is beyond a slot's filled length is 0, or what a later position was.
         """
-        held = self._held[layer][kind]
-        first = int(slots[0])
-        if np.array_equal(slots, np.arange(first, first + len(slots))):
-            return np.ascontiguousarray(held[first : first + len(slots), :, :longest])
         # Whole slots would be copied by held[slots] first, however short the sequences are.
-        return held[slots, :, :longest]
+        return self._held[layer][kind][slots, :, :longest]
 
     def write(self, layer: int, kind: CacheKind, span: Span, new: FloatArray) -> None:
         """Write new positions [n, heads, tokens, size], of each slot as many as the span has."""
