@@ -48,6 +48,13 @@ class PlainModel:
             told.append(int(logits.argmax()))
         return told
 
+    def cache_behind(self, prompt: NDArray[np.int64], answer: Sequence[int]) -> dict[str, Any]:
+        """Keys and values of a prompt and the tokens of an answer, by the names of inputs."""
+        cache, _ = self._begin(prompt)
+        for token in answer:
+            cache, _ = self.step(cache, token)
+        return cache
+
     def step(self, cache: dict[str, Any], token: int) -> tuple[dict[str, Any], NDArray[Any]]:
         return self._run(self._decoder, cache, np.array([[token]]))
 

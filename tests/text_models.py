@@ -153,7 +153,7 @@ class _Flat(nn.Module):
         positions = given.pop(0) if self.positions else None
         if self.kind == "first":
             states = given.pop(0)
-            prompt = [layer.cross.of(states) for layer in self.model.layers]  # type: ignore[union-attr, operator]
+            prompt = [layer.cross.of(states) for layer in self.model.layers]
             logits, pairs = self.model.decode(ids, mask, positions, None, prompt, prompt_mask)
             both = zip(pairs, prompt, strict=True)
             return (logits, *(t for pair, cross in both for t in (*pair, *cross)))
@@ -267,10 +267,10 @@ def propagated(prompt: NDArray[np.int64], answer: Sequence[int], ends: Sequence[
             if n < end:
                 x, pairs[n] = layer(x, past, torch.zeros(1), None, None)
                 continue
-            new = layer.attention.of(layer.before(x, 0))  # type: ignore[union-attr, operator]
+            new = layer.attention.of(layer.before(x, 0))
             pairs[n] = (
                 new if past is None else tuple(map(torch.cat, zip(past, new, strict=True), (2, 2)))
-            )  # type: ignore[assignment, arg-type]
+            )
         told.append(int(functional.linear(model.norm(x), model.words.weight)[0, 0].argmax()))
     return told[len(prompt) - 1 :]
 

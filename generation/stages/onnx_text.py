@@ -80,7 +80,7 @@ class OnnxTextBackend:
         runtime = OnnxRuntimeBackend(threads=threads)
 
         def load(name: str) -> LoadedGraph | None:
-            if not name or (self._catches_up and name.startswith("propagation/")):
+            if not name:
                 return None
             try:
                 return runtime.load(read(name), weights)
@@ -90,7 +90,9 @@ class OnnxTextBackend:
 
         self._segments = [_present(load(stage.file)) for stage in model.stages]
         self._adapters = [load(stage.adapter) for stage in model.stages]
-        self._fills = [load(stage.propagation) for stage in model.stages]
+        self._fills = [
+            None if self._catches_up else load(stage.propagation) for stage in model.stages
+        ]
         self._head, self._encoder = _present(load(model.head)), load(model.encoder)
         self._caches = CacheSlots([(x.heads, x.size) for x in model.layers], slots=slots,
                                   length=length)  # fmt: skip
@@ -215,6 +217,7 @@ class OnnxTextBackend:
     def close(self) -> None:
         """Free all graphs and caches; nothing can be run any more."""
         self._segments, self._adapters, self._fills, self._states = [], [], [], []
+        del self._head, self._encoder
         self._caches = self._cross = CacheSlots([], slots=0, length=0)
 
     def statistics(self) -> dict[str, Any]:
@@ -250,13 +253,13 @@ class OnnxTextBackend:
         assert self._encoder is not None, "asked for by encoder-decoders alone"
         for rows in [slice(None)] if MASK in self._encoder.read else _equal_rows(span.counts):
             part = span.part(rows)
+            self._source[part.slots] = part.counts
             longest = int(part.counts.max())
             ids = padded_rows([self._prompts[slot] for slot in part.slots], longest)
             new = _run(self._encoder, {IDS: ids, MASK: _filled_mask(part.counts, longest)})
             for layer in range(len(self.model.layers)):
                 for kind in KINDS:
                     self._cross.write(layer, kind, part, new[cross_name(layer, kind)])
-            self._source[part.slots] = part.counts
             self._count_padded(part)
 
     def _advance(self, stage: int, span: Span) -> NDArray[np.float32]:

@@ -24,6 +24,7 @@ from tests.text_models import (
 )
 
 from offramp.engine.common.errors import BackendError
+from offramp.generation.bundle.tensor_names import KINDS
 
 MOST = 8
 ENDS = (1, 3, LAYERS)
@@ -102,6 +103,33 @@ def test_with_catch_up_deep_tokens_are_those_of_the_model(export: str, tmp_path:
                 assert token == right
     assert deep > 20
     assert backend.statistics()["caught_up"] > 50
+
+
+@pytest.mark.parametrize("export", FEW)
+def test_catching_up_makes_the_true_keys_and_values(export: str, tmp_path: Path) -> None:
+    path = write(exported(**EXPORTS[export]), tmp_path)
+    backend = backend_of(graphs_of(**EXPORTS[export], skipped="catch-up"), slots=3)
+    plain = PlainModel(path)
+    prompt = np.array([4, 9, 2])
+    backend.open(1, prompt)
+    backend.prefill([1])
+    answer = []
+    for last in (0, 1, 0, 0, 2):  # four tokens leave early, the last one goes to the end
+        answers = [backend.run(stage, [1]) for stage in range(last + 1)]
+        answer.append(int(answers[-1].tokens[0]))
+        if last < 2:
+            backend.leave(last, [1])
+            backend.accept([1], answer[-1:])
+    cache = plain.cache_behind(prompt, answer[:-1])
+    side = ".decoder" if plain.encodes else ""
+    for layer in range(LAYERS):
+        for kind in KINDS:
+            right = cache[f"past_key_values.{layer}{side}.{kind}"]
+            length = right.shape[2]
+            found = backend._caches.read(layer, kind, np.array([1]), length + 1)
+            # Steps of several tokens add up in another order than steps of one.
+            np.testing.assert_allclose(found[:, :, :length], right, atol=1e-5)
+            assert not found[:, :, length:].any()
 
 
 def test_with_propagation_skipped_layers_hold_what_they_make_of_the_state(tmp_path: Path) -> None:
