@@ -25,7 +25,7 @@ WORDS = {
     r"lanes?": "bucket",
     r"ripe(n\w*)?": "ready",
     r"heirs?|succession|successive(?! halving)": "next version, hot swap",
-    r"(deployment )?generations?": "deployment",
+    r"deployment generations?": "deployment",
     r"ledgers?": "request table",
     r"outbox": "completion queue",
     r"watchful": "shift detector",

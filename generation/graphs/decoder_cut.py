@@ -1,0 +1,135 @@
+"""Cutting a decoder between its layers.
+
+Data flows from tokens to logits, and caches, masks and positions come in at the side. A *border* is
+the one tensor that all of it passes through between the keys and values of two layers. Shapes do
+not count as data: exports measure one tensor in the first layers and reshape by its sizes in all
+others, and every size is one of a few that any graph's inputs tell (:mod:`.sizes`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.graph import Operator, is_standard
+from offramp.generation.graphs.decoder_export import DecoderExport
+
+
+class DecoderCut:
+    """The places between a decoder's layers, and what computes what between them."""
+
+    def __init__(self, export: DecoderExport) -> None:
+        self.export = export
+        self.flow = export.flow
+
+    @cached_property
+    def borders(self) -> tuple[str, ...]:
+        """The state before each layer, and behind the last one; ModelError if there is none."""
+        count = len(self.export.layers)
+        found = [self._before(number) for number in range(count)]
+        return (*found, self._behind_all(found))
+
+    @cached_property
+    def measured(self) -> frozenset[int]:
+        """Indices of ``Shape`` operators that measure data whose sizes are known without it."""
+        data = self._data([self.export.ids, *(t for x in self.export.layers for t in x.inputs)])
+        return frozenset(
+            op.index
+            for op in self.flow.operators
+            if op.kind == "Shape"
+            and is_standard(op.proto)
+            and op.reads[0] in data
+            and None not in (self.export.sizes.of(op.reads[0]) or (None,))
+        )
+
+    def needed(self, tensors: Iterable[str], *, stop: Iterable[str] = ()) -> tuple[Operator, ...]:
+        """Return the operators that compute some tensors, given those in ``stop``, in order.
+
+        What is behind a measured tensor is none of them.
+        """
+        needed: set[int] = set()
+        pending, ends = list(tensors), frozenset(stop)
+        while pending:
+            tensor = pending.pop()
+            op = None if tensor in ends else self.flow.producers.get(tensor)
+            if op is not None and op.index not in needed:
+                needed.add(op.index)
+                if op.index not in self.measured:
+                    pending.extend(op.reads)
+        return tuple(self.flow.operators[i] for i in sorted(needed))
+
+    def _data(self, sources: Iterable[str], without: frozenset[int] = frozenset()) -> set[str]:
+        """Find what depends on some tensors by more than their sizes."""
+        data = set(sources)
+        for op in self.flow.operators:
+            if op.kind != "Shape" and op.index not in without and not data.isdisjoint(op.reads):
+                data.update(op.writes)
+        return data
+
+    def _before(self, number: int) -> str:
+        """Find the last tensor that everything from earlier layers passes through."""
+        found = [t for t in self._gates(number) if self.export.sizes.is_state(t)]
+        if found:
+            return found[-1]
+        raise ModelError(
+            f"no single tensor [batch, tokens, width] is between the layers before layer {number} "
+            "and those from it on, so the decoder cannot be cut there; expected layers one after "
+            "another, each with its own keys and values, as transformers' decoders have them"
+        )
+
+    def _behind_all(self, before: Sequence[str]) -> str:
+        """Find the state behind the last layer, which is where a layer like the last but one ends.
+
+        Norm and LM head follow it with tensors that everything passes through too. Any of them
+        would give the same answers; an exit needs what the layers before it give.
+        """
+        gates = [t for t in self._gates(len(before)) if self.export.sizes.is_state(t)]
+        gates = [t for t in gates if self.export.sizes.of(t) == self.export.sizes.of(before[-1])]
+        if not gates:
+            raise ModelError(
+                f"no tensor of the width of {before[-1]!r} is between the last layer and "
+                f"{self.export.logits!r}; expected a norm and a projection to the vocabulary"
+            )
+        if len(before) < 2:
+            return gates[-1]
+        layer = self._kinds(before[-2], before[-1])
+        return min(gates, key=lambda gate: _distance(self._kinds(before[-1], gate), layer))
+
+    def _kinds(self, start: str, end: str) -> Counter[str]:
+        return Counter(op.kind for op in self.needed([end], stop=[start]))
+
+    def _gates(self, number: int) -> list[str]:
+        """List the tensors that all data of earlier layers passes through to the later ones.
+
+        Operators are followed in order; where only one tensor that holds data of earlier layers is
+        still to be read, everything later is computed of that one.
+        """
+        layers = self.export.layers
+        targets = [t for layer in layers[number:] for t in layer.new.values()]
+        targets.append(self.export.logits)
+        sources = [self.export.ids, *(t for layer in layers[:number] for t in layer.inputs)]
+        operators = [op for op in self.needed(targets) if op.index not in self.measured]
+        readers = Counter(t for op in operators for t in op.reads)
+        readers.update(targets)
+        data = set(sources)
+        live = {name for name in sources if readers[name]}
+        gates: list[str] = []
+        for op in operators:
+            read = [t for t in op.reads if t in data]
+            if not read:
+                continue
+            data.update(op.writes)
+            for tensor in read:
+                readers[tensor] -= 1
+                if not readers[tensor]:
+                    live.discard(tensor)
+            live.update(t for t in op.writes if readers[t])
+            if len(live) == 1 and (gate := next(iter(live))) not in gates:
+                gates.append(gate)
+        return [gate for gate in gates if gate in self.flow.producers]
+
+
+def _distance(one: Counter[str], other: Counter[str]) -> int:
+    return (one - other).total() + (other - one).total()

@@ -1,0 +1,75 @@
+"""Token and confidence of logits: the end of every exit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from offramp.compiler.graphs.graph import default_opset
+from offramp.generation.bundle.tensor_names import ANSWER, CONFIDENCE, LOGITS
+from offramp.generation.bundle.text_model import TextCriterion
+
+
+def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelProto:
+    """Add token int64 [n] and confidence float32 [n] to a graph that gives logits [n, 1, v].
+
+    It is changed in place, and gives these two alone. The token is the first of the largest logits,
+    as a greedy loop takes it. Probabilities are measured from the largest logit, so that none
+    overflows; the margin of the two largest is p1 (1 - exp(l2 - l1)).
+    """
+    nodes = _Nodes(head)
+    float32 = nodes.add("Cast", [LOGITS], "head/logits", to=onnx.TensorProto.FLOAT)
+    last = nodes.add("Squeeze", [float32, nodes.integers("head/one", [1])], "head/last")
+    nodes.add("ArgMax", [last], ANSWER, axis=-1, keepdims=0)
+    nodes.node("TopK", [last, nodes.integers("head/two", [2])], ["head/top", "head/places"])
+    first = nodes.add(
+        "Slice",
+        ["head/top", nodes.integers("head/zero", [0]), "head/one", "head/one"],
+        "head/first",
+    )
+    below = nodes.add("Sub", [last, first], "head/below")
+    parts = nodes.add("Exp", [below], "head/parts")
+    total = nodes.add("ReduceSum", [parts, "head/one"], "head/total", keepdims=1)
+    largest = nodes.add("Reciprocal", [total], "head/largest")
+    if criterion == "softmax margin":
+        second = nodes.add("Slice", ["head/top", "head/one", "head/two", "head/one"], "head/second")
+        gap = nodes.add("Exp", [nodes.add("Sub", [second, first], "head/gap")], "head/ratio")
+        share = nodes.add("Sub", [nodes.float32("head/whole", [1.0]), gap], "head/share")
+        largest = nodes.add("Mul", [largest, share], "head/margin")
+    nodes.add("Squeeze", [largest, "head/one"], CONFIDENCE)
+    del head.graph.output[:]
+    head.graph.output.extend(
+        [
+            helper.make_tensor_value_info(ANSWER, onnx.TensorProto.INT64, ["batch"]),
+            helper.make_tensor_value_info(CONFIDENCE, onnx.TensorProto.FLOAT, ["batch"]),
+        ]
+    )
+    return head
+
+
+class _Nodes:
+    """Operators that are added to the end of a graph."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        assert default_opset(model) >= 13, "exports of decoders are newer"
+        self._graph = model.graph
+
+    def node(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> None:
+        self._graph.node.append(
+            helper.make_node(kind, inputs, outputs, name=outputs[0], **attributes)
+        )
+
+    def add(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        self.node(kind, inputs, [output], **attributes)
+        return output
+
+    def integers(self, name: str, values: list[int]) -> str:
+        self._graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
+
+    def float32(self, name: str, values: list[float]) -> str:
+        self._graph.initializer.append(numpy_helper.from_array(np.array(values, np.float32), name))
+        return name

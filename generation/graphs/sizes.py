@@ -1,0 +1,82 @@
+"""Sizes of all tensors of a decoder in five symbols: batch, tokens, past, total and source.
+
+Shapes are inferred at two sets of sizes that agree with each other (the mask is as long as the past
+and the new tokens together); what differs between them is traced back to its symbol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import onnx
+
+from offramp.compiler.graphs.shapes import concrete_shapes
+
+Size: TypeAlias = "int | str | None"
+"""A number, a symbol, or what is not known."""
+_PROBES: Final = (
+    {"batch": 7, "tokens": 13, "past": 19, "source": 37},
+    {"batch": 11, "tokens": 17, "past": 29, "source": 53},
+)
+"""No two symbols, nor their sum, have the same pair of sizes."""
+FLOATING: Final = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSizes:
+    """Shapes and element types of tensors, by name."""
+
+    shapes: Mapping[str, tuple[Size, ...]]
+    types: Mapping[str, int]
+    """Values of ``onnx.TensorProto.DataType``."""
+    tokens: Size
+    """New tokens of a step: their symbol, or 1 where the export fixes one token a step."""
+
+    def of(self, tensor: str) -> tuple[Size, ...] | None:
+        """Return a tensor's shape; ``None`` where not even its rank is known."""
+        return self.shapes.get(tensor)
+
+    def is_state(self, tensor: str) -> bool:
+        """Whether a tensor may be the state between layers: floats [batch, tokens, width]."""
+        shape = self.shapes.get(tensor, ())
+        return (
+            len(shape) == 3
+            and shape[0] == "batch"
+            and shape[1] == self.tokens
+            and isinstance(shape[2], int)
+            and self.types[tensor] in FLOATING
+        )
+
+
+def measure(proto: onnx.ModelProto) -> TensorSizes:
+    """Infer the shapes of all tensors of a decoder whose inputs have sizes of these names."""
+    one_token = any(
+        info.name in ("input_ids", "decoder_input_ids")
+        and info.type.tensor_type.shape.dim[1].HasField("dim_value")
+        for info in proto.graph.input
+    )
+    probes = [dict(probe) for probe in _PROBES]
+    for probe in probes:
+        if one_token:
+            probe["tokens"] = 1
+        probe["total"] = probe["past"] + probe["tokens"]
+    with np.errstate(all="ignore"):  # values are followed, such as logarithms of distances of 0
+        first, second = (concrete_shapes(proto, probe) for probe in probes)
+    symbols = [s for s in probes[0] if not (one_token and s == "tokens")]
+    labels = {(probes[0][s], probes[1][s]): s for s in symbols}
+    shapes: dict[str, tuple[Size, ...]] = {}
+    for name, (_, shape) in first.items():
+        other = second.get(name, (0, None))[1]
+        if shape is not None and other is not None and len(shape) == len(other):
+            shapes[name] = tuple(
+                a if a == b else labels.get((a or 0, b or 0))
+                for a, b in zip(shape, other, strict=True)
+            )
+    return TensorSizes(
+        shapes=shapes,
+        types={name: kind for name, (kind, _) in first.items()},
+        tokens=1 if one_token else "tokens",
+    )

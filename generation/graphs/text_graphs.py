@@ -1,0 +1,236 @@
+"""From an export to all graphs of a generating model: the table of contents of this package.
+
+A decoder is one file, an encoder-decoder a folder with three, as optimum writes them. The export is
+read (:mod:`.decoder_export`), cut between layers (:mod:`.decoder_cut`), and its parts become graphs
+of their own (:mod:`.extraction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import onnx
+
+from offramp.compiler.common.errors import ModelError
+from offramp.compiler.graphs.graph import Operator, serialised
+from offramp.generation.bundle.tensor_names import (
+    KINDS,
+    LOGITS,
+    NEXT_STATE,
+    STATE,
+    new_name,
+)
+from offramp.generation.bundle.text_model import (
+    SkippedLayers,
+    TextCriterion,
+    TextModel,
+    TextStage,
+)
+from offramp.generation.graphs.decoder_cut import DecoderCut
+from offramp.generation.graphs.decoder_export import (
+    HOW_TO_EXPORT,
+    DecoderExport,
+    decoder_of,
+    load_graph,
+)
+from offramp.generation.graphs.encoder_graph import encoder_graph
+from offramp.generation.graphs.extraction import extract
+from offramp.generation.graphs.heads import with_answer
+from offramp.generation.graphs.padding_check import takes_padding, takes_several
+
+ENCODER_FILE: Final = "encoder_model.onnx"
+FIRST_FILE: Final = "decoder_model.onnx"
+"""The decoder without a past, which computes keys and values of the encoder's output."""
+DECODER_FILE: Final = "decoder_with_past_model.onnx"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextExport:
+    """A model that generates text, as it was exported."""
+
+    decoder: DecoderExport
+    encoder: onnx.ModelProto | None
+    """From a prompt to the keys and values of all layers; ``None`` without an encoder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextGraphs:
+    """A generating model in stages, with its graphs."""
+
+    model: TextModel
+    graphs: Mapping[str, bytes]
+    """Serialised, by the file that ``model`` names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextExit:
+    """An exit that is asked for."""
+
+    layer: int
+    """Number of layers before it."""
+    threshold: float
+    """Least confidence that a token leaves with."""
+    adapter: onnx.ModelProto | None = None
+    """From ``state`` to ``next_state``, float32 [n, tokens, width]; ``None`` for the state."""
+
+
+def read_export(path: Path) -> TextExport:
+    """Read a decoder's file, or the folder of an encoder-decoder; ModelError if it is neither."""
+    if not path.is_dir():
+        decoder = decoder_of(load_graph(path), path.name)
+        if decoder.encodes:
+            raise ModelError(
+                f"{path} is the decoder of an encoder-decoder; give the folder that has "
+                f"{ENCODER_FILE}, {FIRST_FILE} and {DECODER_FILE}"
+            )
+        return TextExport(decoder=decoder, encoder=None)
+    missing = [n for n in (ENCODER_FILE, FIRST_FILE, DECODER_FILE) if not (path / n).is_file()]
+    if missing:
+        raise ModelError(
+            f"{path} has no {missing[0]}; expected {ENCODER_FILE}, {FIRST_FILE} and "
+            f"{DECODER_FILE}, or the file of a decoder; {HOW_TO_EXPORT}"
+        )
+    decoder = decoder_of(load_graph(path / DECODER_FILE), DECODER_FILE)
+    if not decoder.encodes:
+        raise ModelError(
+            f"{path / DECODER_FILE} has no past_key_values.0.encoder.key; {HOW_TO_EXPORT}"
+        )
+    first = load_graph(path / FIRST_FILE)
+    encoder = encoder_graph(load_graph(path / ENCODER_FILE), first, decoder)
+    return TextExport(decoder=decoder, encoder=encoder)
+
+
+def cut_export(
+    export: TextExport,
+    exits: Sequence[TextExit],
+    *,
+    criterion: TextCriterion = "softmax margin",
+    skipped: SkippedLayers = "propagation",
+    start_token: int | None = None,
+    stop_tokens: Sequence[int] = (),
+) -> TextGraphs:
+    """Make the graphs of a generating model with some exits, in the order of their layers.
+
+    ModelError if the decoder cannot be cut, an exit is not between layers, or an encoder-decoder
+    has no ``start_token``.
+    """
+    decoder = export.decoder
+    count = len(decoder.layers)
+    layers = [exit_.layer for exit_ in exits]
+    if layers != sorted(set(layers)) or any(not 0 < layer < count for layer in layers):
+        raise ModelError(
+            f"exits are wanted behind layers {layers}, expected rising numbers from 1 to "
+            f"{count - 1}: the model has {count} layers"
+        )
+    if export.encoder is not None and start_token is None:
+        raise ModelError(
+            "the decoder of an encoder-decoder begins with a start token: give its number "
+            "(decoder_start_token_id in config.json)"
+        )
+    cut = DecoderCut(decoder)
+    made = {"head.onnx": head_graph(cut, criterion)}
+    stages: list[TextStage] = []
+    for index, exit_ in enumerate([*exits, None]):
+        start, end = layers[index - 1] if index else 0, exit_.layer if exit_ else count
+        stage = TextStage(end=end, file=f"stages/{index:02d}.onnx")
+        made[stage.file] = segment_graph(cut, start, end)
+        if exit_ is not None:
+            stage = replace(
+                stage,
+                threshold=exit_.threshold,
+                propagation=f"propagation/{index:02d}.onnx",
+                adapter="" if exit_.adapter is None else f"adapters/{index:02d}.onnx",
+            )
+            made[stage.propagation] = propagation_graph(cut, end, count)
+            if exit_.adapter is not None:
+                made[stage.adapter] = exit_.adapter
+        stages.append(stage)
+    if export.encoder is not None:
+        made["encoder.onnx"] = export.encoder
+    width = decoder.sizes.shapes[cut.borders[0]][2]
+    assert isinstance(width, int), "states have a fixed width"
+    model = TextModel(
+        kind="decoder" if export.encoder is None else "encoder-decoder",
+        layers=tuple(layer.cache for layer in decoder.layers),
+        width=width,
+        vocabulary=decoder.vocabulary,
+        ragged=takes_padding(decoder),
+        several=takes_several(decoder),
+        criterion=criterion,
+        skipped=skipped,
+        stages=tuple(stages),
+        head="head.onnx",
+        encoder="" if export.encoder is None else "encoder.onnx",
+        start_token=start_token if export.encoder is not None else None,
+        stop_tokens=tuple(stop_tokens),
+    )
+    return TextGraphs(model=model, graphs={name: serialised(g) for name, g in made.items()})
+
+
+def segment_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
+    """Extract layers ``start`` to ``end``: state, or tokens, to next state and new keys and values.
+
+    Beside these it reads masks, positions and the caches of its own layers.
+    """
+    export, borders = cut.export, cut.borders
+    own = export.layers[start:end]
+    outputs = {borders[end]: NEXT_STATE}
+    for number, layer in enumerate(own, start):
+        outputs |= {layer.new[kind]: new_name(number, kind) for kind in KINDS}
+    starts = [borders[start]] if start else []
+    caches = [tensor for layer in own for tensor in layer.inputs]
+    return extract(
+        cut,
+        cut.needed(outputs, stop=starts),
+        starts=starts or [export.ids],
+        inputs=[export.mask, export.positions, export.source_mask, *caches],
+        outputs=outputs,
+        renamed={**export.own_names, **dict.fromkeys(starts, STATE)},
+        name=f"layers {start} to {end}",
+    )
+
+
+def propagation_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
+    """Extract from one state the keys and values that layers ``start`` to ``end`` make of it.
+
+    Each layer reads the state as if the ones before it had left it unchanged (CALM 3.3).
+    """
+    export, borders = cut.export, cut.borders
+    outputs: dict[str, str] = {}
+    operators: dict[int, Operator] = {}
+    for number in range(start, end):
+        new = export.layers[number].new
+        outputs |= {new[kind]: new_name(number, kind) for kind in KINDS}
+        operators |= {op.index: op for op in cut.needed(new.values(), stop=[borders[number]])}
+    starts = borders[start:end]
+    return extract(
+        cut,
+        [operators[index] for index in sorted(operators)],
+        starts=starts,
+        inputs=[export.mask, export.positions, export.source_mask],
+        outputs=outputs,
+        renamed={**export.own_names, **dict.fromkeys(starts, STATE)},
+        name=f"keys and values of layers {start} to {end}",
+    )
+
+
+def logits_graph(cut: DecoderCut) -> onnx.ModelProto:
+    """Extract the final norm and the LM head: state to logits float32 [n, tokens, vocabulary]."""
+    export, last = cut.export, cut.borders[-1]
+    return extract(
+        cut,
+        cut.needed([export.logits], stop=[last]),
+        starts=[last],
+        inputs=[],
+        outputs={export.logits: LOGITS},
+        renamed={last: STATE},
+        name="head",
+    )
+
+
+def head_graph(cut: DecoderCut, criterion: TextCriterion) -> onnx.ModelProto:
+    """Extract the head, with token and confidence in the place of logits."""
+    return with_answer(logits_graph(cut), criterion)

@@ -1,0 +1,414 @@
+"""The backend of generating models on ONNX Runtime, on the CPU.
+
+A stage is a session of its layers; all exits share one session of norm and LM head. Slots know how
+far each stage has come: a token of a stage is at its sequence's place, and every position between
+what the stage has filled and that place runs with it. With state propagation that is the token
+alone, as what it skips is filled when it leaves. With catch-up those are the earlier tokens that
+left before, whose states are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.backends.host import LoadedGraph
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.common.errors import BackendError
+from offramp.engine.graphs.external_weights import is_text
+from offramp.generation.bundle.generating_bundle import GeneratingBundle
+from offramp.generation.bundle.tensor_names import (
+    ANSWER,
+    CONFIDENCE,
+    IDS,
+    KINDS,
+    MASK,
+    NEXT_STATE,
+    POSITIONS,
+    SOURCE_MASK,
+    STATE,
+    cross_name,
+    new_name,
+    past_name,
+    size_name,
+)
+from offramp.generation.bundle.text_model import TextModel
+from offramp.generation.stages.cache_slots import CacheSlots, IntArray, Span, padded_rows
+from offramp.generation.stages.text_backend import TokenAnswers
+
+_CLOSED: Final = -1
+
+
+class OnnxTextBackend:
+    """Runs a generating model on the CPU: a :class:`~.text_backend.TextBackend`."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        read: Callable[[str], bytes],
+        *,
+        slots: int,
+        length: int,
+        source_length: int = 0,
+        threads: int = 1,
+        weights: Path | None = None,
+    ) -> None:
+        """Load all graphs and allocate the caches.
+
+        ``read`` returns a graph by its file; ``weights`` is the folder of the weights that graphs
+        name. ``length`` are tokens of prompt and answer, of an encoder-decoder those of the answer,
+        and ``source_length`` those of its prompt. BackendError if a graph cannot be loaded.
+        """
+        if slots < 1 or length < 2 or (model.encoder and source_length < 1):
+            raise BackendError(
+                f"{slots} slots of {length} tokens and prompts of {source_length} were asked for, "
+                "expected at least 1 slot of 2 tokens, and prompts of 1 for an encoder-decoder"
+            )
+        self.model = model
+        self.stages, self.slots, self.length = len(model.stages), slots, length
+        self.prompt_in_slot = not model.encoder
+        self.longest_prompt = source_length if model.encoder else length - 1
+        self.vocabulary = model.vocabulary
+        self.ragged = model.ragged
+        self._start = 0 if model.start_token is None else model.start_token
+        self._catches_up = model.skipped == "catch-up"
+        runtime = OnnxRuntimeBackend(threads=threads)
+
+        def load(name: str) -> LoadedGraph | None:
+            if not name:
+                return None
+            try:
+                return runtime.load(read(name), weights)
+            except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+                reason = " ".join(str(error).split())
+                raise BackendError(f"{name} cannot be loaded: {reason}") from error
+
+        self._segments = [_present(load(stage.file)) for stage in model.stages]
+        self._adapters = [load(stage.adapter) for stage in model.stages]
+        self._fills = [
+            None if self._catches_up else load(stage.propagation) for stage in model.stages
+        ]
+        self._head, self._encoder = _present(load(model.head)), load(model.encoder)
+        self._caches = CacheSlots([(x.heads, x.size) for x in model.layers], slots=slots,
+                                  length=length)  # fmt: skip
+        crossed = [(x.cross_heads, x.cross_size) for x in model.layers if x.cross_heads]
+        self._cross = CacheSlots(crossed, slots=slots, length=source_length)
+        self._source = np.zeros(slots, np.int64)
+        """Tokens of the prompt of an encoder-decoder."""
+        kept = length if self._catches_up else 1
+        self._states = [np.zeros((slots, kept, model.width), np.float32) for _ in model.stages[1:]]
+        """What enters stages 1 and on: of all positions, or of the last token alone."""
+        self._place = np.full(slots, _CLOSED)
+        """Position of the token that runs."""
+        self._filled = np.zeros((self.stages, slots), np.int64)
+        """Positions that have keys and values in the layers of a stage."""
+        self._next = np.zeros(slots, np.int64)
+        self._prompts: dict[int, IntArray] = {}
+        self._counts = dict.fromkeys(("prefilled", "propagated", "caught_up", "padding"), 0)
+        self._run_rows = [0] * self.stages
+
+    @classmethod
+    def of(
+        cls,
+        bundle: GeneratingBundle,
+        *,
+        slots: int,
+        length: int,
+        source_length: int = 0,
+        threads: int = 1,
+    ) -> Self:
+        """Load a bundle, of which sessions map the weights; as :meth:`__init__` otherwise."""
+        folder = bundle.weight_folder()
+        named = folder is not None and is_text(folder)
+        return cls(
+            bundle.model,
+            bundle.graph if named else bundle.whole_graph,
+            slots=slots,
+            length=length,
+            source_length=source_length,
+            threads=threads,
+            weights=folder if named else None,
+        )
+
+    def open(self, slot: int, inputs: NDArray[np.int64]) -> None:
+        """Begin a sequence in a free slot; BackendError if its prompt cannot fit or is none."""
+        prompt = np.asarray(inputs, np.int64)
+        if prompt.ndim != 1 or not 1 <= len(prompt) <= self.longest_prompt:
+            raise BackendError(
+                f"the prompt has shape {list(prompt.shape)}, expected 1 to {self.longest_prompt} "
+                "tokens: shorten it, or serve with longer slots"
+            )
+        if prompt.min() < 0 or prompt.max() >= self.vocabulary:
+            raise BackendError(
+                f"the prompt has tokens from {prompt.min()} to {prompt.max()}, expected 0 to "
+                f"{self.vocabulary - 1}"
+            )
+        if self._place[slot] != _CLOSED:
+            raise BackendError(f"slot {slot} is not free; close it first")
+        self._prompts[slot] = prompt
+        decodes = self._encoder is None
+        self._place[slot] = len(prompt) - 1 if decodes else 0
+        self._next[slot] = prompt[-1] if decodes else self._start
+
+    def prefill(self, slots: Sequence[int]) -> None:
+        """Run the prompts of opened slots, through all layers or through the encoder."""
+        with _failures(f"the prompts of {len(slots)} sequences"):
+            counts = np.array([len(self._prompts[slot]) for slot in slots], np.int64)
+            rows, zeros = np.array(slots, np.int64), np.zeros(len(slots), np.int64)
+            if self._encoder is not None:
+                self._encode(Span(rows, zeros, counts))
+                return
+            span = Span(rows, zeros, counts - 1).part(np.flatnonzero(counts > 1))
+            for part in self._alike(span):
+                self._prefill(span.part(part))
+
+    def run(self, stage: int, slots: Sequence[int]) -> TokenAnswers:
+        """Run a stage for one token of each slot, and for those that have to catch up with it."""
+        with _failures(f"stage {stage} on {len(slots)} rows"):
+            rows = np.array(slots, np.int64)
+            self._check_room(rows)
+            starts = self._filled[stage, rows]
+            span = Span(rows, starts, self._place[rows] + 1 - starts)
+            last = np.empty((len(rows), 1, self.model.width), np.float32)
+            for part in self._alike(span):
+                last[part] = self._advance(stage, span.part(part))
+            self._run_rows[stage] += len(rows)
+            self._counts["caught_up"] += int((span.counts - 1).sum())
+            return self._answer(stage, last)
+
+    def leave(self, stage: int, slots: Sequence[int]) -> None:
+        """Fill the layers that the tokens skip, unless later tokens catch up with them."""
+        graph = self._fills[stage]
+        if graph is None:
+            return
+        with _failures(f"propagation behind stage {stage} on {len(slots)} rows"):
+            rows = np.array(slots, np.int64)
+            places = self._place[rows]
+            span = Span(rows, places, np.ones_like(rows))
+            for part in self._alike(span):
+                self._fill(graph, stage, span.part(part))
+            self._filled[stage + 1 :, rows] = places + 1
+            self._counts["propagated"] += len(rows)
+
+    def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take the token of each slot that stage 0 runs next."""
+        rows = np.array(slots, np.int64)
+        self._next[rows] = np.asarray(tokens)
+        self._place[rows] += 1
+
+    def close_slot(self, slot: int) -> None:
+        """Free a slot, and clear what it was filled with."""
+        # A step that failed may have written one place more than what counts as filled.
+        written = int(max(self._filled[:, slot].max(), self._place[slot] + 1))
+        self._caches.clear(slot, written)
+        self._cross.clear(slot, int(self._source[slot]))
+        for states in self._states:
+            states[slot, :written] = 0
+        self._source[slot] = 0
+        self._filled[:, slot] = 0
+        self._place[slot] = _CLOSED
+        self._prompts.pop(slot, None)
+
+    def close(self) -> None:
+        """Free all graphs and caches; nothing can be run any more."""
+        self._segments, self._adapters, self._fills, self._states = [], [], [], []
+        del self._head, self._encoder
+        self._caches = self._cross = CacheSlots([], slots=0, length=0)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counts of tokens: prefilled, propagated and caught up with, and rows by stage.
+
+        ``padding`` are places of shorter prompts that ran beside longer ones.
+        """
+        used = int((self._place != _CLOSED).sum())
+        held = self._caches.size_bytes + self._cross.size_bytes
+        held += sum(states.nbytes for states in self._states)
+        return {**self._counts, "stage_rows": list(self._run_rows), "slots_used": used,
+                "cache_bytes": held}  # fmt: skip
+
+    # -----------------------------------------------------------------------------------------
+    # Steps
+
+    def _prefill(self, span: Span) -> None:
+        """Run the first tokens of some prompts through all stages."""
+        longest = int(span.counts.max())
+        ids = padded_rows([self._prompts[slot][:-1] for slot in span.slots], longest)
+        width = longest if self.model.several else 1
+        for start in range(0, longest, width):  # of prompts of one length, where that is 1
+            counts = np.minimum(span.counts - start, width)
+            now = Span(span.slots, span.starts + start, counts)
+            fed: dict[str, NDArray[Any]] = {IDS: ids[:, start : start + width]}
+            for stage in range(self.stages):
+                fed = {STATE: self._step(stage, now, fed)}
+        self._filled[:, span.slots] = span.ends
+        self._count_padded(span)
+
+    def _encode(self, span: Span) -> None:
+        """Run the encoder, and keep the keys and values that layers make of its output."""
+        assert self._encoder is not None, "asked for by encoder-decoders alone"
+        for rows in [slice(None)] if MASK in self._encoder.read else _equal_rows(span.counts):
+            part = span.part(rows)
+            self._source[part.slots] = part.counts
+            longest = int(part.counts.max())
+            ids = padded_rows([self._prompts[slot] for slot in part.slots], longest)
+            new = _run(self._encoder, {IDS: ids, MASK: _filled_mask(part.counts, longest)})
+            for layer in range(len(self.model.layers)):
+                for kind in KINDS:
+                    self._cross.write(layer, kind, part, new[cross_name(layer, kind)])
+            self._count_padded(part)
+
+    def _advance(self, stage: int, span: Span) -> NDArray[np.float32]:
+        """Run a stage up to the token of each slot; gives the states of those [n, 1, width]."""
+        width = int(span.counts.max())
+        for start in range(0, width, 1 if not self.model.several else width):
+            now = span
+            if not self.model.several:
+                now = Span(span.slots, span.starts + start, np.ones_like(span.counts))
+            states = self._step(stage, now, self._entering(stage, now))
+            self._keep(stage, now, states)
+        self._filled[stage, span.slots] = span.ends
+        return states[np.arange(len(now.slots)), now.counts - 1][:, None]
+
+    def _entering(self, stage: int, span: Span) -> dict[str, NDArray[Any]]:
+        """Gather what enters a stage; behind a row's last position that one again, as padding."""
+        if stage == 0:
+            return {IDS: self._next[span.slots][:, None]}
+        kept = self._states[stage - 1]
+        if not self._catches_up:
+            return {STATE: kept[span.slots]}
+        return {STATE: kept[span.slots[:, None], _places(span, int(span.counts.max()))]}
+
+    def _keep(self, stage: int, span: Span, states: NDArray[np.float32]) -> None:
+        """Keep what enters the next stage."""
+        if stage == self.stages - 1:
+            return
+        kept = self._states[stage]
+        if not self._catches_up:
+            kept[span.slots] = states
+            return
+        for row, (slot, start, count) in enumerate(zip(*span, strict=True)):
+            kept[slot, start : start + count] = states[row, :count]
+
+    def _step(self, stage: int, span: Span, fed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """Run the layers of a stage on a span of new positions, and write their caches.
+
+        ``fed`` are tokens or states [n, tokens, ...] of which each row has its count. Gives the
+        next states, of which those of padding mean nothing.
+        """
+        graph, layers = self._segments[stage], self.model.layers_of(stage)
+        past, tokens = int(span.starts.max()), next(iter(fed.values())).shape[1]
+        feeds = self._sizes(span, tokens) | dict(fed)
+        if MASK in graph.read:
+            masks = _filled_mask(span.starts, past), _filled_mask(span.counts, tokens)
+            feeds[MASK] = np.concatenate(masks, 1)
+        if POSITIONS in graph.read:
+            feeds[POSITIONS] = _places(span, tokens)
+        source = int(self._source[span.slots].max())
+        feeds[SOURCE_MASK] = _filled_mask(self._source[span.slots], source)
+        for layer in layers:
+            for kind in KINDS:
+                feeds[past_name(layer, kind)] = self._caches.read(layer, kind, span.slots, past)
+                if self._encoder is not None:
+                    keys = self._cross.read(layer, kind, span.slots, source)
+                    feeds[cross_name(layer, kind)] = keys
+        given = _run(graph, feeds)
+        self._write(layers, span, given)
+        states: NDArray[np.float32] = given[NEXT_STATE]
+        return states
+
+    def _fill(self, graph: LoadedGraph, stage: int, span: Span) -> None:
+        """Make keys and values of the state that left behind a stage, in all later layers."""
+        feeds = self._sizes(span, 1)
+        feeds |= {STATE: self._states[stage][span.slots], POSITIONS: span.starts[:, None]}
+        layers = range(self.model.stages[stage].end, len(self.model.layers))
+        self._write(layers, span, _run(graph, feeds))
+
+    def _write(self, layers: range, span: Span, given: Mapping[str, NDArray[Any]]) -> None:
+        for layer in layers:
+            for kind in KINDS:
+                self._caches.write(layer, kind, span, given[new_name(layer, kind)])
+
+    def _answer(self, stage: int, last: NDArray[np.float32]) -> TokenAnswers:
+        """Run the head on the state of the last token [n, 1, width]."""
+        adapter = self._adapters[stage]
+        state = last if adapter is None else _run(adapter, {STATE: last})[NEXT_STATE]
+        given = _run(self._head, {STATE: state})
+        # What is no number is never sure.
+        sure = np.fmax(given[CONFIDENCE], np.float32(0))
+        if stage == self.stages - 1:
+            sure = np.ones_like(sure)
+        return TokenAnswers(given[ANSWER], sure)
+
+    def _alike(self, span: Span) -> Iterator[NDArray[np.intp] | slice]:
+        """Yield the rows that may share a step: all, or those of equal lengths."""
+        keys = [] if self.ragged else [span.starts]
+        keys += [] if self.ragged and self.model.several else [span.counts]
+        yield from _equal_rows(*keys) if len(span.slots) else []
+
+    def _sizes(self, span: Span, tokens: int) -> dict[str, NDArray[Any]]:
+        """Return the sizes that some graphs read from inputs of their own."""
+        source = int(self._source[span.slots].max())
+        sizes = {"tokens": tokens, "past": int(span.starts.max()), "source": source}
+        return {size_name(k): np.array([v], np.int64) for k, v in sizes.items()}
+
+    def _count_padded(self, span: Span) -> None:
+        self._counts["prefilled"] += int(span.counts.sum())
+        self._counts["padding"] += int((span.counts.max() - span.counts).sum())
+
+    def _check_room(self, rows: IntArray) -> None:
+        places = self._place[rows]
+        if places.min() <= _CLOSED or places.max() >= self.length:
+            slot = int(rows[np.argmax(places if places.max() >= self.length else -places)])
+            raise BackendError(
+                f"the token of slot {slot} is at place {int(self._place[slot])}, expected 0 to "
+                f"{self.length - 1}: end sequences that have no room left, and run opened slots"
+            )
+
+
+def _equal_rows(*keys: IntArray) -> Iterator[NDArray[np.intp] | slice]:
+    """Yield the rows whose keys are equal; all of them where there is no key."""
+    if all((key == key[0]).all() for key in keys):
+        yield slice(None)
+        return
+    _, group = np.unique(np.stack(keys), axis=1, return_inverse=True)
+    for number in range(int(group.max()) + 1):
+        yield np.flatnonzero(group == number)
+
+
+def _places(span: Span, tokens: int) -> IntArray:
+    """Return int64 [n, tokens]: positions of a span, behind its last one that one again."""
+    offsets = np.minimum(np.arange(tokens), span.counts[:, None] - 1)
+    return span.starts[:, None] + offsets
+
+
+def _filled_mask(counts: IntArray, width: int) -> IntArray:
+    """Return int64 [n, width]: 1 in the first ``counts`` places of each row."""
+    return (np.arange(width) < counts[:, None]).astype(np.int64)
+
+
+def _run(graph: LoadedGraph, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    names = list(graph.given)
+    outputs = graph.execute(names, {name: feeds[name] for name in graph.read}, None)
+    return dict(zip(names, outputs, strict=True))
+
+
+def _present(graph: LoadedGraph | None) -> LoadedGraph:
+    assert graph is not None, "a manifest names the graphs of layers and head"
+    return graph
+
+
+@contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """Turn whatever a runtime raises into a BackendError that names what failed."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+        reason = " ".join(str(error).split())
+        raise BackendError(f"{what} failed: {reason}") from error
