@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -45,7 +45,8 @@ class Attention(nn.Module):
         query, (key, value) = self._split(self.query(x)), kept
         scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[-1]) + bias
         read = functional.softmax(scores, dim=3) @ value
-        return self.mix(read.transpose(1, 2).flatten(2))
+        found: Tensor = self.mix(read.transpose(1, 2).flatten(2))
+        return found
 
     def _split(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
@@ -62,7 +63,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return an array like x, to be added to it."""
-        return self.contract(functional.gelu(self.expand(self.norm(x))))
+        found: Tensor = self.contract(functional.gelu(self.expand(self.norm(x))))
+        return found
 
 
 class EncoderLayer(nn.Module):
@@ -77,7 +79,8 @@ class EncoderLayer(nn.Module):
         """Return the layer's output, like x [batch, tokens, width]."""
         normed = self.norm(x)
         x = x + self.attention(normed, self.attention.keys_values(normed), bias)
-        return x + self.feed_forward(x)
+        found: Tensor = x + self.feed_forward(x)
+        return found
 
 
 class DecoderLayer(nn.Module):
@@ -103,7 +106,8 @@ class DecoderLayer(nn.Module):
         """
         x = x + self.attention(self.norm(x), own, bias)
         x = x + self.cross(self.cross_norm(x), encoded, encoded_bias)
-        return x + self.feed_forward(x)
+        found: Tensor = x + self.feed_forward(x)
+        return found
 
 
 class EncoderDecoder(nn.Module):
@@ -137,7 +141,8 @@ class EncoderDecoder(nn.Module):
         bias = self.bias(attention_mask)
         for layer in self.encoder:
             x = layer(x, bias)
-        return self.encoder_norm(x)
+        found: Tensor = self.encoder_norm(x)
+        return found
 
     def bias(self, mask: Tensor) -> Tensor:
         """Return what is added to scores [batch, 1, 1, tokens], which hides where the mask is 0."""
@@ -145,7 +150,7 @@ class EncoderDecoder(nn.Module):
 
     def cross(self, encoded: Tensor) -> list[KeysValues]:
         """Return each decoder layer's keys and values of the encoder's output."""
-        return [layer.cross.keys_values(encoded) for layer in self.decoder]
+        return [layer.cross.keys_values(encoded) for layer in self._layers()]
 
     def decode(
         self,
@@ -174,7 +179,7 @@ class EncoderDecoder(nn.Module):
         encoded_bias = self.bias(encoded_mask)
         x = self.tokens(input_ids) + self.places(position_ids)
         states, kept = list[Tensor](), list[KeysValues]()
-        for number, layer in enumerate(self.decoder):
+        for number, layer in enumerate(self._layers()):
             key, value = layer.keys_values(x)
             if past is not None:
                 key = torch.cat([past[number][0], key], 2)
@@ -183,6 +188,9 @@ class EncoderDecoder(nn.Module):
             states.append(x)
             kept.append((key, value))
         return states, kept
+
+    def _layers(self) -> list[DecoderLayer]:
+        return [cast("DecoderLayer", layer) for layer in self.decoder]
 
     def logits(self, state: Tensor) -> Tensor:
         """Return logits [..., vocabulary] of states [..., width] after any decoder layer."""
