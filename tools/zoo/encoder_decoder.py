@@ -27,6 +27,16 @@ KeysValues: TypeAlias = "tuple[Tensor, Tensor]"
 """Keys and values of one attention, each [batch, heads, tokens, size]."""
 
 
+def waves(places: int, width: int) -> Tensor:
+    """Return sines and cosines [places, width], with which positions begin (Vaswani et al. 2017).
+
+    Learned from noise, copying would take far longer to learn.
+    """
+    rates = 10_000 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.arange(places)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
 class Attention(nn.Module):
     """Multi-head attention whose keys and values are computed apart from it."""
 
@@ -111,7 +121,7 @@ class DecoderLayer(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """The model; encoder and decoder share no weights, the LM head is the decoder's embedding."""
+    """The model: encoder, decoder and LM head share the tokens' embedding, as in T5 and BART."""
 
     def __init__(
         self,
@@ -125,10 +135,9 @@ class EncoderDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.size = heads, width // heads
-        tables = [nn.Embedding(count, width) for count in (vocabulary, places) * 2]
-        for table in tables:
-            nn.init.normal_(table.weight, std=0.02)
-        self.encoder_tokens, self.encoder_places, self.tokens, self.places = tables
+        self.tokens = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.tokens.weight, std=width**-0.5)
+        self.places = nn.Embedding.from_pretrained(waves(places, width), freeze=False)
         self.encoder = nn.ModuleList(EncoderLayer(width, heads) for _ in range(encoder_depth))
         self.encoder_norm = nn.LayerNorm(width)
         self.decoder = nn.ModuleList(DecoderLayer(width, heads) for _ in range(depth))
@@ -136,12 +145,17 @@ class EncoderDecoder(nn.Module):
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the encoder's output [batch, tokens, width] for int64 [batch, tokens]."""
-        places = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.encoder_tokens(input_ids) + self.encoder_places(places)
+        x = self.embed(input_ids, torch.arange(input_ids.shape[1], device=input_ids.device))
         bias = self.bias(attention_mask)
         for layer in self.encoder:
             x = layer(x, bias)
         found: Tensor = self.encoder_norm(x)
+        return found
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the first layer's input [batch, tokens, width]."""
+        scale = math.sqrt(self.tokens.embedding_dim)
+        found: Tensor = self.tokens(input_ids) * scale + self.places(position_ids)
         return found
 
     def bias(self, mask: Tensor) -> Tensor:
@@ -177,7 +191,7 @@ class EncoderDecoder(nn.Module):
         later = total[None, :] > total[attention_mask.shape[1] - input_ids.shape[1] :, None]
         bias = later.to(self.norm.weight.dtype) * _MASKED + self.bias(attention_mask)
         encoded_bias = self.bias(encoded_mask)
-        x = self.tokens(input_ids) + self.places(position_ids)
+        x = self.embed(input_ids, position_ids)
         states, kept = list[Tensor](), list[KeysValues]()
         for number, layer in enumerate(self._layers()):
             key, value = layer.keys_values(x)

@@ -5,7 +5,7 @@ token. The encoder has 3 layers and the decoder 8, all 128 wide; tokens are digi
 characters and frequent pieces of words. Writes into ``--output`` a folder for each of ``--only``:
 
 - ``plain``: the model, trained as usual.
-- ``joint``: the plain model, whose decoder was trained on with an exit after each layer. All exits
+- ``joint``: the plain model, trained on with an exit after each decoder layer. All exits
   share the final norm and the LM head, and deeper exits weigh more in the loss (CALM 3.4).
 - ``layers_3``, ``layers_4``: controls, decoders of 3 and 4 layers trained from the start for as
   long as the plain and the joint model together.
@@ -143,7 +143,6 @@ def train(
     rate: float,
     limit_s: float,
     steps: int | None = None,
-    whole: bool = True,
     seed: int = 0,
 ) -> int:
     """Train in place for so many seconds of processor time, and return the steps.
@@ -155,12 +154,9 @@ def train(
         rate: Peak of the learning rate, which falls with the time that is left.
         limit_s: Seconds of processor time per thread, so that other processes change little.
         steps: Most steps, where these are fewer.
-        whole: Whether the encoder is trained too.
         seed: Of the order of samples.
     """
-    encoders = ("encoder.", "encoder_")
-    weights = [w for name, w in model.named_parameters() if whole or not name.startswith(encoders)]
-    optimiser = torch.optim.AdamW(weights, betas=(0.9, 0.98), weight_decay=0.01)
+    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     limit_s *= torch.get_num_threads()
     begun, done, recent = time.process_time(), 0, 0.0
     model.train()
@@ -171,17 +167,16 @@ def train(
         for group in optimiser.param_groups:
             group["lr"] = rate * min(1.0, (done + 1) / 200) * (1 - progress)
         with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16_pays()):
-            with torch.set_grad_enabled(whole):
-                encoded = model.encode(prompts, mask)
+            encoded = model.cross(model.encode(prompts, mask))
             tokens = functional.pad(labels[:, :-1], (1, 0), value=START)
             places = torch.arange(tokens.shape[1]).expand_as(tokens)
             # Padding is at the end, where no token that counts looks.
             seen = torch.ones_like(tokens)
-            states, _ = model.decode(tokens, places, seen, mask, model.cross(encoded))
+            states, _ = model.decode(tokens, places, seen, mask, encoded)
             loss = loss_of(model, states, labels)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(weights, 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         done += 1
         recent = loss.item() if done == 1 else 0.98 * recent + 0.02 * loss.item()
@@ -282,7 +277,7 @@ def trained(
             yield "plain", model, facts
     if "joint" in options.only:
         yield "joint", model, _timed(
-            options, "joint", model, parts, loss_of_exits, rate=1e-3, limit_s=more, whole=False
+            options, "joint", model, parts, loss_of_exits, rate=1e-3, limit_s=more
         )  # fmt: skip
     for name in [name for name in CONTROLS if name in options.only]:
         torch.manual_seed(options.seed)
