@@ -6,7 +6,7 @@ characters and frequent pieces of words. Writes into ``--output`` a folder for e
 
 - ``plain``: the model, trained as usual.
 - ``joint``: the plain model, trained on with an exit after each decoder layer. All exits
-  share the final norm and the LM head, and deeper exits weigh more in the loss (CALM 3.4).
+  share the final norm and the LM head, and deeper exits weigh more in the loss (CALM).
 - ``layers_3``, ``layers_4``: controls, decoders of 3 and 4 layers trained from the start for as
   long as the plain and the joint model together.
 
@@ -122,7 +122,7 @@ def loss_of_last(model: EncoderDecoder, states: list[Tensor], wanted: Tensor) ->
 
 
 def loss_of_exits(model: EncoderDecoder, states: list[Tensor], wanted: Tensor) -> Tensor:
-    """Return the mean of the losses after each layer, weighted by the layer's number (CALM 3.4)."""
+    """Return the mean of the losses after each layer, weighted by the layer's number (CALM)."""
     logits = model.logits(torch.stack(states))
     weights = torch.arange(1.0, len(states) + 1)
     losses = functional.cross_entropy(
