@@ -347,7 +347,7 @@ class ModelScheduler:
         if not self._queue.size or batch.plan.placed is not None or not self._yields(batch):
             return False
         waiting = sum(len(b.samples.requests) for b in self._in_flight.interrupted)
-        return waiting + len(batch.samples.requests) <= self.latencies.max_batch_size
+        return bool(waiting + len(batch.samples.requests) <= self.latencies.max_batch_size)
 
     def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:
         """Whether a stream can run a batch; not on the device where it failed, if another can."""
