@@ -119,8 +119,9 @@ def requests_to(path: Path, data: Path | None) -> list[bytes]:
 def offramp(path: Path, mode: str, frontends: int, log: Path) -> Iterator[MeasuredServer]:
     """Serve a model or a bundle by ``eeserve``."""
     command = [sys.executable, "-m", "offramp.server.cli", f"--model={NAME}={path}",
-               f"--mode={mode}", "--grpc-port=0", "--http-port=0", "--no-state",
+               f"--mode={mode}", "--grpc-port=0", "--http-port=0",
                f"--frontends={frontends}"]  # fmt: skip
+    command += ["--no-state"] if mode != "off" else []
     with log.open("wb") as stderr, subprocess.Popen(command, stderr=stderr) as process:
         while (ready := READY.search(log.read_text())) is None:
             assert process.poll() is None, log.read_text()
