@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-
 from tests.facts import facts, tells
 
 SAID = "batch is 0 (of 'm.onnx'); expected 1 to 8:\ngive --batch 1"
