@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+Told = tuple[str, ...]
+"""The facts of one error, in a table of them."""
+
 
 def facts(*told: str) -> str:
     """A regular expression for ``match=`` that finds each of the facts in this order."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engines import engine_bundle
+from tests.facts import tells
 from tests.fake_builder import FakeBuilder
 from tests.sliced import inputs_of, sliced
 
@@ -392,7 +393,7 @@ def test_a_unit_without_a_graph_fails_alone(bench: Bench, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(build.UnitGraphs, "of", refuse)
     assert bench.build()[0] == ALL_BUILT | {"03-03": "failed"}
-    assert bench.done.failed[0].problem == "03-03: TensorRT 8.6 cannot read Foo"
+    tells(bench.done.failed[0].problem, "03-03", "TensorRT 8.6", "Foo")
 
 
 def test_graphs_that_differ_each_time_are_refused(
@@ -591,9 +592,7 @@ def test_a_folder_that_another_build_is_at_work_in_is_not_pruned(bench: Bench) -
     bench.builder = FakeBuilder()
     with other.exclusively():
         lines = bench.build(prune=True)[1]
-        assert lines[-1] == (
-            "fake-gpu-sm90-trt8.6.0-fp32 is not removed: another build is at work in it"
-        )
+        tells(lines[-1], "fake-gpu-sm90-trt8.6.0-fp32", "not removed", "another build")
         assert other.folder.is_dir()
     assert bench.build(prune=True)[1] == ["removed fake-gpu-sm90-trt8.6.0-fp32"]
 
@@ -626,7 +625,8 @@ def test_a_dry_run_without_a_gpu_says_what_is_known(
     bench.build()
     monkeypatch.setattr(build, "make_builder", unavailable)
     assert reasons(bench.plan()) == dict.fromkeys(UNITS, "")
-    assert bench.lines == ["no GPU cuda:0; listing what is known without it"]
+    [said] = bench.lines
+    tells(said, "cuda:0", "without it")
     tf32 = replace(SOURCE_FIRST, precision="tf32")
     assert reasons(bench.plan(tf32)) == dict.fromkeys(UNITS, "not there yet")
     with pytest.raises(EnginesUnavailableError, match="no GPU cuda:0"):
