@@ -54,8 +54,7 @@ def test_a_yes_or_no_in_every_column_is_a_set_of_labels(read, kinds):
     with pytest.raises(ModelError) as caught:
         read(ending(*kinds, classes=5), simplify=False, task=AskedTask(kind="classification"))
     message = str(caught.value)
-    tells(message, f"({kinds[0]})", "5 columns", "multi-label")
-    tells(message, "before the Sigmoid", "logits")
+    tells(message, f"({kinds[0]})", "5 columns", "multi-label", "before the Sigmoid", "logits")
 
 
 def test_one_column_is_a_label_or_has_to_be_told(read):

@@ -80,16 +80,13 @@ def test_samples_that_change_each_others_answers(capfd) -> None:
     b.linear(b.node("Sub", hidden, mean), 16, 4, out="logits")
     b.output("logits", ["batch", 4])
     told = compiling(capfd, b.build())
-    assert told.startswith(
-        "eecompile: model.onnx: the answer of a sample depends on the other samp"
-    )
+    tells(told, "eecompile: model.onnx", "other samples")
     assert re.search(
         r"found among 3 rows, by \d\.\de[+-]\d\d: \S+ instead of \S+ \(sample \d, value \d; "
         r"its scale is \S+\), allowed are 1e-04\)",
         told,
     )
-    tells(told, "1e-04", "'mean' (ReduceMean)")
-    tells(told, "other dimensions than the first")
+    tells(told, "1e-04", "'mean' (ReduceMean)", "other dimensions than the first")
     assert "batch_first=True" in told
 
 
@@ -124,9 +121,8 @@ def fixed(name: str = "") -> onnx.ModelProto:
 @pytest.mark.parametrize(("name", "called"), [("", ""), ("/mix", " '/mix'")])
 def test_a_fixed_batch_that_cannot_be_freed(capfd, name: str, called: str) -> None:
     told = compiling(capfd, fixed(name))
-    assert told.startswith("eecompile: model.onnx: the batch size was fixed at 2, and the operator")
-    tells(told, f"{called} (MatMul", "'product'")
-    tells(told, "dynamic first dimension", "torch.onnx.export")
+    tells(told, "eecompile: model.onnx", "fixed at 2", "operator")
+    tells(told, f"{called} (MatMul", "'product'", "dynamic first dimension", "torch.onnx.export")
 
 
 def test_inputs_that_were_fixed_to_different_batches(capfd) -> None:
@@ -160,7 +156,7 @@ def reading_again(*, joined: bool = False) -> onnx.ModelProto:
 
 def test_an_input_that_is_read_again_with_work(capfd) -> None:
     told = compiling(capfd, reading_again(), "--max-cut-tensors", "1", x=samples(16))
-    assert told.startswith("eecompile: model.onnx: the model has no cut point")
+    tells(told, "eecompile: model.onnx", "no cut point")
     assert re.search(
         r"inside a block: `\w+`, computed of the input `x`, also carries data past this place", told
     )
@@ -195,8 +191,7 @@ def test_a_batch_that_is_not_in_front(capfd) -> None:
     b.linear(pooled, 16, 4, out="logits")
     b.output("logits", ["rows", 4])
     told = compiling(capfd, b.build())
-    tells(told, "'pooled' (ReduceMean)", "samples")
-    tells(told, "first", "batch in every input")
+    tells(told, "'pooled' (ReduceMean)", "samples", "first", "batch in every input")
     assert "batch_first=True" in told
 
 
@@ -208,8 +203,7 @@ def test_a_batch_that_is_folded_into_another_dimension(capfd) -> None:
     b.node("Softmax", apart, out="y", axis=1)
     b.output("y", ["batch", 16])
     told = compiling(capfd, b.build(), x=samples(32))
-    tells(told, "[4*batch, 8]", "first dimension")
-    tells(told, "keep", "dimension of its own")
+    tells(told, "[4*batch, 8]", "first dimension", "keep", "dimension of its own")
 
 
 def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
@@ -235,14 +229,12 @@ def test_a_limit_of_scratch_that_is_too_low(capfd) -> None:
     assert re.search(
         r"features of \d+ samples, the fewest to train and tune on, take [\d.]+ MiB", told
     )
-    tells(told, "4 passes", "--scratch-limit", "raise")
-    tells(told, "--candidates", "fewer or smaller samples")
+    tells(told, "4 passes", "--scratch-limit", "raise", "--candidates", "fewer or smaller samples")
 
 
 def test_columns_that_are_a_yes_or_no_each(capfd) -> None:
     told = compiling(capfd, ending("Sigmoid", classes=5), "--task", "classification")
-    tells(told, "model.onnx", "'y'", "'Sigmoid:y' (Sigmoid)")
-    tells(told, "5 columns", "multi-label")
+    tells(told, "model.onnx", "'y'", "'Sigmoid:y' (Sigmoid)", "5 columns", "multi-label")
     tells(told, "before the Sigmoid", "logits")
 
 
@@ -298,13 +290,16 @@ def test_pieces_that_round_more_than_is_allowed(capfd, monkeypatch) -> None:
     monkeypatch.setattr(slicing, "compare", lambda *_, **__: found)
     monkeypatch.setattr(slicing, "relative_difference", lambda *_: 2.5e-2)
     told = compiling(capfd, halved(), "--max-disagreement", "0.05", x=samples(16))
-    assert told.startswith(
-        "eecompile: model.onnx: chained segments differ from the source model at batch 1, by "
-        "2.5e-02: 3 instead of 4 (sample 0, class 1; its scale is 40); allowed are 1.0e-02 of a "
-        "model in half precision; "
+    tells(
+        told,
+        "eecompile: model.onnx",
+        "batch 1, by 2.5e-02",
+        "3 instead of 4",
+        "sample 0, class 1",
+        "40",
+        "1.0e-02",
     )
-    tells(told, "segment 0")
-    tells(told, "--tolerance 5e-02")
+    tells(told, "segment 0", "--tolerance 5e-02")
 
 
 def test_operators_in_any_order_are_read(capfd) -> None:
@@ -322,14 +317,7 @@ def test_operators_that_wait_for_each_other(capfd) -> None:
     b.node("Relu", "first", out="second")
     b.output("second", ["batch", 4])
     told = compiling(capfd, b.build())
-    tells(
-        told,
-        "eecompile: model.onnx",
-        "'first' (Add)",
-        "'second'",
-        "cycle",
-        "export the model again",
-    )
+    tells(told, "model.onnx", "'first' (Add)", "'second'", "cycle", "export the model again")
 
 
 def test_tensors_of_more_dimensions_than_heads_read(capfd) -> None:
@@ -420,8 +408,7 @@ def test_more_operators_than_are_simplified(capfd, caplog, monkeypatch) -> None:
     monkeypatch.setattr(preparation, "MOST_SIMPLIFIED", 5)
     inspecting(capfd, models.mlp())
     (told,) = [text for text in caplog.messages if "not simplified" in text]
-    tells(told, "7 operators", "onnxslim", "5")
-    tells(told, "onnxslim MODEL.onnx SIMPLER.onnx")
+    tells(told, "7 operators", "onnxslim", "5", "onnxslim MODEL.onnx SIMPLER.onnx")
 
 
 def test_what_onnxslim_says_when_it_fails(capfd, caplog, monkeypatch) -> None:
@@ -533,7 +520,7 @@ def without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_operators_that_dense_answers_cannot_learn_through(capfd, arguments, remedy) -> None:
     model = models.residual_cnn(dense="logits")
     told = compiling(capfd, model, *arguments, image=samples(3, 16, 16))
-    assert told.startswith("eecompile: model.onnx: the model cannot be trained as a whole: no grad")
+    tells(told, "eecompile: model.onnx", "cannot be trained")
     tells(told, "no gradients", "Relu", "'Relu:")
     tells(told, *remedy)
     assert "offramp_exit" not in told, "as it is called in the user's file"
@@ -543,6 +530,6 @@ def test_operators_that_dense_answers_cannot_learn_through(capfd, arguments, rem
 @pytest.mark.usefixtures("without_relu")
 def test_operators_that_classifiers_cannot_learn_through(capfd, arguments) -> None:
     told = compiling(capfd, models.residual_cnn(), *arguments, image=samples(3, 16, 16))
-    assert told.startswith("eecompile: model.onnx: the model cannot be trained as a whole: no grad")
+    tells(told, "eecompile: model.onnx", "cannot be trained")
     assert "through Relu; the first is Relu " in told
-    assert told.endswith("leave out --heads bridges and --train joint, or export it without them")
+    tells(told, "--heads bridges", "--train joint", "export")

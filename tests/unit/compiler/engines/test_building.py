@@ -355,7 +355,7 @@ def test_a_wrong_engine_is_not_stored_nor_replaces_a_good_one(bench: Bench) -> N
     assert bench.build(other)[0] == dict.fromkeys(UNITS, "failed")
     assert bench.store.entry("02-03") == before
     problem = bench.done.failed[2].problem
-    assert problem.startswith("02-03: output 'logits' of the engine differs")
+    tells(problem, "02-03", "'logits'", "differs")
     assert "(profile 0, batch 1)" in problem
 
 
@@ -528,7 +528,7 @@ def certifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certifying:
 
 def test_what_was_certified_is_kept_with_the_engines(bench: Bench, certifying: Certifying) -> None:
     _, (line,) = bench.build(FP16, data=certifying.data)
-    assert line.startswith("fp16: of 1,000 samples the model answers 0.10% unlike in fp32")
+    tells(line, "fp16", "1,000 samples", "0.10%")
     evidence = bench.store.index.evidence
     assert evidence is not None
     assert bench.store.read_evidence(evidence) == bench.bundle.read("records.npz")
