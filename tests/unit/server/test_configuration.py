@@ -260,7 +260,7 @@ def test_extensions_have_keys_too(tmp_path: Path) -> None:
         ("[defaults]\nmax_disagreement = 0", ("max_disagreement is 0.0", "above 0 and below 1")),
         ('[models.x]\npath = "x"\naudit_budge = 0', ("'audit_budge'", "'audit_budget'")),
         ("[defaults]\nmode = 'off'", ("[defaults]", "'mode'")),
-        ('[defaults]\npolicy = "slackfi"', ("[defaults] policy", "'slackfi'")),
+        ('[defaults]\npolicy = "slackfi"', ("[defaults] policy", "'slackfi'", "'slackfit'")),
         ("[defaults]\npolicy = ['delay']", ('[defaults] policy is ["delay"] (an array)',)),
         ('[defaults]\nforced_exits = "False"', ('"False" (a string)', "true or false")),
         ("[defaults]\nforced_exits = 0", ("forced_exits is 0 (an integer)", "true or false")),

@@ -105,7 +105,7 @@ def test_other_regions_are_refused(
 @pytest.mark.parametrize(
     ("tensor", "output", "reason"),
     [
-        (shared_input(size=33), None, ("33 bytes", "FP32", "32")),
+        (shared_input(size=33), None, ("33 bytes", "FP32 [2, 4]", "32")),
         (shared_input(offset=97), None, ("97 to 129", "'region'")),
         (shared_input(size=0), None, ("0 to 0", "region")),
         (shared_input(), shared_output(size=20), ("'logits'", "24 bytes", "20")),
