@@ -181,7 +181,7 @@ def test_a_side_input_with_more_work_than_may_be_done_again(capfd) -> None:
     b.output("logits", ["batch", 4])
     told = inspecting(capfd, b.build(), "--max-cut-tensors", "1")
     assert re.search(r"\d\d% of the work would have to be done again after it, from `y`, at", told)
-    tells(told, "at most 2%")
+    tells(told, "at most 2%", "let the model")
 
 
 def test_a_batch_that_is_not_in_front(capfd) -> None:
@@ -203,7 +203,7 @@ def test_a_batch_that_is_folded_into_another_dimension(capfd) -> None:
     b.node("Softmax", apart, out="y", axis=1)
     b.output("y", ["batch", 16])
     told = compiling(capfd, b.build(), x=samples(32))
-    tells(told, "[4*batch, 8]", "first dimension", "keep", "dimension of its own")
+    tells(told, "[4*batch, 8]", "first dimension", "let the model", "keep", "dimension of its own")
 
 
 def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:

@@ -290,7 +290,7 @@ def test_a_run_that_does_not_end_is_given_up(
 ) -> None:
     monkeypatch.setattr(runtime, "LIMIT_S", 0.25)
     monkeypatch.setattr(runtime, "LIMIT_PER_ROW_S", 0.25)
-    with pytest.raises(ModelError, match=facts("1 samples", "0.5 s")):
+    with pytest.raises(ModelError, match=facts("1 samples", "0.5 s", "if it is no")):
         GraphRunner(endless(batch)).run({"x": np.ones((1, 4), np.float32)})
     with pytest.raises(ModelError, match=facts("model.onnx", "1 samples", "did not")):
         read(endless(batch))

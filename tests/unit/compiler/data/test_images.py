@@ -209,7 +209,7 @@ def shaped(*sizes: int | str, dtype: str = "float32") -> TensorSpec:
         ([shaped(1, 4, 6)], {"std": (1.0,) * 3}, ("--std has 3 numbers", "1 channels")),
         ([PHOTO], {"mean": (123.7,)}, ("--mean or --std is above 1", "255")),
         ([PHOTO], {"std": (58.0,)}, ("--mean or --std is above 1",)),
-        ([PHOTO], {"tokenizer": Path("t")}, ("--tokenizer", "texts", "not used")),
+        ([PHOTO], {"tokenizer": Path("t")}, ("--tokenizer", "texts", "not used", "leave it out")),
         ([PHOTO], {"label_column": "y"}, ("--label-column", "tables", "not used")),
     ],
 )

@@ -351,7 +351,7 @@ def test_images_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=facts(*message)):
             load(path, PHOTO, scale=1.0)
     path = save_parquet(tmp_path, {"photo": [good], "mask": [good]})
-    with pytest.raises(DataError, match=facts("photo and mask", "images")):
+    with pytest.raises(DataError, match=facts("photo and mask", "images", "--image-column")):
         load(path, PHOTO, scale=1.0)
     assert load(path, PHOTO, scale=1.0, image_column="mask")["image"].shape == (1, 3, 4, 6)
 

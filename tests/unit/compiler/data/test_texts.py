@@ -205,7 +205,7 @@ def test_other_encodings_are_named(tmp_path: Path, tokenizer: Path, suffix: str)
         ([IDS], {"label_column": "y"}, ("'y'", "--label-column")),
         ([X], {}, ("input_ids", "x: float32 [batch, 3]")),
         ([IDS, X], {}, ("x: float32",)),
-        ([FIXED], {"max_tokens": 5}, ("--max-tokens 5", "6 tokens")),
+        ([FIXED], {"max_tokens": 5}, ("--max-tokens 5", "6 tokens", "leave it")),
         ([IDS], {"max_tokens": 1}, ("1 tokens", "special")),
         ([IDS], {"mean": (1.0,)}, ("--mean", "images", "not used")),
     ],
