@@ -282,10 +282,7 @@ def test_compressed_data_without_room_are_refused(
     np.savez_compressed(path, **arrays())
     usage = type("Usage", (), {"free": 7})()
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with pytest.raises(
-        DataError,
-        match=facts("464 bytes", "7 bytes", "savez"),
-    ):
+    with pytest.raises(DataError, match=facts("464 bytes", "7 bytes", "savez")):
         read_dataset(path, SPECS)
 
 

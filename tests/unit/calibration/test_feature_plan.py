@@ -48,14 +48,8 @@ def test_then_real_ones_that_train() -> None:
 def test_too_few_samples_are_refused_with_what_would_be_needed() -> None:
     with pytest.raises(DataError) as caught:
         plan_features([4 * GIB // 1000], COUNTS, 9 * GIB)
-    tells(
-        str(caught.value),
-        "2,500 samples",
-        "10.00 GiB",
-        "4 passes",
-        "9.00 GiB",
-        "--scratch-limit; raise it",
-    )
+    said = ("2,500 samples", "10.00 GiB", "4 passes", "9.00 GiB of --scratch-limit")
+    tells(str(caught.value), *said, "raise it")
     few = SampleCounts(train=300, made=300, tune=100)
     with pytest.raises(DataError, match="features of 400 samples"):
         plan_features([1000], few, 399 * 1000)

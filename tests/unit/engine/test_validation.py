@@ -118,12 +118,12 @@ def test_what_fits_has_nothing_wrong(batch: int, sequence: int) -> None:
         (
             [IDS, MASK],
             {"input_ids": tokens(2, 5), "attention_mask": tokens(2, 6)},
-            ("sequence is 5", "'input_ids'", "6 in 'attention_mask'"),
+            ("sequence is 5", "'input_ids'", "6 in 'attention_mask'", "the same"),
         ),
         (
             [IDS, IMAGE],
             {"image": image(3, 1, 28, 28), "input_ids": tokens(2, 5)},
-            ("batch is 2", "'input_ids'", "3 in 'image'"),
+            ("batch is 2", "'input_ids'", "3 in 'image'", "the same"),
         ),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_symbol_binds_within_one_tensor_too() -> None:
     square = TensorSpec(name="x", dtype="float32", shape=("batch", "side", "side"))
     assert check_tensors([square], {"x": np.zeros((1, 4, 4), np.float32)}) is None
     wrong = check_tensors([square], {"x": np.zeros((1, 4, 5), np.float32)})
-    tells(wrong, "side is 4", "'x'", "5 in 'x'")
+    tells(wrong, "side is 4", "'x'", "5 in 'x'", "the same")
 
 
 def test_the_other_byte_order_is_another_type() -> None:
