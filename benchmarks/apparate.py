@@ -1,6 +1,6 @@
 """Apparate's evaluation (5.2, 5.4) in this engine: latency by load, SLO, ramp budget, constraint.
 
-    python -m benchmarks.apparate BUNDLE --data TEST.npz [--json FILE] [--quick]
+    python -m benchmarks.apparate BUNDLE --data TEST.npz [--only TABLE …] [--json FILE] [--quick]
 
 Engines in this process, one stream and one thread (the sender has the other core). All systems of a
 table are open at the same time, and are sent the same samples at the same moments, one system after
@@ -343,20 +343,20 @@ def _policy(engine: Engine) -> list[dict[str, float]]:
     return [{"exit": a.exit, "threshold": a.threshold} for a in active]
 
 
-async def measure(bench: ApparateBench, console: Console) -> dict[str, Any]:
-    """All that the module's docstring says."""
+TABLES: Final = ("latency", "slo", "ramp_budget", "constraint")
+
+
+async def measure(
+    bench: ApparateBench, console: Console, names: Sequence[str] = TABLES
+) -> dict[str, Any]:
+    """Measure the named tables."""
     await bench.calibrate()
     console.print(
         f"MEASURED off: {bench.lone_ms:.2f} ms a lone request, {bench.capacity_rps:.0f}/s"
     )
     tables: dict[str, list[dict[str, Any]]] = {}
-    for name, table in (
-        ("latency", bench.latency),
-        ("slo", bench.slo),
-        ("ramp_budget", bench.ramp_budget),
-        ("constraint", bench.constraint),
-    ):
-        tables[name] = await table()
+    for name in names:
+        tables[name] = await getattr(bench, name)()
         print_table(console, name, tables[name])
     off = {
         "label": "MEASURED",
@@ -404,6 +404,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a second of each table, to see that it runs"
     )
+    parser.add_argument(
+        "--only", nargs="+", choices=TABLES, default=TABLES, help="tables to measure"
+    )
     options: argparse.Namespace = parser.parse_args(argv)
     check_outputs(options.json)
     extent = QUICK if options.quick else Extent()
@@ -417,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         labels=None if read.labels is None else read.labels[: options.samples],
     )
     bench = ApparateBench(bundle, dataset, extent, options.seed)
-    found = uvloop.run(measure(bench, wide_console(110)))
+    found = uvloop.run(measure(bench, wide_console(110), options.only))
     environment = describe_environment(
         seed=options.seed,
         samples=len(dataset),

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
+from offramp.bundle.schema.parts import Variant
 from offramp.certify.decision import MODEL_END
 from offramp.cluster.planning.cluster import Cluster
 from offramp.cluster.remote.launching import LocalLauncher
@@ -32,6 +33,7 @@ from offramp.engine.models.deployment import Deployment
 from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.scheduling import DeviceLink, Placement
+from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
@@ -126,7 +128,7 @@ def goodput_emulated(
         engine = Engine({MODEL: model}, emulated.backend, streams=streams)
         try:
             answers = np.zeros(len(depths), np.int64)
-            replay = Replay(engine, MODEL, _samples(system, depths), answers)
+            replay = Replay(engine, MODEL, samples_of(system, depths), answers)
             took_s = await replay.saturate(under_way, stretch * duration_s)
         finally:
             await engine.close()
@@ -161,7 +163,7 @@ def _slower(placement: Placement, stretch: float, batches: int) -> Placement:
     )
 
 
-def _samples(system: System, depths: NDArray[np.int64]) -> list[dict[str, NDArray[Any]]]:
+def samples_of(system: System, depths: NDArray[np.int64]) -> list[dict[str, NDArray[Any]]]:
     """Make the script of each row: it is sure at the stage that it leaves at, and behind it."""
     leaves_at = behaviour_of(system, depths).leaves_at
     last = system.spans[-1][1]
@@ -174,7 +176,8 @@ def _samples(system: System, depths: NDArray[np.int64]) -> list[dict[str, NDArra
     return samples
 
 
-def _plan_of(system: System) -> Plan:
+def plan_of(system: System) -> Plan:
+    """Make the stages of a system, which answer by script."""
     stages = tuple(
         StageSpec(
             index=index,
@@ -197,37 +200,58 @@ def _served(emulated: EmulatedCluster, system: System, batches: int) -> ServedMo
     placement = system.placement
     emulated.backend.hold(lambda n, spec: spec.index in placement.streams[n].holds)
     stretched = _slower(placement, emulated.stretch, batches)
-    points = points_of(system, stretched)
-    policy = PolicyName.parse(system.policy)
     deployment = Deployment(
         number=0,
         policy=ExitPolicy(version=1, active=()),
-        pipeline=Pipeline(emulated.backend, _plan_of(system)),
-        points=points,
+        pipeline=Pipeline(emulated.backend, plan_of(system)),
+        points=points_of(system, stretched),
         batch_size=system.batch_size,
         placement=stretched,
     )
-    last = system.spans[-1][1]
+    return scripted_model(
+        deployment, system.policy, streams=len(stretched.streams), most_waiting=MOST_WAITING
+    )
+
+
+def scripted_model(
+    deployment: Deployment,
+    policy: str,
+    *,
+    streams: int,
+    most_waiting: int,
+    variants: Sequence[Variant] = (),
+    parallel: ParallelLimit | None = None,
+) -> ServedModel:
+    """Make a model that answers by script, of stages as a deployment has them.
+
+    Its one input is float32[rows, positions, 2]: a position for each segment, and one behind them
+    for the mark of the worker that had the row last.
+    """
+    positions = max(stage.last_segment for stage in deployment.pipeline.plan.stages) + 2
+    chosen = PolicyName.parse(policy)
+    shape = (positions, _CLASSES)
     return ServedModel(
-        inputs=(TensorSpec(name=SCRIPT, dtype="float32", shape=("batch", last + 2, _CLASSES)),),
+        inputs=(TensorSpec(name=SCRIPT, dtype="float32", shape=("batch", *shape)),),
         outputs=(TensorSpec(name="answer", dtype="float32", shape=("batch", _CLASSES)),),
         answer=Answer(output="answer", classes=_CLASSES, form="probabilities"),
         mode=Mode.LEAVE,
         options=ModelOptions(
-            max_batch_size=system.batch_size,
-            scheduling=policy,
-            max_queue_samples=MOST_WAITING,
+            max_batch_size=deployment.batch_size,
+            scheduling=chosen,
+            max_queue_samples=most_waiting,
         ),
         deployment=deployment,
         scheduler=make_scheduler(
-            policy,
-            points,
-            max_batch_size=system.batch_size,
-            max_queue=MOST_WAITING,
-            streams=len(stretched.streams),
-            placement=stretched,
+            chosen,
+            deployment.points,
+            max_batch_size=deployment.batch_size,
+            max_queue=most_waiting,
+            streams=streams,
+            placement=deployment.placement,
+            parallel=parallel,
         ),
-        good_inputs={SCRIPT: np.zeros((1, last + 2, _CLASSES), np.float32)},
+        good_inputs={SCRIPT: np.zeros((1, *shape), np.float32)},
+        variants=tuple(variants),
     )
 
 

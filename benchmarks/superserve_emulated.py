@@ -38,6 +38,7 @@ from benchmarks.common import make_parser
 from benchmarks.emulated import (
     EmulatedCluster,
     emulated_workers,
+    scripted_model,
     show_emulated,
     stretched,
     write_emulated,
@@ -53,14 +54,11 @@ from benchmarks.superserve import (
     table_points,
 )
 
-from offramp.bundle import Answer, ExitPolicy, TensorSpec
+from offramp.bundle import ExitPolicy
 from offramp.bundle.schema.parts import Exit, Head, Variant
 from offramp.certify.decision import MODEL_END
 from offramp.engine.core import Engine
 from offramp.engine.models.deployment import Deployment
-from offramp.engine.models.options import ModelOptions
-from offramp.engine.models.served_model import ServedModel
-from offramp.engine.scheduling.policies import PolicyName, make_scheduler
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
 from offramp.testing.backend import SCRIPT
@@ -168,23 +166,12 @@ class ServedSupernet:
             points=points,
             batch_size=MAX_BATCH,
         )
-        chosen, streams = PolicyName.parse(policy), len(self._emulated.slowdowns)
-        shape = (SUBNETS + 1, _CLASSES)
-        model = ServedModel(
-            inputs=(TensorSpec(name=SCRIPT, dtype="float32", shape=("batch", *shape)),),
-            outputs=(TensorSpec(name="answer", dtype="float32", shape=("batch", _CLASSES)),),
-            answer=Answer(output="answer", classes=_CLASSES, form="probabilities"),
-            mode=Mode.LEAVE,
-            options=ModelOptions(max_batch_size=MAX_BATCH, scheduling=chosen),
-            deployment=deployment,
-            scheduler=make_scheduler(
-                chosen,
-                points,
-                max_batch_size=MAX_BATCH,
-                max_queue=MAX_WAITING,
-                streams=streams,
-            ),
-            good_inputs={SCRIPT: np.zeros((1, *shape), np.float32)},
+        streams = len(self._emulated.slowdowns)
+        model = scripted_model(
+            deployment,
+            policy,
+            streams=streams,
+            most_waiting=MAX_WAITING,
             variants=tuple(map(_variant, range(1, SUBNETS))),
         )
         return Engine({MODEL: model}, backend, streams=streams)

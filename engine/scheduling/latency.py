@@ -62,9 +62,10 @@ def _at_sizes(profiled: Sequence[int], seconds: FloatArray, largest: int) -> lis
 class Latencies:
     """The predicted seconds of a model's stages; the caller serialises the calls.
 
-    One factor, ``speed``, corrects all predictions: the running mean of observed over predicted. A
-    profile comes from the machine that compiled, and what a batch costs besides its graph (forming
-    it, copies, Python) is in no profile.
+    One factor, ``speed``, corrects all predictions: the running mean of observed times over that of
+    predicted ones. A profile comes from the machine that compiled, and what a batch costs besides
+    its graph (forming it, copies, Python) is in no profile. Such a cost may double a short stage
+    and is little to a long one; so a stage counts by the time that was predicted for it.
 
     ``stages`` and ``going_on`` are those of the full model's :class:`StageTable`; ``smaller`` are
     the tables of its variants 1, 2 …, for batches as large (SuperServe 4.1: l_φ(B)). The correction
@@ -91,7 +92,10 @@ class Latencies:
         self.speed = 1.0
         """Observed over predicted; above 1 is slower."""
         self.spread = 0.0
-        """Mean absolute deviation of a stage's observed over predicted from its own mean."""
+        """Mean absolute deviation of a stage's observed time from what is usual for it, over the
+        predicted one."""
+        self._predicted_s = 0.0
+        """Mean predicted time of a stage; 0 before any was observed."""
         self._stage_speeds = [[0.0] * table.stages for table in self.variants]
         """Means of each stage of each variant; 0 before it was observed."""
         self._given_up = 0
@@ -180,8 +184,11 @@ class Latencies:
             stage_speeds = self._stage_speeds[variant]
             usual = stage_speeds[stage] or ratio
             stage_speeds[stage] = usual + _MEMORY * (ratio - usual)
-            self.spread += _MEMORY * (abs(ratio - usual) - self.spread)
-            self.speed += _MEMORY * (ratio - self.speed)
+            before_s = self._predicted_s or predicted_s
+            self._predicted_s = before_s + _MEMORY * (predicted_s - before_s)
+            weight = _MEMORY * predicted_s / self._predicted_s
+            self.spread += weight * (abs(ratio - usual) - self.spread)
+            self.speed += weight * (ratio - self.speed)
 
     def observe_merged(
         self, stage: int, batch_size: int, elapsed_s: float, variant: int = 0

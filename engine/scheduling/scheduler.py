@@ -11,7 +11,9 @@ executed, exactly once answered.
 
 A released sample leaves the batch, unless it is to run on for feedback (release and audit mode):
 then it goes to the deepest stage with the others, without a deadline, and is the first that a
-failure drops.
+failure drops. A batch in which all are answered makes way at the end of a stage for samples that
+wait, and goes on when nothing else can run; so do as many rows as a batch may have. Apparate runs
+such batches to their end first (3.1), and what waits behind them waits for feedback.
 
 A hot swap puts another plan in force for batches that start from then on; nothing waits for it and
 no batch is torn by it. What runs, is buffered at a split or is tried again keeps the stages and
@@ -232,11 +234,12 @@ class ModelScheduler:
             batch.samples = batch.samples.take(survivors)
         batch.stage += 1
         batch.executing = False
-        if batch.plan.runs_on(stream, batch, before, len(survivors)):
+        makes_way = self._makes_way(batch)
+        if not makes_way and batch.plan.runs_on(stream, batch, before, len(survivors)):
             self._parallel.running(stream, len(survivors))
             return self._in_flight.report(outcome)
         number = batch.number
-        if batch.by_itself:  # so that nothing fails with it
+        if makes_way or batch.by_itself:  # by itself, so that nothing fails with it
             self._in_flight.interrupt(batch, number, now_s)
         else:
             self._in_flight.buffer(batch, now_s)
@@ -299,12 +302,8 @@ class ModelScheduler:
         """Find a batch for a stream that has none: what is left of the oldest plan goes first."""
         if not self._parallel.allows(stream):
             return wait_until(self._queue.next_expiry_s())
-        if self._in_flight.interrupted:
-            resumed = self._in_flight.take_interrupted(
-                lambda b: b.plan.placed is None or self._may_take(b, stream)
-            )
-            if resumed is not None:
-                return resumed
+        if resumed := self._resume(stream, yielding=False):
+            return resumed
         until_s = float("inf")
         for plan in self._in_flight.plans:
             retry = self._next_retry(plan, stream, now_s)
@@ -316,13 +315,39 @@ class ModelScheduler:
             if isinstance(chosen, Wait):
                 until_s = min(until_s, chosen.until_s)
         others_wait = self._queue.size or self._in_flight.buffered
-        if not others_wait and (suspect := self._next_retry(None, stream, float("inf"))):
-            return suspect
+        suspect = None if others_wait else self._next_retry(None, stream, float("inf"))
+        if left := suspect or self._resume(stream, yielding=True):
+            return left
         for batch in (*self._in_flight.retries, *self._in_flight.interrupted):  # left to others
             until_s = min(until_s, float(batch.samples.deadlines_s.min()))
             if (waits_s := batch.suspect_until_s) is not None and self._may_take(batch, stream):
                 until_s = min(until_s, waits_s)
         return wait_until(until_s)
+
+    def _resume(self, stream: int, *, yielding: bool) -> ScheduledBatch | None:
+        """Take a batch that was interrupted: one that yields to samples that wait, or another."""
+        if not self._in_flight.interrupted:
+            return None
+        return self._in_flight.take_interrupted(
+            lambda b: (
+                self._yields(b) == yielding and (b.plan.placed is None or self._may_take(b, stream))
+            )
+        )
+
+    def _yields(self, batch: ScheduledBatch) -> bool:
+        """Whether nobody waits for a batch, nor for the end of its plan."""
+        return batch.only_feedback and batch.plan is self._current
+
+    def _makes_way(self, batch: ScheduledBatch) -> bool:
+        """Whether a batch waits from here on, as there are samples that wait for an answer.
+
+        So may as many rows as a batch may have: they hold memory, and in overload there would be
+        ever more.
+        """
+        if not self._queue.size or batch.plan.placed is not None or not self._yields(batch):
+            return False
+        waiting = sum(len(b.samples.requests) for b in self._in_flight.interrupted)
+        return bool(waiting + len(batch.samples.requests) <= self.latencies.max_batch_size)
 
     def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:
         """Whether a stream can run a batch; not on the device where it failed, if another can."""

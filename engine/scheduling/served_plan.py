@@ -106,6 +106,11 @@ class ScheduledBatch:
     def __post_init__(self) -> None:
         self.earliest_s = min(self.samples.deadlines_s.tolist())
 
+    @property
+    def only_feedback(self) -> bool:
+        """Whether all its samples have their answer, and run on for feedback alone."""
+        return bool(self.samples.answered.all())
+
     def as_run(self) -> Run:
         """Tell the stream that took it what to run."""
         number, plan = self.number, self.plan.number

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.facts import facts
 
 from offramp.baselines.apparate import ApparateController, evenly_spaced
 from offramp.baselines.pame import PERIOD, PameController
@@ -81,5 +82,5 @@ def test_what_is_promised_for_each_class_is_refused(name: str) -> None:
     assert BUNDLE.policy.promise is not None
     promise = replace(BUNDLE.policy.promise, max_class_disagreement=0.05)
     served = replace(BUNDLE, policy=replace(BUNDLE.policy, promise=promise))
-    with pytest.raises(OptionsError, match=f"{name} tunes thresholds of its own; choose certified"):
+    with pytest.raises(OptionsError, match=facts(name, "choose certified")):
         make_controller(served, PROFILE, Mode.AUDIT, ModelOptions(controller=name))

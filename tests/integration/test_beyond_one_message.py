@@ -11,6 +11,7 @@ import pytest
 from tests import models
 from tests.bundles import equal_times
 from tests.exports import run_bundle
+from tests.facts import facts
 from tests.integration.test_compile_tiny import vectors
 
 from offramp.bundle import Bundle, BundleSchemaError
@@ -77,7 +78,7 @@ def bundle(model: Path) -> Bundle:
 def test_it_is_compiled_verified_and_served(bundle: Bundle, model: Path) -> None:
     assert bundle.policy.active
     source = bundle.manifest.source.file
-    with pytest.raises(BundleSchemaError, match="only runtimes that map weights from their file"):
+    with pytest.raises(BundleSchemaError, match=facts("runtimes", "map weights")):
         bundle.read(source)
     check = verify_bundle(VerifyOptions(bundle=bundle.path, data=model.parent / "data.npz"))
     assert (check.samples, check.verdict) == (1400, "kept")

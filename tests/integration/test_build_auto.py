@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from tests import models
+from tests.facts import tells
 from tests.fake_builder import FakeBuilder
 from tests.integration.test_compile_tiny import images
 
@@ -153,10 +154,7 @@ def test_without_data_there_is_fp32_alone(place: Place) -> None:
     place("build", "model.ee", "--precision", "tf32")
     said = place(*AUTO)
     assert said.status == 0
-    assert said.auto[0] == (
-        "--precision auto: fp32 only: nothing says what fp16 and int8 cost in answers; add "
-        "--data DATA, that which the bundle was compiled with"
-    )
+    tells(said.auto[0], "--precision auto", "fp32 only", "fp16 and int8", "--data DATA")
     assert said.auto[1].startswith("--precision auto: fp32 is kept: ")
     assert precisions() == {"fp32"}  # tf32 would have been served
 
@@ -166,7 +164,7 @@ def test_other_data_certify_nothing(place: Place) -> None:
     place.speeds = {"fp16": 9.0, "int8": 9.0}
     said = place(*AUTO, "--data", "other.npz")
     assert said.status == 0
-    assert "other.npz are not the data that the bundle was compiled with" in said.auto[0]
+    tells(said.auto[0], "other.npz", "not the data")
     assert precisions() == {"fp32"}
 
 
@@ -178,7 +176,7 @@ def test_a_bundle_that_promises_nothing_has_nothing_to_certify(place: Place) -> 
     assert _possible(bundle, dataset, options) == (("fp32", "fp16", "int8"), "")
     found, why = _possible(bare, dataset, options)
     assert found == ("fp32",)
-    assert why == "the bundle promises nothing that could be certified for another"
+    tells(why, "promises nothing")
 
 
 def test_what_cannot_be_built_is_left_out(place: Place) -> None:

@@ -21,6 +21,7 @@ from benchmarks.methods import (
     tune_methods,
 )
 from benchmarks.methods import main as methods_main
+from tests.facts import tells
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
@@ -123,7 +124,7 @@ def test_a_bundle_of_an_unknown_criterion_is_not_served(bundles, monkeypatch, ca
     assert serve([str(bundle.path), "--mode", "leave"]) == 1
     *log, line = capsys.readouterr().err.strip().splitlines()
     assert not any("Traceback" in said for said in log)
-    assert "give its file: --criterion-module FILE.py:NAME" in line
+    tells(line, "--criterion-module FILE.py:NAME")
 
 
 def test_commands_that_take_no_such_criterion_say_so(bundles, tmp_path, capsys) -> None:

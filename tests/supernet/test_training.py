@@ -14,6 +14,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from tests.facts import Told, facts
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -412,64 +413,67 @@ def space_of(
 @pytest.mark.parametrize(
     ("space", "words"),
     [
-        (space_of(skip="blocks.7"), "no part blocks.7; near it: blocks."),
-        (space_of(skip="blocks.2"), r"makes \[2, 6, 6, 6\] of \[2, 4, 6, 6\]: name blocks that"),
-        (space_of(layer="blocks.0.conv9"), "no part blocks.0.conv9; near it: blocks.0.conv"),
-        (space_of(layer="blocks.0.norm1"), r"blocks.0.norm1 \(ElasticBatchNorm2d\) is not elastic"),
-        (space_of(ratio=0.3), "0.3 of the 8 channels of blocks.0.conv1 is 2.4: give ratios"),
-        (space_of(layer="blocks.0.conv2"), "smallest subnet cannot be computed .* inner widths"),
+        (space_of(skip="blocks.7"), ("blocks.7", "blocks.")),
+        (space_of(skip="blocks.2"), ("[2, 6, 6, 6]", "[2, 4, 6, 6]", "name blocks")),
+        (space_of(layer="blocks.0.conv9"), ("blocks.0.conv9", "blocks.0.conv")),
+        (space_of(layer="blocks.0.norm1"), ("blocks.0.norm1 (ElasticBatchNorm2d)",)),
+        (space_of(ratio=0.3), ("0.3", "8 channels of blocks.0.conv1", "2.4", "give ratios")),
+        (space_of(layer="blocks.0.conv2"), ("smallest subnet", "inner widths")),
         (
             ElasticSpace(width=(ElasticWidth(layers=("classifier",), ratios=(1 / 3,)),)),
-            r"answers \[2, 1\] where the largest answers \[2, 3\]: leave the last layer out",
+            ("[2, 1]", "[2, 3]", "leave the last layer out"),
         ),
     ],
 )
-def test_spaces_that_a_module_does_not_have(space: ElasticSpace, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_spaces_that_a_module_does_not_have(space: ElasticSpace, words: Told) -> None:
+    with pytest.raises(ValueError, match=facts(*words)):
         ElasticModule(TinyResNet(), space, (images(2),))
 
 
 def test_convolutions_in_groups_are_not_elastic() -> None:
     network = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 1))
     space = ElasticSpace(width=(ElasticWidth(layers=("0",), ratios=(0.5,)),))
-    with pytest.raises(ValueError, match=r"0 \(Conv2d\) is not elastic: .*, such as 1"):
+    with pytest.raises(ValueError, match=facts("0 (Conv2d)", "such as 1")):
         ElasticModule(network, space, (torch.zeros(2, 4, 1, 1),))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ElasticDepth(skip=()), "name one block or more"),
-        (lambda: ElasticWidth(layers=("a", "a"), ratios=(0.5,)), "name one layer or more"),
-        (lambda: ElasticWidth(layers=("a",), ratios=(0.5, 1.0)), r"rising numbers in \(0, 1\)"),
-        (lambda: ElasticWidth(layers=("a",), ratios=(0.5, 0.25)), r"rising numbers in \(0, 1\)"),
-        (ElasticSpace, "has one subnet"),
-        (lambda: ElasticSpace(depth=(ElasticDepth(skip=("a",)),) * 2), "block a is in two groups"),
+        (lambda: ElasticDepth(skip=()), ("name one block or more",)),
+        (lambda: ElasticWidth(layers=("a", "a"), ratios=(0.5,)), ("name one layer or more",)),
+        (lambda: ElasticWidth(layers=("a",), ratios=(0.5, 1.0)), ("rising numbers in (0, 1)",)),
+        (lambda: ElasticWidth(layers=("a",), ratios=(0.5, 0.25)), ("rising numbers in (0, 1)",)),
+        (ElasticSpace, ("has one subnet",)),
+        (
+            lambda: ElasticSpace(depth=(ElasticDepth(skip=("a",)),) * 2),
+            ("block a is in two groups",),
+        ),
         (
             lambda: cnn_space().check(ElasticChoice(skipped=(0,), ratios=(1.0, 1.0))),
-            "no subnet of 2 depths and 2 widths",
+            ("2 depths and 2 widths",),
         ),
         (
             lambda: cnn_space().check(ElasticChoice(skipped=(3, 0), ratios=(1.0, 1.0))),
-            "skip 0 to 2",
+            ("skip 0 to 2",),
         ),
         (
             lambda: make_cnn().choose(ElasticChoice(skipped=(0, 0), ratios=(0.3, 1.0))),
-            r"ratio 0.3 is none of \(0.25, 0.5, 1.0\)",
+            ("ratio 0.3", "(0.25, 0.5, 1.0)"),
         ),
-        (lambda: calibrate_norms(make_cnn(), cnn_space().largest(), []), "no batches"),
+        (lambda: calibrate_norms(make_cnn(), cnn_space().largest(), []), ("no batches",)),
         (
             lambda: make_cnn().record_norms(
                 calibrate_norms(make_cnn(), cnn_space().smallest(), [(images(),)])
             ),
-            "statistics of 2 channels for a batch norm of 8",
+            ("2 channels", "batch norm of 8"),
         ),
         (
             lambda: export_supernet(make_cnn(), Path("m"), inputs=["x"], outputs=["y"], keep=0),
-            "keep is 0: keep 1",
+            ("keep is 0: keep 1",),
         ),
     ],
 )
-def test_errors_teach(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_errors_teach(make: Callable[[], object], words: Told) -> None:
+    with pytest.raises(ValueError, match=facts(*words)):
         make()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.cluster.held import cluster_for
 from tests.cuda_fakes import FakePrepared, fake_cuda
+from tests.facts import tells
 from tests.served_variants import (
     ROWS,
     Compiled,
@@ -192,7 +193,7 @@ def test_the_log_says_why_variants_do_not_serve_on_splits(
     finally:
         workers.close()
     (line,) = told(caplog)
-    assert line.startswith("full: variants 4 bits, 2 bits do not serve: a plan splits the model")
+    tells(line, "full", "4 bits, 2 bits", "not serve", "splits the model")
     assert "policy refill, which merges batches" in line
     assert "give --workers N in place of --cluster" in line
 
@@ -276,7 +277,7 @@ def test_the_log_names_variants_that_others_dominate(
         serve(compiled.quiet, body, policy="slackfit", backend=backend)
     backend.close()
     (line,) = told(caplog)
-    assert line.startswith("full: variants 2 bits are never chosen: other operating points take")
+    tells(line, "full", "2 bits", "never chosen", "operating points")
 
 
 def test_the_full_model_serves_where_a_device_refuses_a_variant(
@@ -291,7 +292,8 @@ def test_the_full_model_serves_where_a_device_refuses_a_variant(
         assert not result.variants.any()
 
     serve(compiled.quiet, body, policy="max-accuracy", backend=backend)
-    assert told(caplog) == ["full: variants 4 bits, 2 bits do not serve: no room for the second"]
+    [said] = told(caplog)
+    tells(said, "full", "4 bits, 2 bits", "no room for the second")
     with pytest.raises(OptionsError, match=r"exit \d+@1 is not in use here"):
         serve(compiled.quiet, body, policy=fixed(compiled.quiet, 1), backend=backend)
     backend.close()

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from tests.facts import facts
 
 from offramp.cluster.planning.batch_profile import (
     BatchProfile,
@@ -64,7 +65,9 @@ def test_the_last_windows_are_kept_and_go_on_from_json() -> None:
     resumed = BatchProfileRecorder(1, window_s=1.0, kept=3, past=again)
     resumed.add(0.0, [departures(0, 5, exits=(0,))])  # another run, another clock
     assert [w.went_on for w in resumed.profile().windows] == [(2,), (3,), (5,)]
-    with pytest.raises(BatchProfileError, match="of 1 exits and 1 s, expected 2 and 1; start"):
+    with pytest.raises(
+        BatchProfileError, match=facts("1 exits and 1 s", "expected 2 and 1", "start")
+    ):
         BatchProfileRecorder(2, window_s=1.0, past=again)
 
 

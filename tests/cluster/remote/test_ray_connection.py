@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.cluster.remote.listening import GOLDEN
+from tests.facts import Told, facts, tells
 
 from offramp.cluster.ray import actor, launcher, ray_connection
 from offramp.cluster.ray.actor import WorkerActor
@@ -76,10 +77,7 @@ def test_without_ray_a_line_says_how_to_install_it(
     with pytest.raises(SystemExit) as ended:
         parse_arguments([str(GOLDEN), "--cluster", "ray"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "eeserve: the Python package ray is not installed: install it on every node: pip install "
-        "'offramp[ray]'\n"
-    )
+    tells(capsys.readouterr().err, "eeserve", "ray", "every node", "pip install 'offramp[ray]'")
 
 
 class UnconnectedRay(types.ModuleType):
@@ -99,19 +97,19 @@ class UnconnectedRay(types.ModuleType):
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        (None, "no Ray cluster can be reached on this host: no running Ray; start Ray on this"),
-        ("ray://head:10001", "'ray://head:10001' is an address of Ray's client, expected HOST:POR"),
-        ("head", "reached at 'head': 'head' is no address, expected HOST:PORT"),
+        (None, ("this host", "no running Ray", "start Ray")),
+        ("ray://head:10001", ("'ray://head:10001'", "HOST:PORT")),
+        ("head", ("'head'", "HOST:PORT")),
     ],
 )
 def test_where_no_cluster_is_a_line_says_how_to_start_one(
-    monkeypatch: pytest.MonkeyPatch, address: str | None, told: str
+    monkeypatch: pytest.MonkeyPatch, address: str | None, told: Told
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     use(monkeypatch, UnconnectedRay(ConnectionError("no running Ray\nat all")))
     with pytest.raises(BackendError) as caught:
         connect(address)
-    assert told in str(caught.value)
+    tells(str(caught.value), *told)
     assert "\n" not in str(caught.value)
 
 
@@ -129,7 +127,7 @@ def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     use(monkeypatch, UnconnectedRay(ConnectionError()))
     monkeypatch.setattr(ray_connection.threading.Thread, "start", lambda _thread: None)
-    with pytest.raises(BackendError, match="on this host: no answer within 0 s; start Ray"):
+    with pytest.raises(BackendError, match=facts("this host", "0 s", "start Ray")):
         connect()
 
 
@@ -147,12 +145,10 @@ def test_as_many_workers_as_there_are_free_cpus_unless_told(
     use(monkeypatch, FakeRay(0, cpus=0.5))
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), "--cluster=ray"])
-    assert "the Ray cluster has no CPU free; end what holds" in capsys.readouterr().err
+    tells(capsys.readouterr().err, "no CPU free", "end what holds")
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), "--ray-address=h:1"])
-    assert (
-        "--ray-address without --cluster ray: a cluster file names the" in capsys.readouterr().err
-    )
+    tells(capsys.readouterr().err, "--ray-address", "--cluster ray", "cluster file")
 
 
 def test_the_configuration_file_may_say_ray(
@@ -210,13 +206,11 @@ def test_ray_is_asked_for_only_by_what_is_not_overruled(
     assert parse_arguments(words).engine.streams == 1
     with pytest.raises(SystemExit):
         parse_arguments([*words, "--ray-address=h:1"])
-    assert "--ray-address without --cluster ray: a cluster file" in capsys.readouterr().err
+    tells(capsys.readouterr().err, "--ray-address", "--cluster ray", "cluster file")
     file.write_text(FILE_SAYS_RAY)
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), f"--config={file}"])
-    assert capsys.readouterr().err.startswith(
-        f"eeserve: {file}: [engine] cluster: the Python package ray is not installed: install"
-    )
+    tells(capsys.readouterr().err, f"eeserve: {file}", "[engine] cluster", "ray", "install")
 
 
 def test_who_has_no_room_waits_and_keeps_its_place_in_the_queue(
@@ -230,9 +224,7 @@ def test_who_has_no_room_waits_and_keeps_its_place_in_the_queue(
     for _ in range(2):
         with pytest.raises(WorkerLostError) as caught:
             other.start(HELLO)
-        assert str(caught.value).startswith(
-            "Ray has no room for a worker with 2 CPU and 1 gadget now; it starts when there is"
-        )
+        tells(str(caught.value), "no room", "2 CPU and 1 gadget")
     assert len(ray.groups) == 2, "it asks once"
     one.close()
     assert other.placed(), "who waits comes when another leaves"
@@ -244,7 +236,7 @@ def test_a_server_without_the_least_workers_does_not_start(hurried: pytest.Monke
     ray = FakeRay(1)
     use(hurried, ray)
     launchers = [RayLauncher({"CPU": 1.0}, NEEDS) for _ in range(3)]
-    with pytest.raises(BackendError, match=r"Ray has placed 1 of 3 workers within 0 s, expected 2"):
+    with pytest.raises(BackendError, match=facts("1 of 3 workers", "0 s", "expected 2")):
         reserve(launchers, 2)
     assert ray.groups == [], "what was reserved is given back"
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.cluster.held import plan_of, weights_of
 from tests.cluster.split_serving import BACK, FRONT, Serving, Small, serve
+from tests.facts import facts, tells
 from tests.fakes import ScriptedController
 from tests.small import compile_small
 from tests.unit.engine.serving import until
@@ -117,7 +118,7 @@ def test_workers_that_do_not_drain_are_no_reason_to_lose_rows(small: Small) -> N
         assert not await asyncio.to_thread(change.advance)
         serving.now_s = DRAIN_LIMIT_S
         assert await asyncio.to_thread(change.advance)
-        assert change.failure == "rows of the plan in force did not drain within 60 s"
+        tells(change.failure, "drain", "60 s")
         assert serving.served.splits is before
 
     assert serve(small, body).trespasses == []
@@ -152,7 +153,7 @@ def test_a_worker_that_is_lost_meanwhile_stops_only_what_none_else_can_run(small
 
         backend.on_prepare = lose
         change = await serving.change(THREE)  # where each of the two is alone with its split
-        assert change.failure == "no worker of segments 0 to 0 is there any more"
+        tells(change.failure, "no worker", "segments 0 to 0")
         assert serving.served.splits is before
         backend.up = [True] * 4
         await serving.load.more()
@@ -173,7 +174,7 @@ def test_a_plan_without_a_worker_leaves_it_spare(small: Small) -> None:
 
     async def body(serving: Serving) -> None:
         serving.backend.up[0] = False
-        with pytest.raises(TransitionError, match="needs 2 workers of type 'slow', and there are"):
+        with pytest.raises(TransitionError, match=facts("2 workers of type 'slow'")):
             serving.change_to(BACK, gone=[0])
         with pytest.raises(TransitionError, match="not each can keep a worker"):
             serving.change_to(less, gone=[0])

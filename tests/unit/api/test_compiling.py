@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from tests.facts import Told, facts, tells
 from tests.models import mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -249,10 +250,7 @@ def test_the_older_exporter_helps_out_and_a_line_says_so(
     offramp.compile(Net(), {"x": X})
     assert names(asked.model) == ["x"]
     (told,) = [r.getMessage() for r in caplog.records if r.name == "offramp.api.torch_export"]
-    assert told == (
-        "Net was exported with torch's older exporter, as the newer one failed: RuntimeError: no "
-        "such operator"
-    )
+    tells(told, "Net", "RuntimeError: no such operator")
     assert capfd.readouterr().out == ""
 
 
@@ -267,7 +265,7 @@ def test_a_choice_by_values_is_refused_in_one_line(
 def test_the_export_is_checked_on_batches_of_one_and_of_several(tmp_path: Path) -> None:
     rows = np.ones((20, 16), np.float32)
     rows[6] = -1  # the whole batch, and the example, take the branch of the others
-    with pytest.raises(ExportCheckError, match=r"differs from the module's on a batch of 1 sample"):
+    with pytest.raises(ExportCheckError, match=facts("differs", "batch of 1")):
         export_module(Watching(), rows, tmp_path / "m.onnx")
 
 
@@ -280,135 +278,111 @@ Call = Callable[[], object]
         (
             lambda: offramp.compile("m.onnx", X, max_disagrement=0.01),  # type: ignore[call-arg]
             TypeError,
-            r"compile\(\) has no option 'max_disagrement'; did you mean max_disagreement",
+            ("compile()", "'max_disagrement'", "max_disagreement"),
         ),
         (
             lambda: offramp.compile("m.onnx", X, max_disagreement=2),
             ValueError,
-            r"^max_disagreement is 2, expected a share above 0 and below 1",
+            ("max_disagreement is 2", "above 0 and below 1"),
         ),
         (
             lambda: offramp.compile("m.onnx", X, confidence=1),
             ValueError,
-            r"^confidence is 1, expected a share above 0",
+            ("confidence is 1", "above 0"),
         ),
-        (
-            lambda: offramp.compile("m.onnx", X, epochs=0),
-            ValueError,
-            r"^epochs is 0, expected at least 1",
-        ),
+        (lambda: offramp.compile("m.onnx", X, epochs=0), ValueError, ("epochs is 0", "at least 1")),
         (
             lambda: offramp.compile("m.onnx", X, task="clasify"),  # type: ignore[arg-type]
             ValueError,
-            r"task is 'clasify', expected .*'classification' or .*'auto'",
+            ("task is 'clasify'", "'classification' or", "'auto'"),
         ),
-        (
-            lambda: offramp.compile("m.onnx", X, exits="25%"),
-            ValueError,
-            r"exits is '25%', expected a list of a text",
-        ),
-        (
-            lambda: offramp.compile("m.onnx", X, criterion="luck"),
-            CriterionError,
-            r"luck",
-        ),
+        (lambda: offramp.compile("m.onnx", X, exits="25%"), ValueError, ("exits is '25%'", "list")),
+        (lambda: offramp.compile("m.onnx", X, criterion="luck"), CriterionError, ("luck",)),
         (
             lambda: offramp.compile("m.onnx", X, train="joint", precision="int8"),
             ValueError,
-            r"^train joint with precision int8: a bundle has one copy of the model",
+            ("train joint", "precision int8"),
         ),
         (
             lambda: offramp.compile("m.onnx", X, joint_rate=0.1),
             ValueError,
-            r"^joint_rate without train joint: it is the learning rate .*; add train joint, or",
+            ("joint_rate", "train joint", "add train joint"),
         ),
         (
             lambda: offramp.compile("m.onnx", X, image_size=(224,)),
             ValueError,
-            r"^image_size: '224' is no size; give height and width",
+            ("image_size", "'224'", "height and width"),
         ),
-        (
-            lambda: offramp.compile(Net(), "x.npz"),
-            TypeError,
-            r"Net cannot be exported without an example, .* give example_inputs=\(tensor, …\)",
-        ),
-        (
-            lambda: offramp.compile(Net(), []),
-            TypeError,
-            r"data is an iterable without batches; give at least one",
-        ),
+        (lambda: offramp.compile(Net(), "x.npz"), TypeError, ("Net", "example_inputs=(tensor, …)")),
+        (lambda: offramp.compile(Net(), []), TypeError, ("data", "batches", "at least one")),
         (
             lambda: offramp.compile(Net(), X, example_inputs=(X, X, X)),
             TypeError,
-            r"do not fit Net.forward\(x, scale\): too many positional arguments; give a tuple",
+            ("Net.forward(x, scale)", "too many positional arguments", "tuple"),
         ),
         (
             lambda: offramp.compile(Net(), X, example_inputs={"y": X}),
             TypeError,
-            r"do not fit Net.forward\(x, scale\): missing a required argument: 'x'; give a tuple",
+            ("Net.forward(x, scale)", "'x'", "tuple"),
         ),
         (
             lambda: offramp.compile(Net(), X, example_inputs=(X, "a")),
             TypeError,
-            r"example_inputs: scale is a str, expected a tensor \[batch, …\]",
+            ("example_inputs", "scale is a str", "tensor [batch, …]"),
         ),
         (
             lambda: offramp.compile(Net(), X, example_inputs=(X[:0],)),
             TypeError,
-            r"example_inputs: x has shape \[0, 16\], expected \[batch, …\] with at least one",
+            ("example_inputs", "x has shape [0, 16]", "[batch, …]"),
         ),
         (
             lambda: offramp.compile(Net(), X, example_inputs=(X[:3], torch.ones(2, 8))),
             TypeError,
-            r"example_inputs are x \[3, 16\], scale \[2, 8\], expected the same number",
+            ("example_inputs", "x [3, 16], scale [2, 8]", "same number"),
         ),
         (
             lambda: offramp.compile(Net(), X[:, :4]),
             ModuleExportError,
-            r"Net fails on the example inputs \(RuntimeError: mat1 .*; give others",
+            ("Net", "RuntimeError: mat1", "give others"),
         ),
         (
             lambda: offramp.compile(Broken(), X),
             ModuleExportError,
-            r"Broken fails on the example inputs \(ValueError: nothing works\); give others",
+            ("Broken", "ValueError: nothing works", "give others"),
         ),
         (
             lambda: offramp.compile(Words(), X),
             ModuleExportError,
-            r"Words returns a str, expected a tensor, a tuple of tensors, or a mapping",
+            ("Words", "str", "a tensor, a tuple of tensors, or a mapping"),
         ),
         (
             lambda: offramp.compile(Unexportable(), X),
             ModuleExportError,
-            r"Unexportable cannot be exported to ONNX: .* Export it yourself",
+            ("Unexportable", "ONNX", "Export it yourself"),
         ),
         (
             lambda: offramp.compile(Unlike(), X),
             ExportCheckError,
-            r"Unlike: the exported model's output differs .* on a batch of .* same answer every",
+            ("Unlike", "differs", "batch of", "same answer"),
         ),
         (
             lambda: offramp.compile(ByNumpy(), X),
             ExportCheckError,
-            r"ByNumpy: .* on a batch of .* shape \[4, 16\], expected \[40, 16\].* with torch alone",
+            ("ByNumpy", "batch of", "[4, 16], expected [40, 16]", "torch alone"),
         ),
         (
             lambda: offramp.compile(3, X),  # type: ignore[arg-type]
             TypeError,
-            r"model is a int, expected the path of an ONNX file, an onnx.ModelProto or a torch",
+            ("model is a int", "ONNX file", "onnx.ModelProto", "torch"),
         ),
-        (
-            lambda: offramp.compile("/", X),
-            ValueError,
-            r"model is '/', expected the path of an ONNX file",
-        ),
+        (lambda: offramp.compile("/", X), ValueError, ("model is '/'", "ONNX file")),
     ],
 )
 def test_what_is_refused(
-    asked: Asked, call: Call, kind: type[Exception], told: str, tmp_path: Path
+    asked: Asked, call: Call, kind: type[Exception], told: Told, tmp_path: Path
 ) -> None:
     onnx.save(mlp(layers=2), "m.onnx")
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=facts(*told)):
         call()
     assert asked.options is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx"]

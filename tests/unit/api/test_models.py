@@ -19,6 +19,7 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from tests.facts import Told, facts, tells
 from tests.models import mlp
 from tests.small import compile_small
 from tests.small_bert import inputs as bert_inputs
@@ -205,10 +206,7 @@ def test_a_forked_process_is_told_to_open_it_itself(
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as told:
-        assert told.read() == (
-            f"the model small was opened by the process {os.getpid()}, and this is {child}, a fork "
-            "of it, which has none of its threads; open it after the fork, in each process"
-        )
+        tells(told.read(), "small", f"process {os.getpid()}", f"{child}", "open it after the fork")
     os.waitpid(child, 0)
     assert model(small[1]).shape == (400, 3)
 
@@ -218,7 +216,7 @@ def test_a_model_with_several_inputs(tmp_path: Path) -> None:
     with offramp.load(path, mode="leave", state=False) as model:
         assert len(model.predict(arrays).exits) == 4
         assert np.array_equal(model.predict(**arrays).exits, model.predict(arrays).exits)
-        with pytest.raises(TypeError, match=r"has 3 inputs, .* for models with one; call model\."):
+        with pytest.raises(TypeError, match=facts("3 inputs", "one", "model.")):
             model(arrays["input_ids"])
 
 
@@ -231,28 +229,20 @@ Wrong = Callable[[offramp.Model, Inputs], object]
         (
             lambda model, x: model(x.astype(np.float64)),
             BadInputError,
-            r"input 'x' is float64 \[400, 16\], expected x: float32 \[batch, 16\]; convert it",
+            ("'x' is float64 [400, 16]", "x: float32 [batch, 16]", "convert it"),
         ),
-        (
-            lambda model, x: model(x[0]),
-            BadInputError,
-            r"for a single sample add the batch dimension",
-        ),
-        (
-            lambda model, x: model.predict(X=x),
-            BadInputError,
-            r"no input 'X'.*; expected x: float32",
-        ),
-        (lambda model, x: model.predict(), BadInputError, r"input 'x' is missing; expected x:"),
+        (lambda model, x: model(x[0]), BadInputError, ("single sample", "batch dimension")),
+        (lambda model, x: model.predict(X=x), BadInputError, ("'X'", "x: float32")),
+        (lambda model, x: model.predict(), BadInputError, ("'x' is missing", "x:")),
         (
             lambda model, x: model.predict(x),  # type: ignore[arg-type]
             TypeError,
-            r"inputs are a ndarray, expected arrays by input name, such as \{'x': …\}; of models",
+            ("ndarray", "{'x': …}"),
         ),
         (
             lambda model, x: model.predict({"x": x}, deadline_ms=-1),
             DeadlineExceededError,
-            r"deadline",
+            ("deadline",),
         ),
     ],
 )
@@ -261,9 +251,9 @@ def test_wrong_calls(
     model: offramp.Model,
     wrong: Wrong,
     kind: type[Exception],
-    told: str,
+    told: Told,
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=facts(*told)):
         wrong(model, small[1])
     assert model(small[1]).shape == (400, 3)
 
@@ -271,55 +261,47 @@ def test_wrong_calls(
 @pytest.mark.parametrize(
     ("options", "kind", "told"),
     [
-        (
-            {"max_batchsize": 8},
-            TypeError,
-            r"load\(\) has no option 'max_batchsize'; did you mean max_batch_size or ",
-        ),
+        ({"max_batchsize": 8}, TypeError, ("load()", "'max_batchsize'", "max_batch_size")),
         (
             {"mode": "fast"},
             ValueError,
-            r"mode is 'fast', expected 'audit' or 'release' or 'leave' or 'off'",
+            ("mode is 'fast'", "'audit' or 'release' or 'leave' or 'off'"),
         ),
-        ({"threads": "2"}, ValueError, r"threads is '2', expected an integer or None"),
-        ({"streams": True}, TypeError, r"streams is True, expected an integer"),
-        ({"padding": 1}, TypeError, r"padding is 1, expected True or False"),
-        ({"max_batch_size": 0}, ValueError, r"max_batch_size is 0, expected at least 1"),
-        ({"policy": "slakfit"}, ValueError, r"no policy 'slakfit'; did you mean 'slackfit'\?"),
+        ({"threads": "2"}, ValueError, ("threads is '2'", "integer or None")),
+        ({"streams": True}, TypeError, ("streams is True", "integer")),
+        ({"padding": 1}, TypeError, ("padding is 1", "True or False")),
+        ({"max_batch_size": 0}, ValueError, ("max_batch_size is 0", "at least 1")),
+        ({"policy": "slakfit"}, ValueError, ("'slakfit'", "'slackfit'")),
         (
             {"mode": "leave", "confidence": 0.9},
             ValueError,
-            r"^confidence with mode leave: nothing is observed .* choose mode audit or release$",
+            ("confidence", "mode leave", "choose mode audit or release"),
         ),
         (
             {"policy": "cheapest", "forbid_forced_exits": True},
             ValueError,
-            r"policy cheapest forces exits",
+            ("cheapest", "forces exits"),
         ),
         (
             {"padding": False, "device": "cuda:0", "backend": "onnxruntime"},
             ValueError,
-            r"^device with backend onnxruntime: that backend runs on the CPU; leave it out",
+            ("device", "backend onnxruntime", "CPU", "leave it out"),
         ),
         (
             {"learn_samples": 100},
             ValueError,
-            r"^learn_samples without learn: nothing is recorded; leave it out, or add learn$",
+            ("learn_samples without learn", "leave it out", "add learn"),
         ),
-        (
-            {"learn": True},
-            ValueError,
-            r"^learn without MODEL\.onnx: all models are bundles",
-        ),
-        ({"backend": "tpu"}, Exception, r"'tpu'"),
+        ({"learn": True}, ValueError, ("learn", "MODEL.onnx", "bundles")),
+        ({"backend": "tpu"}, Exception, ("'tpu'",)),
     ],
 )
 def test_wrong_options(
-    small: tuple[Path, Inputs], options: dict[str, Any], kind: type[Exception], told: str
+    small: tuple[Path, Inputs], options: dict[str, Any], kind: type[Exception], told: Told
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=facts(*told)):
         offramp.load(small[0], **options)
-    with pytest.raises(kind, match=told.replace("load", "AsyncModel.open")):
+    with pytest.raises(kind, match=facts(*told).replace("load", "AsyncModel.open")):
         asyncio.run(opened(small[0], **options))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.facts import Told, facts
 from tests.small import compile_small
 
 import offramp
@@ -102,35 +103,35 @@ Wrong = Callable[[Path], object]
         (
             lambda path: offramp.serve([path, path.parent / "small.ee"]),
             ValueError,
-            r"two models are named 'small': .*small.ee and .*; give names: serve\(\{'small': …, ",
+            ("'small'", "small.ee", "names: serve({'small': …"),
         ),
-        (lambda path: offramp.serve([]), ValueError, r"there is no model to serve; name a bundle"),
+        (lambda path: offramp.serve([]), ValueError, ("no model", "name a bundle")),
         (
             lambda path: offramp.serve(path, port=1),  # type: ignore[call-arg]
             TypeError,
-            r"serve\(\) has no option 'port'; did you mean",
+            ("serve()", "'port'", "did you mean"),
         ),
         (
             lambda path: offramp.serve(path, grpc_port=70000),
             ValueError,
-            r"grpc_port 70000 is not in 0 to 65535",
+            ("grpc_port 70000", "0 to 65535"),
         ),
         (
             lambda path: offramp.serve(path, max_message_mib=64, max_queue_mib=32),
             ValueError,
-            r"^max_queue_mib 32 is below max_message_mib 64: .* give max_queue_mib 64 or more$",
+            ("max_queue_mib 32", "max_message_mib 64", "max_queue_mib 64 or more"),
         ),
         (
             lambda path: offramp.serve(path / "nothing"),
             BundleNotFoundError,
-            r"nothing is not a bundle",
+            ("nothing is not a bundle",),
         ),
     ],
 )
 def test_wrong_calls(
-    small: tuple[Path, Inputs], wrong: Wrong, kind: type[Exception], told: str
+    small: tuple[Path, Inputs], wrong: Wrong, kind: type[Exception], told: Told
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=facts(*told)):
         wrong(small[0])
     assert threads() == set()
 

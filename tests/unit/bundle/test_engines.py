@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.facts import Told, facts, tells
 from tests.unit.bundle import examples
 
 from offramp.bundle import (
@@ -113,7 +114,7 @@ def test_shapes_that_do_not_rise_are_refused(shapes: tuple[tuple[int, ...], ...]
 
 def test_a_profile_whose_input_has_other_batches_is_refused() -> None:
     shapes = ShapeRange(least=(1, 3), best=(8, 3), most=(8, 3))
-    with pytest.raises(ValueError, match="batches 1 to 8, its profile 2 to 8"):
+    with pytest.raises(ValueError, match=facts("batches 1 to 8", "2 to 8")):
         ShapeProfile(first_batch=2, last_batch=8, inputs={"x": shapes})
 
 
@@ -220,21 +221,18 @@ def plan_file(store: EngineStore) -> Path:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda place: place.write_bytes(b"other"), "was altered"),
-        (
-            lambda place: place.write_bytes(b"longer than it was"),
-            "has 18 bytes, at most 5 are expected",
-        ),
-        (lambda place: place.unlink(), "No such file"),
-        (lambda place: (place.unlink(), place.symlink_to("/etc/hostname")), "leaves the bundle"),
-        (lambda place: (place.unlink(), os.mkfifo(place)), "not a regular file"),
+        (lambda place: place.write_bytes(b"other"), ("altered",)),
+        (lambda place: place.write_bytes(b"longer than it was"), ("18 bytes", "at most 5")),
+        (lambda place: place.unlink(), ("No such file",)),
+        (lambda place: (place.unlink(), place.symlink_to("/etc/hostname")), ("leaves the bundle",)),
+        (lambda place: (place.unlink(), os.mkfifo(place)), ("regular file",)),
     ],
 )
-def test_a_damaged_plan_is_refused(store: EngineStore, damage: Any, said: str) -> None:
+def test_a_damaged_plan_is_refused(store: EngineStore, damage: Any, said: Told) -> None:
     damage(plan_file(store))
     entry = store.entry("00-01")
     assert entry is not None
-    with pytest.raises(BundleIntegrityError, match=said) as refused:
+    with pytest.raises(BundleIntegrityError, match=facts(*said)) as refused:
         store.read(entry)
     assert f"eecompile build {store.bundle_path}" in str(refused.value)
 
@@ -302,23 +300,23 @@ def test_kernels_are_known_by_what_they_were_compiled_of(store: EngineStore) -> 
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"schema_version": 2}, BundleSchemaError, "schema version 2, but this Offramp reads 1"),
-        ({"extra": 1}, BundleSchemaError, "is damaged.*unknown fields"),
-        ({"engines": 3}, BundleSchemaError, "is damaged.*expected a list"),
+        ({"schema_version": 2}, BundleSchemaError, ("schema version 2", "1")),
+        ({"extra": 1}, BundleSchemaError, ("damaged", "unknown fields")),
+        ({"engines": 3}, BundleSchemaError, ("damaged", "list")),
         (
             {"target": json.loads('{"gpu": "NVIDIA L4", "compute_capability": [8, 9], '
                                   '"tensorrt": "10.16.0.72", "precision": "fp16"}')},
-            BundleIntegrityError, "is for NVIDIA L4.*not for NVIDIA H200",
+            BundleIntegrityError, ("NVIDIA L4", "NVIDIA H200")
         ),
     ],
 )  # fmt: skip
 def test_an_index_that_is_not_understood(
-    store: EngineStore, changes: dict[str, Any], error: type[BundleError], said: str
+    store: EngineStore, changes: dict[str, Any], error: type[BundleError], said: Told
 ) -> None:
     rewrite_index(store, **changes)
-    with pytest.raises(error, match=said) as refused:
+    with pytest.raises(error, match=facts(*said)) as refused:
         EngineStore.open(store.bundle_path, TARGET)
-    assert f"build the engines again: eecompile build {store.bundle_path}" in str(refused.value)
+    tells(str(refused.value), f"eecompile build {store.bundle_path}")
 
 
 def test_an_index_that_is_no_json(store: EngineStore) -> None:
@@ -502,7 +500,7 @@ def test_where_files_cannot_be_locked_a_build_goes_on_with_a_warning(
     assert store.read_timing_cache() == b"more timings"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "cannot be locked ([Errno 37] No locks available); start no second" in record.message
+    tells(record.message, "cannot be locked", "No locks available", "no second")
 
 
 def test_the_lock_is_no_way_to_a_file_of_the_user(store: EngineStore, tmp_path: Path) -> None:

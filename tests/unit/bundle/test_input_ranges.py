@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.facts import Told, facts
 from tests.unit.bundle.examples import FILES, write
 
 from offramp.bundle import Bundle, BundleSchemaError, InputRange, InputRanges
@@ -31,15 +32,15 @@ def test_a_bundle_may_have_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"name": "sound"}, r"names \['sound'\], no inputs of the model"),
-        ({"lowest": 300.0}, "highest has 255.0, expected at least 300"),
-        ({"highest": "much"}, "expected a value of type float"),
-        ({"highest": float("nan")}, "input_ranges.json"),
+        ({"name": "sound"}, ("['sound']", "inputs")),
+        ({"lowest": 300.0}, ("highest has 255.0", "at least 300")),
+        ({"highest": "much"}, ("type float",)),
+        ({"highest": float("nan")}, ("input_ranges.json",)),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, changes: Any, said: str) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: Any, said: Told) -> None:
     plain = json.loads(dump(RANGES))
     plain["inputs"][0] |= changes
     bundle = with_ranges(tmp_path, json.dumps(plain).encode())
-    with pytest.raises(BundleSchemaError, match=said):
+    with pytest.raises(BundleSchemaError, match=facts(*said)):
         bundle.input_ranges()

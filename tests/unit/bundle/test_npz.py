@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import Told, facts
 from tests.fuzz.bundles import header
 
 from offramp.bundle.npz import ArrayForm, NpzError, open_regular, read_npz
@@ -56,24 +57,24 @@ def test_what_numpy_writes_is_read_as_numpy_reads_it() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (header("<f8", (2**40,)) + bytes(64), r"says that it is float64 \[1099511627776\], but it"),
-        (header("<f8", (2**62, 2**62)) + bytes(64), "but it has 64 bytes"),
-        (header("<f4", (-1, -16)) + bytes(64), "but it has 64 bytes"),
-        (header("<f4", (0, -1)), "but it has 0 bytes"),
-        (header("<f4", (0, 2**62)), "but it has 0 bytes"),
-        (header("<f4", (15,)) + bytes(64), "but it has 64 bytes"),
-        (header("|O", (3,)) + bytes(64), "holds Python objects .allow_pickle is off."),
-        (header("<U0", (2**60,)), "elements of dtype <U0, expected numbers"),
-        (header([("a", "<f4")], (1,)) + bytes(4), "expected numbers"),
-        (header("junk", (1,)), "ValueError: .*junk"),
-        (b"\x93NUMPY\x09\x00" + bytes(64), r"header of version .9, 0., expected 1.0 or 2.0"),
-        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + bytes(64), "ValueError"),
-        (b"not numpy's", "ValueError: the magic string is not correct"),
-        (b"", "ValueError: EOF"),
+        (header("<f8", (2**40,)) + bytes(64), ("float64 [1099511627776]",)),
+        (header("<f8", (2**62, 2**62)) + bytes(64), ("but it has 64 bytes",)),
+        (header("<f4", (-1, -16)) + bytes(64), ("but it has 64 bytes",)),
+        (header("<f4", (0, -1)), ("but it has 0 bytes",)),
+        (header("<f4", (0, 2**62)), ("but it has 0 bytes",)),
+        (header("<f4", (15,)) + bytes(64), ("but it has 64 bytes",)),
+        (header("|O", (3,)) + bytes(64), ("Python objects", "allow_pickle")),
+        (header("<U0", (2**60,)), ("<U0", "numbers")),
+        (header([("a", "<f4")], (1,)) + bytes(4), ("expected numbers",)),
+        (header("junk", (1,)), ("ValueError", "junk")),
+        (b"\x93NUMPY\x09\x00" + bytes(64), ("9", "0", "1.0 or 2.0")),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + bytes(64), ("ValueError",)),
+        (b"not numpy's", ("ValueError", "magic string")),
+        (b"", ("ValueError: EOF",)),
     ],
 )
-def test_a_header_that_lies_is_refused(content: bytes, message: str) -> None:
-    with pytest.raises(NpzError, match=message) as caught:
+def test_a_header_that_lies_is_refused(content: bytes, message: Told) -> None:
+    with pytest.raises(NpzError, match=facts(*message)) as caught:
         read_npz(archive({"x.npy": content}), max_bytes=2**62)
     assert "\n" not in str(caught.value)
 
@@ -82,7 +83,7 @@ def test_a_bomb_is_refused_before_it_goes_off() -> None:
     stream = archive({"x.npy": header("<f8", (8 * MIB,)) + bytes(64 * MIB)}, zipfile.ZIP_DEFLATED)
     assert len(stream.getvalue()) < MIB
     tracemalloc.start()
-    with pytest.raises(NpzError, match=r"take 67,108,9\d\d bytes, at most 33,554,432 are read"):
+    with pytest.raises(NpzError, match=facts("67,108,9", "at most 33,554,432")):
         read_npz(stream, max_bytes=32 * MIB)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -93,7 +94,7 @@ def test_a_directory_that_claims_more_than_is_stored_is_refused() -> None:
     content = bytearray(archive({"x.npy": header("<f8", (1,)) + bytes(8)}).getvalue())
     place = content.rindex(b"PK\x01\x02") + 24  # the uncompressed size in the directory
     content[place : place + 4] = (2**31).to_bytes(4, "little")
-    with pytest.raises(NpzError, match=r"claims 2,147,483,648 bytes, its \d+ stored ones cannot"):
+    with pytest.raises(NpzError, match=facts("2,147,483,648 bytes", "cannot")):
         read_npz(io.BytesIO(bytes(content)), max_bytes=2**62)
 
 
@@ -149,14 +150,14 @@ FORMS = {
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({}, r"missing arrays \['x'\]"),
-        ({"x": np.zeros((1, 1), np.float32), "y": 1}, r"unknown arrays \['y'\]"),
-        ({"x": np.zeros((1, 1))}, "'x' is float64 .1, 1., expected float32 of 2 dimensions"),
-        ({"x": np.zeros(1, np.float32)}, "'x' is float32 .1., expected float32 of 2 dimensions"),
+        ({}, ("missing arrays ['x']",)),
+        ({"x": np.zeros((1, 1), np.float32), "y": 1}, ("unknown arrays ['y']",)),
+        ({"x": np.zeros((1, 1))}, ("'x' is float64 [1, 1]", "float32 of 2 dimensions")),
+        ({"x": np.zeros(1, np.float32)}, ("'x' is float32 [1]", "float32 of 2 dimensions")),
     ],
 )
-def test_arrays_have_the_form_that_is_expected(arrays: dict[str, Any], message: str) -> None:
-    with pytest.raises(NpzError, match=message):
+def test_arrays_have_the_form_that_is_expected(arrays: dict[str, Any], message: Told) -> None:
+    with pytest.raises(NpzError, match=facts(*message)):
         read_npz(saved(**arrays), max_bytes=MIB, expected=FORMS)
 
 
@@ -166,7 +167,7 @@ def test_an_optional_array_may_be_missing() -> None:
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="a pipe or a device, expected a regular file"):
+    with pytest.raises(OSError, match=facts("pipe or a device", "regular file")):
         open_regular(tmp_path / "pipe")
     with pytest.raises(IsADirectoryError):
         open_regular(tmp_path)

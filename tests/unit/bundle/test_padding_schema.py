@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.facts import Told, facts
 from tests.unit.bundle.examples import FILES, MANIFEST, rewrite_manifest, write
 
 from offramp.bundle import (
@@ -59,24 +60,23 @@ def test_where_there_are_none_nothing_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"longest": 0}, "longest has 0, expected at least 1"),
-        ({"limit": 47}, "limit is 47, below longest 48"),
-        ({"difference": -1.0}, "difference has -1.0"),
-        ({"size": "context"}, "expected the inputs with the size 'context': []"),
-        ({"fills": {"attention_mask": 0.0}}, "fills are for ['attention_mask'], expected"),
-        ({"fills": {"image": 256.0, "attention_mask": 0.0}}, "'image' is uint8, which has no 256"),
-        ({"fills": {"image": 0.5, "attention_mask": 0.0}}, "'image' is uint8, which has no 0.5"),
-        ({"fills": {"image": 0.0, "attention_mask": 1.0}}, "that is filled with 0"),
-        ({"mask": "image"}, "that is filled with 0"),
-        ({"mask": "nothing"}, "the mask 'nothing' is no input [batch, sequence]"),
+        ({"longest": 0}, ("longest has 0", "at least 1")),
+        ({"limit": 47}, ("limit is 47", "longest 48")),
+        ({"difference": -1.0}, ("difference has -1.0",)),
+        ({"size": "context"}, ("inputs", "'context'", "[]")),
+        ({"fills": {"attention_mask": 0.0}}, ("['attention_mask']", "expected")),
+        ({"fills": {"image": 256.0, "attention_mask": 0.0}}, ("'image' is uint8", "256")),
+        ({"fills": {"image": 0.5, "attention_mask": 0.0}}, ("'image' is uint8", "0.5")),
+        ({"fills": {"image": 0.0, "attention_mask": 1.0}}, ("filled with 0",)),
+        ({"mask": "image"}, ("filled with 0",)),
+        ({"mask": "nothing"}, ("'nothing'", "[batch, sequence]")),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, changes: Any, said: str) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: Any, said: Told) -> None:
     root = write(tmp_path, manifest=of_sequences(PADDING)).path
     rewrite_manifest(root, lambda plain: plain["paddings"][0].update(changes))
-    with pytest.raises(BundleSchemaError) as caught:
+    with pytest.raises(BundleSchemaError, match=facts(*said)):
         Bundle.open(root)
-    assert said in str(caught.value)
 
 
 def test_a_size_is_padded_in_one_way() -> None:
@@ -107,7 +107,7 @@ def test_lengths_come_back(tmp_path: Path) -> None:
     ],
 )
 def test_lengths_of_nothing_are_refused(tmp_path: Path, length: LengthRange) -> None:
-    with pytest.raises(BundleSchemaError, match=r"lengths of .* are none of the model's inputs"):
+    with pytest.raises(BundleSchemaError, match=facts("lengths of", "inputs")):
         with_length(tmp_path, length).input_ranges()
 
 

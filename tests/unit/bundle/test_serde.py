@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.facts import Told, facts
 from tests.unit.bundle.examples import MANIFEST, POLICY, PROFILE
 
 from offramp.bundle import (
@@ -115,16 +116,16 @@ def test_plain_values_become_dataclasses() -> None:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        ({"inner": [{"number": "1", "words": {}}]}, r"x\.inner\[0\]\.number: .* float, found '1'"),
-        ({"inner": [{"number": 1.0, "words": {"k": 2}}]}, r"x\.inner\[0\]\.words\['k'\]"),
-        ({"inner": {"number": 1.0}}, r"x\.inner: expected a list"),
-        ({"inner": [[]]}, r"x\.inner\[0\]: expected an object"),
-        ({"mark": "c"}, r"x\.mark: expected one of 'a', 'b', found 'c'"),
-        ({"mark": ["a"]}, r"x\.mark"),
-        ({"size": None}, r"x\.size: expected a value of type str, found None"),
-        ({"size": 1.0}, r"x\.size"),
+        ({"inner": [{"number": "1", "words": {}}]}, ("x.inner[0].number", "float", "'1'")),
+        ({"inner": [{"number": 1.0, "words": {"k": 2}}]}, ("x.inner[0].words['k']",)),
+        ({"inner": {"number": 1.0}}, ("x.inner: expected a list",)),
+        ({"inner": [[]]}, ("x.inner[0]: expected an object",)),
+        ({"mark": "c"}, ("x.mark", "'a', 'b'", "'c'")),
+        ({"mark": ["a"]}, ("x.mark",)),
+        ({"size": None}, ("x.size", "type str", "None")),
+        ({"size": 1.0}, ("x.size",)),
     ],
 )
-def test_the_message_names_the_place(change, where: str) -> None:
-    with pytest.raises(BundleSchemaError, match=where):
+def test_the_message_names_the_place(change, where: Told) -> None:
+    with pytest.raises(BundleSchemaError, match=facts(*where)):
         from_plain(Outer, {**PLAIN, **change}, "x")

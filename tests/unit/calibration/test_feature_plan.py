@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.facts import tells
 
 from offramp.calibration.data.dataset import DataError
 from offramp.calibration.heads.feature_plan import (
@@ -47,10 +48,8 @@ def test_then_real_ones_that_train() -> None:
 def test_too_few_samples_are_refused_with_what_would_be_needed() -> None:
     with pytest.raises(DataError) as caught:
         plan_features([4 * GIB // 1000], COUNTS, 9 * GIB)
-    assert str(caught.value).startswith(
-        "features of 2,500 samples, the fewest to train and tune on, take 10.00 GiB at once in 4 "
-        "passes, more than the 9.00 GiB of --scratch-limit; raise it"
-    )
+    said = ("2,500 samples", "10.00 GiB", "4 passes", "9.00 GiB of --scratch-limit")
+    tells(str(caught.value), *said, "raise it")
     few = SampleCounts(train=300, made=300, tune=100)
     with pytest.raises(DataError, match="features of 400 samples"):
         plan_features([1000], few, 399 * 1000)

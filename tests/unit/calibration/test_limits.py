@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.facts import tells
 
 from offramp.bundle import Head, Measured, MeasuredSize, Ratio
 from offramp.bundle.schema.parts import HeadScore
@@ -139,8 +140,8 @@ def test_samples_too_few_for_any_policy() -> None:
     """At 5 % and 90 % confidence, 45 samples pass if all agree: 0.95^45 < 0.1 < 0.95^44."""
     limit = limit_of_samples(44, TERMS)
     assert limit is not None
-    assert limit.startswith("44 certify samples are too few to certify disagreement ≤ 0.05")
-    assert "with confidence 0.9: 45 are the least" in limit
+    tells(limit, "44 certify samples", "too few", "0.05")
+    tells(limit, "confidence 0.9", "45 are the least")
     assert "more --data" in limit
     assert limit_of_samples(45, TERMS) is None
 

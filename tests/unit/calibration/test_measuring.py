@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import tells
 from tests.fakes import fake_plan
 
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Measured
@@ -122,7 +123,7 @@ def test_a_round_in_which_something_else_ran_moves_no_ratio() -> None:
 def test_a_machine_that_was_busy_is_noted() -> None:
     found = Machine().measure(1, cpu_clock=lambda: 0.0)
     assert len(found.disturbed) == 1
-    assert found.disturbed[0].startswith("policy: this process had 0% of a core")
+    tells(found.disturbed[0], "policy", "0% of a core")
 
 
 @pytest.mark.parametrize(

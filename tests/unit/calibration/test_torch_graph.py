@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from tests.facts import facts, tells
 from tests.models import Builder, bert_like, residual_cnn
 from tests.torch_graphs import (
     difference,
@@ -366,29 +367,22 @@ def test_operators_that_are_lacking_are_all_named_with_the_first_node(read: Read
     x = b.node("QuantizeLinear", x, b.constant(0.1, np.float32))
     b.output(x, ["batch", 4])
 
-    with pytest.raises(UntrainableError) as caught:
+    told = facts("NonMaxSuppression, QuantizeLinear", "'t1'", "--heads bridges", "--train joint")
+    with pytest.raises(UntrainableError, match=told):
         read(b.build())
-
-    assert str(caught.value) == (
-        "the model cannot be trained as a whole: no gradients are known through NonMaxSuppression, "
-        "QuantizeLinear; the first is NonMaxSuppression 't1'; leave out --heads bridges and "
-        "--train joint, or export it without them"
-    )
 
 
 @READS
 def test_operators_of_other_domains_are_named_with_them(read: Reads) -> None:
     model = one_node("Gelu", ["x"], domain="com.microsoft")
 
-    with pytest.raises(
-        UntrainableError, match=r"through com\.microsoft\.Gelu; the first is .*'it'"
-    ):
+    with pytest.raises(UntrainableError, match=facts("com.microsoft.Gelu", "'it'")):
         read(model)
 
 
 @READS
 def test_an_old_opset_is_refused(read: Reads) -> None:
-    with pytest.raises(UntrainableError, match="has opset 12, and operators of opset 13 or newer"):
+    with pytest.raises(UntrainableError, match=facts("opset 12", "opset 13 or newer")):
         read(one_node("Relu", ["x"], opset=12))
 
 
@@ -402,7 +396,7 @@ def test_initialisers_that_torch_has_nothing_for_are_refused(kind: str, read: Re
     else:
         model = one_node("Add", ["x", "w"], numpy_helper.from_array(np.ones(4, np.uint64), "w"))
 
-    with pytest.raises(UntrainableError, match=f"initialiser 'w' is {kind}, expected a dense one"):
+    with pytest.raises(UntrainableError, match=facts(f"'w' is {kind}", "dense")):
         read(model)
 
 
@@ -423,7 +417,8 @@ def test_an_operator_that_fails_says_which_it_was() -> None:
     with pytest.raises(RuntimeError) as caught:
         graph({"x": torch.zeros(1, 4)})
 
-    assert caught.value.__notes__ == ["computing Add 'it' of inputs [1, 4], [3]"]
+    [said] = caught.value.__notes__
+    tells(said, "Add 'it'", "[1, 4], [3]")
 
 
 def test_onnx_runtime_loads_what_is_written_back(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.facts import Told, facts
 from tests.unit.certify.problems import realistic
 
 from offramp.bundle.schema.policy import NEVER
@@ -143,7 +144,7 @@ def test_fit_agreement_stays_rising_where_confidence_misleads() -> None:
 def test_fit_agreement_refuses_no_samples_and_nan() -> None:
     with pytest.raises(ValueError, match="no samples"):
         fit_agreement(np.zeros(0), np.zeros(0, bool))
-    with pytest.raises(ValueError, match="confidence of exit 0, sample 1 is nan"):
+    with pytest.raises(ValueError, match=facts("exit 0, sample 1", "nan")):
         fit_agreement(np.array([0.5, np.nan]), np.ones(2, bool))
 
 
@@ -235,13 +236,13 @@ def test_certify_promises_nothing_from_too_few_samples() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ([[0.5], [0.6]], "exit 0 rises at level 1: 0.5 to 0.6"),
-        ([[np.nan]], "NaN"),
-        ([[0.5, 0.5]], r"\[levels, 1\] thresholds, got shape \(1, 2\)"),
+        ([[0.5], [0.6]], ("exit 0", "level 1", "0.5 to 0.6")),
+        ([[np.nan]], ("NaN",)),
+        ([[0.5, 0.5]], ("[levels, 1] thresholds, got shape (1, 2)",)),
     ],
 )
-def test_certify_refuses_what_is_no_path(path: list[list[float]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_certify_refuses_what_is_no_path(path: list[list[float]], message: Told) -> None:
+    with pytest.raises(ValueError, match=facts(*message)):
         certify(np.array(path), np.ones((1, 5)), np.ones((1, 5), bool), max_disagreement=0.01)
 
 

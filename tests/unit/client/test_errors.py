@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from tests.facts import Told, facts, tells
 
 from offramp import client
 from offramp.client import Client, ConnectionFailedError, OfframpError, RequestError
@@ -73,23 +74,23 @@ def test_nobody_there_says_so() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"address": "localhost"}, "'localhost' is not host:port"),
+        ({"address": "localhost"}, ("'localhost'", "host:port")),
         (
             {"address": "http://localhost:8000/"},
-            "address 'http://localhost:8000/' has a scheme; expected host:port of the server's",
+            ("'http://localhost:8000/'", "scheme", "host:port"),
         ),
-        ({"address": "grpc://a"}, "side, for instance a:8001$"),
-        ({"address": "unix://a"}, "is not host:port"),
-        ({"address": "a:1", "timeout_s": 0}, "timeout_s 0 is not above 0"),
-        ({"address": "a:1", "max_message_mib": 0}, "max_message_mib 0 is below 1"),
+        ({"address": "grpc://a"}, ("a:8001",)),
+        ({"address": "unix://a"}, ("host:port",)),
+        ({"address": "a:1", "timeout_s": 0}, ("timeout_s 0", "above 0")),
+        ({"address": "a:1", "max_message_mib": 0}, ("max_message_mib 0", "1")),
     ],
 )
-def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_are_checked(settings: dict[str, object], message: Told) -> None:
+    with pytest.raises(ValueError, match=facts(*message)):
         ConnectionSettings(**settings)  # type: ignore[arg-type]
 
 
 def test_a_limit_that_nothing_can_keep_is_told_as_that() -> None:
     settings = ConnectionSettings(address="a:1")
-    assert str(settings.late(0.25)) == "a:1: no answer within 0.25 s"
-    assert str(settings.late(-1.0)) == "a:1: timeout_s -1 is not above 0, no answer comes in that"
+    tells(str(settings.late(0.25)), "a:1", "no answer", "0.25 s")
+    tells(str(settings.late(-1.0)), "a:1", "timeout_s -1", "above 0")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import facts
 
 from offramp.client import (
     Client,
@@ -123,6 +124,6 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 
 def test_a_token_is_not_sent_in_the_clear() -> None:
-    with pytest.raises(ValueError, match="in the clear; use https, or insecure_token=True"):
+    with pytest.raises(ValueError, match=facts("in the clear", "https", "insecure_token=True")):
         RestClient("http://example.com:8000", token="abcdefghijklmnop")
     RestClient("http://127.0.0.1:8000", token="abcdefghijklmnop").close()

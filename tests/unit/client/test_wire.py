@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import Told, facts
 
 from offramp.client.conversion import build_request, parse_metadata, parse_response, parse_streamed
 from offramp.client.errors import (
@@ -65,13 +65,13 @@ def test_defaults_are_left_to_the_server() -> None:
 @pytest.mark.parametrize(
     ("inputs", "priority", "message"),
     [
-        ({"a": ["text"]}, 0, "tensor 'a' has numpy dtype <U4"),
-        ({}, -1, "priority -1 is below 0"),
-        (np.zeros(3), 0, "inputs are a ndarray, expected arrays by input name, such as"),
+        ({"a": ["text"]}, 0, ("'a'", "<U4")),
+        ({}, -1, ("priority -1", "0")),
+        (np.zeros(3), 0, ("ndarray", "input name")),
     ],
 )
-def test_what_cannot_be_sent_is_refused(inputs: Any, priority: int, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
+def test_what_cannot_be_sent_is_refused(inputs: Any, priority: int, message: Told) -> None:
+    with pytest.raises(InvalidInputError, match=facts(*message)):
         build_request("m", inputs, outputs=None, priority=priority)
 
 
@@ -101,22 +101,22 @@ def test_variants_that_answered_are_told() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (response(variants="1"), "'offramp_variants': 1}"),
-        (response(variants="1,x"), "'offramp_variants' is not a list of numbers: '1,x'"),
-        (ModelInferResponse(model_name="m"), "no parameter 'offramp_exits'; is this an Offramp"),
-        (response(exits="0,x"), "'offramp_exits' is not a list of numbers: '0,x'"),
-        (response(exits="0,99999999999"), "'offramp_exits' is not a list of numbers"),
-        (response(exits="0,2147483648"), "'offramp_exits' is not a list of numbers"),
-        (response(exits="-2147483649,0"), "'offramp_exits' is not a list of numbers"),
-        (response(forced="0,2"), "'offramp_forced' has values besides 0 and 1"),
-        (response(forced="0,yes"), "'offramp_forced' is not a list of numbers: '0,yes'"),
-        (response(forced="1"), "'offramp_forced': 1}"),
-        (response(exits="0"), "disagrees about its number of samples"),
-        (response(rows=3), "{'y': 3, 'offramp_exits': 2, 'offramp_confidences': 2}"),
+        (response(variants="1"), ("'offramp_variants': 1}",)),
+        (response(variants="1,x"), ("'offramp_variants'", "'1,x'")),
+        (ModelInferResponse(model_name="m"), ("'offramp_exits'", "Offramp")),
+        (response(exits="0,x"), ("'offramp_exits'", "'0,x'")),
+        (response(exits="0,99999999999"), ("'offramp_exits' is not a list of numbers",)),
+        (response(exits="0,2147483648"), ("'offramp_exits' is not a list of numbers",)),
+        (response(exits="-2147483649,0"), ("'offramp_exits' is not a list of numbers",)),
+        (response(forced="0,2"), ("'offramp_forced' has values besides 0 and 1",)),
+        (response(forced="0,yes"), ("'offramp_forced'", "'0,yes'")),
+        (response(forced="1"), ("'offramp_forced': 1}",)),
+        (response(exits="0"), ("disagrees about its number of samples",)),
+        (response(rows=3), ("{'y': 3, 'offramp_exits': 2, 'offramp_confidences': 2}",)),
     ],
 )
-def test_other_responses_are_refused(message: ModelInferResponse, reason: str) -> None:
-    with pytest.raises(ResponseError, match=re.escape(reason)):
+def test_other_responses_are_refused(message: ModelInferResponse, reason: Told) -> None:
+    with pytest.raises(ResponseError, match=facts(*reason)):
         parse_response(message)
 
 
@@ -160,15 +160,15 @@ def test_the_end_of_a_request_is_no_result() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (streamed("maybe"), "'offramp_answer' is 'maybe', expected one of answer, early, confirm"),
-        (streamed(offramp_corrected="1"), "'offramp_exits': 2, 'offramp_corrected': 1}"),
-        (ModelStreamInferResponse(), "no parameter 'offramp_exits'; is this an Offramp server?"),
+        (streamed("maybe"), ("'offramp_answer'", "'maybe'", "answer, early, confirm")),
+        (streamed(offramp_corrected="1"), ("'offramp_exits': 2, 'offramp_corrected': 1}",)),
+        (ModelStreamInferResponse(), ("'offramp_exits'", "Offramp")),
     ],
 )
 def test_other_streamed_responses_are_refused(
-    message: ModelStreamInferResponse, reason: str
+    message: ModelStreamInferResponse, reason: Told
 ) -> None:
-    with pytest.raises(ResponseError, match=re.escape(reason)):
+    with pytest.raises(ResponseError, match=facts(*reason)):
         parse_streamed(message, address="a:1")
 
 

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 from tests.engines import engine_bundle
+from tests.facts import facts
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
@@ -155,9 +156,7 @@ def test_another_answer_at_the_models_end_is_an_error(
         return result._replace(answer=result.answer * times)
 
     monkeypatch.setattr(HostSlot, "run", off)
-    with pytest.raises(
-        VerificationError, match=r"sample 0 and its batch mates otherwise .* \(1e-04"
-    ):
+    with pytest.raises(VerificationError, match=facts("sample 0", "batch mates", "1e-04")):
         check(nobody, data)
 
 

@@ -21,6 +21,7 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 from tests.decoders import decoder, prompts
+from tests.facts import Told, tells
 from tests.models import Builder
 from tests.unit.compiler.test_answer import ending, trees
 
@@ -79,16 +80,13 @@ def test_samples_that_change_each_others_answers(capfd) -> None:
     b.linear(b.node("Sub", hidden, mean), 16, 4, out="logits")
     b.output("logits", ["batch", 4])
     told = compiling(capfd, b.build())
-    assert told.startswith(
-        "eecompile: model.onnx: the answer of a sample depends on the other samp"
-    )
+    tells(told, "eecompile: model.onnx", "other samples")
     assert re.search(
         r"found among 3 rows, by \d\.\de[+-]\d\d: \S+ instead of \S+ \(sample \d, value \d; "
         r"its scale is \S+\), allowed are 1e-04\)",
         told,
     )
-    assert "allowed are 1e-04). It enters at 'mean' (ReduceMean): it reduces over the sampl" in told
-    assert "let it reduce over other dimensions than the first, which has to be the batch" in told
+    tells(told, "1e-04", "'mean' (ReduceMean)", "other dimensions than the first")
     assert "batch_first=True" in told
 
 
@@ -123,9 +121,8 @@ def fixed(name: str = "") -> onnx.ModelProto:
 @pytest.mark.parametrize(("name", "called"), [("", ""), ("/mix", " '/mix'")])
 def test_a_fixed_batch_that_cannot_be_freed(capfd, name: str, called: str) -> None:
     told = compiling(capfd, fixed(name))
-    assert told.startswith("eecompile: model.onnx: the batch size was fixed at 2, and the operator")
-    assert f"and the operator{called} (MatMul, which gives 'product') cannot take another" in told
-    assert "export the model with a dynamic first dimension (torch.onnx.export: dynamic" in told
+    tells(told, "eecompile: model.onnx", "fixed at 2", "operator")
+    tells(told, f"{called} (MatMul", "'product'", "dynamic first dimension", "torch.onnx.export")
 
 
 def test_inputs_that_were_fixed_to_different_batches(capfd) -> None:
@@ -134,7 +131,7 @@ def test_inputs_that_were_fixed_to_different_batches(capfd) -> None:
     b.linear(joined, 16, 4, out="logits")
     b.output("logits", [5, 4])
     told = compiling(capfd, b.build())
-    assert "the inputs disagree about the batch size: {'x': 2, 'y': 3}" in told
+    tells(told, "batch size", "{'x': 2, 'y': 3}")
     assert "export the model with that dimension dynamic" in told
 
 
@@ -159,11 +156,11 @@ def reading_again(*, joined: bool = False) -> onnx.ModelProto:
 
 def test_an_input_that_is_read_again_with_work(capfd) -> None:
     told = compiling(capfd, reading_again(), "--max-cut-tensors", "1", x=samples(16))
-    assert told.startswith("eecompile: model.onnx: the model has no cut point")
+    tells(told, "eecompile: model.onnx", "no cut point")
     assert re.search(
         r"inside a block: `\w+`, computed of the input `x`, also carries data past this place", told
     )
-    assert "let the model join them to one (Concat, then Split): that is a cut point" in told
+    tells(told, "Concat, then Split", "cut point")
     assert re.search(r"eecompile inspect lists why of all \d+ places$", told)
 
 
@@ -184,7 +181,7 @@ def test_a_side_input_with_more_work_than_may_be_done_again(capfd) -> None:
     b.output("logits", ["batch", 4])
     told = inspecting(capfd, b.build(), "--max-cut-tensors", "1")
     assert re.search(r"\d\d% of the work would have to be done again after it, from `y`, at", told)
-    assert "at most 2% may be; let the model add what it computes of them before this" in told
+    tells(told, "at most 2%", "let the model")
 
 
 def test_a_batch_that_is_not_in_front(capfd) -> None:
@@ -194,8 +191,7 @@ def test_a_batch_that_is_not_in_front(capfd) -> None:
     b.linear(pooled, 16, 4, out="logits")
     b.output("logits", ["rows", 4])
     told = compiling(capfd, b.build())
-    assert "It enters at 'pooled' (ReduceMean): it reduces over the samples" in told
-    assert "the first, which has to be the batch in every input" in told
+    tells(told, "'pooled' (ReduceMean)", "samples", "first", "batch in every input")
     assert "batch_first=True" in told
 
 
@@ -207,8 +203,7 @@ def test_a_batch_that_is_folded_into_another_dimension(capfd) -> None:
     b.node("Softmax", apart, out="y", axis=1)
     b.output("y", ["batch", 16])
     told = compiling(capfd, b.build(), x=samples(32))
-    assert "its shape is [4*batch, 8], and the first dimension has to be the batch; let" in told
-    assert "let the model keep it a dimension of its own there" in told
+    tells(told, "[4*batch, 8]", "first dimension", "let the model", "keep", "dimension of its own")
 
 
 def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
@@ -220,7 +215,7 @@ def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
     needed = re.search(r"features take ([\d.]+) MiB \(([\d,]+) bytes\), but (\S+) has", told)
     assert needed is not None
     assert int(needed[2].replace(",", "")) == pytest.approx(float(needed[1]) * 2**20, rel=0.6)
-    assert "has 0.0 MiB (10,000 bytes) free; free the space, name another folder by --sc" in told
+    tells(told, "10,000 bytes", "free the space", "--scratch")
     assert "or bound them by --scratch-limit" in told
 
 
@@ -234,15 +229,13 @@ def test_a_limit_of_scratch_that_is_too_low(capfd) -> None:
     assert re.search(
         r"features of \d+ samples, the fewest to train and tune on, take [\d.]+ MiB", told
     )
-    assert "at once in 4 passes, more than the 0.0 MiB of --scratch-limit; raise it" in told
-    assert "ask for fewer exits (--candidates), or give fewer or smaller samples" in told
+    tells(told, "4 passes", "--scratch-limit", "raise", "--candidates", "fewer or smaller samples")
 
 
 def test_columns_that_are_a_yes_or_no_each(capfd) -> None:
     told = compiling(capfd, ending("Sigmoid", classes=5), "--task", "classification")
-    assert "model.onnx: output 'y' ends with 'Sigmoid:y' (Sigmoid)" in told
-    assert "each of its 5 columns is a yes or no of its own (multi-label)" in told
-    assert "end the model before the Sigmoid, at its logits" in told
+    tells(told, "model.onnx", "'y'", "'Sigmoid:y' (Sigmoid)", "5 columns", "multi-label")
+    tells(told, "before the Sigmoid", "logits")
 
 
 def test_log_probabilities_are_an_answer(capfd) -> None:
@@ -254,9 +247,9 @@ def test_an_answer_for_every_place_of_a_map(capfd) -> None:
     b.node("Relu", b.conv(b.input("x", ["batch", 3, 8, 8]), (3, 5)), out="map")
     b.output("map", ["batch", 5, 8, 8])
     told = compiling(capfd, b.build(), "--task", "classification")
-    assert "output 'map' has shape [batch, 5, 8, 8] of float32, expected floating-point" in told
-    assert "[batch, classes] with at least 2 classes for --task classification" in told
-    assert "leave --task out, or pool it to the logits of one class a sample" in told
+    tells(told, "'map'", "[batch, 5, 8, 8] of float32", "floating-point")
+    tells(told, "[batch, classes]", "at least 2 classes", "--task classification")
+    tells(told, "leave --task out", "pool")
 
 
 def inverting() -> onnx.ModelProto:
@@ -278,9 +271,7 @@ def test_work_that_nobody_knows_is_measured_and_said_so(capfd, caplog) -> None:
     assert compiling(
         capfd, inverting(), "--max-disagreement", "0.05", "--exits", "x", x=samples(16, 16)
     )
-    assert "The work of Inverse is not known: shares of the work are measured as time." in (
-        caplog.messages
-    )
+    tells(caplog.text, "Inverse", "time")
 
 
 def halved() -> onnx.ModelProto:
@@ -299,13 +290,16 @@ def test_pieces_that_round_more_than_is_allowed(capfd, monkeypatch) -> None:
     monkeypatch.setattr(slicing, "compare", lambda *_, **__: found)
     monkeypatch.setattr(slicing, "relative_difference", lambda *_: 2.5e-2)
     told = compiling(capfd, halved(), "--max-disagreement", "0.05", x=samples(16))
-    assert told.startswith(
-        "eecompile: model.onnx: chained segments differ from the source model at batch 1, by "
-        "2.5e-02: 3 instead of 4 (sample 0, class 1; its scale is 40); allowed are 1.0e-02 of a "
-        "model in half precision; "
+    tells(
+        told,
+        "eecompile: model.onnx",
+        "batch 1, by 2.5e-02",
+        "3 instead of 4",
+        "sample 0, class 1",
+        "40",
+        "1.0e-02",
     )
-    assert "the first that diverges is segment 0, at `" in told
-    assert "If only rounding differs, allow it with --tolerance 5e-02" in told
+    tells(told, "segment 0", "--tolerance 5e-02")
 
 
 def test_operators_in_any_order_are_read(capfd) -> None:
@@ -323,10 +317,7 @@ def test_operators_that_wait_for_each_other(capfd) -> None:
     b.node("Relu", "first", out="second")
     b.output("second", ["batch", 4])
     told = compiling(capfd, b.build())
-    assert told == (
-        "eecompile: model.onnx: operator 'first' (Add) reads 'second', which only operators after "
-        "it give: the graph has a cycle; export the model again"
-    )
+    tells(told, "model.onnx", "'first' (Add)", "'second'", "cycle", "export the model again")
 
 
 def test_tensors_of_more_dimensions_than_heads_read(capfd) -> None:
@@ -337,7 +328,7 @@ def test_tensors_of_more_dimensions_than_heads_read(capfd) -> None:
     b.node("ReduceMean", scores, axes=[1, 2, 3, 4], keepdims=0, out="logits")
     b.output("logits", ["batch", 4])
     told = compiling(capfd, b.build(), x=samples(64))
-    assert "it has 6 dimensions, and heads read 2 to 5; let the model join some of them" in told
+    tells(told, "6 dimensions", "2 to 5", "join")
 
 
 def test_channels_of_no_fixed_size(capfd) -> None:
@@ -348,7 +339,7 @@ def test_channels_of_no_fixed_size(capfd) -> None:
     b.linear(b.node("ReduceMean", x, axes=[2], keepdims=0), 16, 4, out="logits")
     b.output("logits", ["batch", 4])
     told = compiling(capfd, b.build(), x=samples(16, 8))
-    assert "dimension 2, which holds its channels, has no fixed size that a head could be" in told
+    tells(told, "dimension 2", "channels", "no fixed size")
     assert "export the model with that size fixed" in told
 
 
@@ -358,8 +349,8 @@ def test_channels_of_no_fixed_size(capfd) -> None:
 def test_trees_are_one_operator(capfd, zipmap: bool, arguments: tuple[str, ...]) -> None:
     told = compiling(capfd, trees(zipmap=zipmap), *arguments)
     output = "chances" if arguments else "label"
-    assert f"model.onnx: output '{output}' is what 'forest' (TreeEnsembleClassifier) gives" in told
-    assert "all trees are one operator, so there is nothing to cut" in told
+    tells(told, "model.onnx", f"'{output}'", "'forest' (TreeEnsembleClassifier)")
+    tells(told, "one operator", "cut")
     assert "serve the model as it is" in told
 
 
@@ -370,7 +361,7 @@ def test_which_of_several_outputs_answers(capfd) -> None:
     b.output("features", ["batch", 16])
     b.output("scores", ["batch", 4])
     told = compiling(capfd, b.build())
-    assert "model.onnx: 2 outputs (features, scores); say which one is the answer" in told
+    tells(told, "model.onnx: 2 outputs (features, scores)", "which one")
     assert "for instance --answer features" in told
 
 
@@ -380,17 +371,17 @@ def test_an_opset_of_the_future(capfd) -> None:
     told = compiling(capfd, model)
     newest = re.search(r"installed here takes \(up to (\d+)\)", told)
     assert newest is not None
-    assert "model.onnx: opset 97 is newer than the ONNX Runtime that is installed" in told
-    assert f"export the model with opset_version={newest[1]}, or install a newer onnx" in told
+    tells(told, "model.onnx: opset 97", "ONNX Runtime")
+    tells(told, f"opset_version={newest[1]}", "install a newer onnx")
     assert int(newest[1]) >= 21, onnxruntime.__version__
 
 
 def test_one_column(capfd) -> None:
     told = compiling(capfd, ending("Identity", classes=1))
-    assert "output 'y' has shape [batch, 1] of float32" in told
+    tells(told, "'y'", "[batch, 1] of float32")
     assert "with at least 2 classes" in told
     assert "one column is no choice between classes" in told
-    assert "the logit of yes or no, add --task multi-label" in told
+    tells(told, "yes or no", "--task multi-label")
     assert "where it is a value, --task regression" in told
 
 
@@ -401,7 +392,7 @@ def test_a_class_that_was_picked(capfd) -> None:
     b.output("best", ["batch"], TensorProto.INT64)
     told = compiling(capfd, b.build())
     assert "output 'best' has shape [batch] of int64" in told
-    assert "it ends with 'ArgMax:best' (ArgMax): end the model before that, at its scores" in told
+    tells(told, "'ArgMax:best' (ArgMax)", "before that", "scores")
 
 
 def test_a_file_above_the_limit_of_one_message(capfd) -> None:
@@ -409,7 +400,7 @@ def test_a_file_above_the_limit_of_one_message(capfd) -> None:
         os.truncate(file.fileno(), 3 * 2**30)  # a hole, which takes no disk
     np.savez("data.npz", x=samples(16))
     told = error_of(capfd, "model.onnx", "--data", "data.npz")
-    assert "model.onnx: 3.0 GiB in one message, which is 2 GiB at most; store" in told
+    tells(told, "model.onnx: 3.0 GiB", "2 GiB at most", "store")
     assert "the weights as external data" in told
 
 
@@ -417,8 +408,7 @@ def test_more_operators_than_are_simplified(capfd, caplog, monkeypatch) -> None:
     monkeypatch.setattr(preparation, "MOST_SIMPLIFIED", 5)
     inspecting(capfd, models.mlp())
     (told,) = [text for text in caplog.messages if "not simplified" in text]
-    assert "the model has 7 operators, and onnxslim takes minutes beyond 5" in told
-    assert "run it before, as onnxslim MODEL.onnx SIMPLER.onnx" in told
+    tells(told, "7 operators", "onnxslim", "5", "onnxslim MODEL.onnx SIMPLER.onnx")
 
 
 def test_what_onnxslim_says_when_it_fails(capfd, caplog, monkeypatch) -> None:
@@ -427,7 +417,7 @@ def test_what_onnxslim_says_when_it_fails(capfd, caplog, monkeypatch) -> None:
 
     monkeypatch.setattr(simplifier.onnxslim, "slim", fail)
     inspecting(capfd, models.mlp())
-    assert "not simplified: onnxslim fails: a defect of its own" in caplog.messages
+    tells(caplog.text, "not simplified", "a defect of its own")
 
 
 CACHED = "--answer-tokens ID,ID; for any other answer export it without a cache (use_cache=False)"
@@ -436,8 +426,8 @@ CACHED = "--answer-tokens ID,ID; for any other answer export it without a cache 
 @pytest.mark.parametrize("arguments", [(), ("--answer", "logits"), ("--task", "classification")])
 def test_a_decoder_with_a_cache_whose_tokens_are_not_named(capfd, arguments) -> None:
     told = compiling(capfd, decoder(cache=True), *arguments, **prompts(800, 12))
-    assert "input 'past_key_values.0.key' and 5 more hold the cache of a decoder" in told
-    assert "whose answer is 'logits': where that is [batch, tokens, vocabulary]" in told
+    tells(told, "'past_key_values.0.key' and 5 more", "cache of a decoder")
+    tells(told, "'logits'", "[batch, tokens, vocabulary]")
     assert told.endswith(CACHED)
     assert main(["inspect", "model.onnx", *arguments]) == 1
     assert CACHED in capfd.readouterr().err
@@ -471,21 +461,21 @@ def with_maps(output: str, *, head: str = "", ending: str = "Identity") -> onnx.
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (with_maps("heatmaps"), "'heatmaps' is what heat maps are called"),
-        (with_maps("y", head="/keypoint_head/Conv"), "'/keypoint_head/Conv' is what heat maps"),
-        (with_maps("y", head="/HRPose/final/Conv"), "'/HRPose/final/Conv' is what heat maps are"),
-        (with_maps("y", ending="Sigmoid"), "it ends with Sigmoid, so that channels do not compete"),
+        (with_maps("heatmaps"), ("'heatmaps'", "heat maps")),
+        (with_maps("y", head="/keypoint_head/Conv"), ("'/keypoint_head/Conv'", "heat maps")),
+        (with_maps("y", head="/HRPose/final/Conv"), ("'/HRPose/final/Conv'", "heat maps")),
+        (with_maps("y", ending="Sigmoid"), ("Sigmoid",)),
     ],
     ids=["output", "operator", "camels", "sigmoid"],
 )
 def test_what_looks_like_heat_maps_is_not_taken_for_classes_in_silence(
-    capfd, caplog, model: onnx.ModelProto, why: str
+    capfd, caplog, model: onnx.ModelProto, why: Told
 ) -> None:
     inspecting(capfd, model)
     (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "[batch, 5, 16, 16] is taken for classes of pixels (segmentation), but " in told
-    assert why in told
-    assert "if each channel shows where a key point is, add --task pose" in told
+    tells(told, "[batch, 5, 16, 16]", "segmentation")
+    tells(told, *why)
+    tells(told, "key point", "--task pose")
     assert told.endswith("else --task segmentation ends this warning.")
 
 
@@ -521,8 +511,8 @@ def without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        ((), "export the model without them: answers of segmentation need bridges"),
-        (("--train", "joint"), "leave out --heads bridges and --train joint, or export it"),
+        ((), ("export", "segmentation", "bridges")),
+        (("--train", "joint"), ("--heads bridges", "--train joint", "export")),
     ],
     ids=["dense", "joint"],
 )
@@ -530,9 +520,9 @@ def without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_operators_that_dense_answers_cannot_learn_through(capfd, arguments, remedy) -> None:
     model = models.residual_cnn(dense="logits")
     told = compiling(capfd, model, *arguments, image=samples(3, 16, 16))
-    assert told.startswith("eecompile: model.onnx: the model cannot be trained as a whole: no grad")
-    assert "no gradients are known through Relu; the first is Relu 'Relu:" in told
-    assert remedy in told
+    tells(told, "eecompile: model.onnx", "cannot be trained")
+    tells(told, "no gradients", "Relu", "'Relu:")
+    tells(told, *remedy)
     assert "offramp_exit" not in told, "as it is called in the user's file"
 
 
@@ -540,6 +530,6 @@ def test_operators_that_dense_answers_cannot_learn_through(capfd, arguments, rem
 @pytest.mark.usefixtures("without_relu")
 def test_operators_that_classifiers_cannot_learn_through(capfd, arguments) -> None:
     told = compiling(capfd, models.residual_cnn(), *arguments, image=samples(3, 16, 16))
-    assert told.startswith("eecompile: model.onnx: the model cannot be trained as a whole: no grad")
+    tells(told, "eecompile: model.onnx", "cannot be trained")
     assert "through Relu; the first is Relu " in told
-    assert told.endswith("leave out --heads bridges and --train joint, or export it without them")
+    tells(told, "--heads bridges", "--train joint", "export")

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 from tests import models
+from tests.facts import facts, tells
 
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.errors import ModelError, NoCutPointError
@@ -115,9 +116,7 @@ def test_batch_that_cannot_be_freed(read):
     b.linear(x, 8, 3, out="logits")
     b.output("logits", [1, 3])
 
-    with pytest.raises(
-        ModelError, match=r"fixed at 1 and cannot be made dynamic; export .* enters at .*ReduceSum"
-    ):
+    with pytest.raises(ModelError, match=facts("fixed at 1", "dynamic", "export", "ReduceSum")):
         read(b.build())
 
 
@@ -139,7 +138,7 @@ def test_file_that_the_checker_refuses(read):
     proto = models.mlp()
     proto.graph.node[0].input[0] = "nowhere"
 
-    with pytest.raises(ModelError, match="reads 'nowhere', which is no input and no init"):
+    with pytest.raises(ModelError, match=facts("'nowhere'", "no input")):
         read(proto)
 
 
@@ -151,7 +150,7 @@ def test_an_opset_that_onnx_runtime_does_not_take_yet_is_told_with_the_newest(re
         version.version = newest + beyond
     with pytest.raises(ModelError) as caught:
         read(proto)
-    assert f"opset {newest + beyond} is newer than the ONNX Runtime" in str(caught.value)
+    tells(str(caught.value), f"opset {newest + beyond}", "ONNX Runtime")
     assert f"export the model with opset_version={newest}, or" in str(caught.value)
 
 
@@ -164,7 +163,7 @@ def test_opset_too_old_to_convert(read):
     b.linear(b.node("Flatten", x), 48, 3, out="logits")
     b.output("logits", [1, 3])
 
-    with pytest.raises(ModelError, match=r"opset 8, expected 13 or newer, and .*opset_version=13"):
+    with pytest.raises(ModelError, match=facts("opset 8", "13 or newer", "opset_version=13")):
         read(b.build(opset=8))
 
 
@@ -178,7 +177,7 @@ def two_outputs() -> onnx.ModelProto:
 def test_several_outputs_need_a_choice(read):
     with pytest.raises(ModelError, match=r"2 outputs \(logits, hidden1\).*answer='logits'"):
         read(two_outputs())
-    with pytest.raises(ModelError, match=r"no output 'logit'; the model has 'logits', 'hidden1'"):
+    with pytest.raises(ModelError, match=facts("'logit'", "'logits', 'hidden1'")):
         read(two_outputs(), answer="logit")
 
 
@@ -196,7 +195,7 @@ def test_an_answer_that_is_of_no_task(read, dims):
     b.node("Relu", b.input("x", dims), out="y")
     b.output("y", dims)
 
-    with pytest.raises(ModelError, match=r"'y' has shape .* expected floating-point \[batch, cl"):
+    with pytest.raises(ModelError, match=facts("'y'", "shape", "floating-point [batch, classes]")):
         read(b.build())
 
 
@@ -249,7 +248,7 @@ def test_no_cut_point(read):
     analysis = find_cuts(read(b.build()))
 
     assert analysis.cuts == ()
-    with pytest.raises(NoCutPointError, match=r"no cut point.*less than 0\.5% of the work is left"):
+    with pytest.raises(NoCutPointError, match=facts("no cut point", "0.5%")):
         choose_candidates(analysis)
 
 
@@ -295,8 +294,8 @@ def test_more_operators_than_onnxslim_can_take_are_left_as_they_are(
     monkeypatch.setattr("onnxslim.slim", lambda *_, **__: pytest.fail("was run"))
     model = read(proto)
     assert len(model.proto.graph.node) == limit + 1
-    assert f"has {limit + 1} operators, and onnxslim takes minutes beyond {limit};" in caplog.text
-    assert "onnxslim MODEL.onnx SIMPLER.onnx --skip-optimizations weight_tying" in caplog.text
+    tells(caplog.text, f"{limit + 1} operators", "onnxslim", f"{limit}")
+    tells(caplog.text, "onnxslim MODEL.onnx SIMPLER.onnx --skip-optimizations weight_tying")
 
 
 def test_operators_get_names_of_their_own(read):
@@ -322,9 +321,7 @@ def test_a_simplifier_that_does_not_end_is_stopped_and_done_without(
     with weight_file(scratch) as weights:
         model = read(models.residual_cnn(), simplify_limit=0.25, weights=weights)
         assert weights.whole(model.proto) == before.proto != model.proto
-    assert (
-        "not simplified: onnxslim did not end within the 0.25 s of --simplify-limit" in caplog.text
-    )
+    tells(caplog.text, "not simplified", "0.25 s", "--simplify-limit")
     assert scratch.peak_bytes > 0
     assert list(scratch.place.iterdir()) == []
     places = Path("/proc").glob("[0-9]*")
@@ -343,7 +340,7 @@ def test_a_simplifier_that_ends_badly_is_done_without(read, monkeypatch, caplog)
     fails = (sys.executable, "-c", "import sys; sys.exit('a wheel came off')")
     monkeypatch.setattr("offramp.compiler.frontend.simplifier.COMMAND", fails)
     read(models.mlp())
-    assert "not simplified: onnxslim fails: a wheel came off" in caplog.text
+    tells(caplog.text, "not simplified", "a wheel came off")
 
 
 def test_a_simplifier_imports_nothing_of_the_folder_that_it_is_run_in(

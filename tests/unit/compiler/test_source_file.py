@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 from tests import models
+from tests.facts import Told, facts, tells
 
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.common.errors import ModelError
@@ -82,7 +83,7 @@ def test_external_data_elsewhere_are_refused_unread(
 ) -> None:
     (external.parents[1] / "secret").write_bytes(bytes(10_000))
     rename(external, location=location)
-    assert "are outside of its folder; put them beside it" in refused(external, monkeypatch)
+    tells(refused(external, monkeypatch), "outside of its folder", "beside")
 
 
 def test_external_data_of_an_inner_tensor_elsewhere_are_refused_unread(
@@ -102,16 +103,16 @@ def test_links_are_refused_unread(external: Path, monkeypatch: pytest.MonkeyPatc
     weights, secret = external.with_name("weights.bin"), external.parents[1] / "secret"
     weights.rename(secret)
     weights.symlink_to(secret)
-    assert "weights.bin are a link, which could lead" in refused(external, monkeypatch)
+    tells(refused(external, monkeypatch), "weights.bin", "link")
     weights.unlink()
     os.link(secret, weights)
-    assert "or one with 2 names (hard links); put a copy" in refused(external, monkeypatch)
+    tells(refused(external, monkeypatch), "2 names", "hard links", "copy")
 
 
 def test_a_linked_folder_is_refused_unread(external: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (external.parent / "inner").symlink_to("/etc")
     rename(external, location="inner/hostname")
-    assert "inner are a link, which could lead anywhere" in refused(external, monkeypatch)
+    tells(refused(external, monkeypatch), "inner", "link")
 
 
 def test_a_pipe_as_external_data_is_refused(
@@ -125,22 +126,22 @@ def test_a_pipe_as_external_data_is_refused(
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"offset": "-1"}, "expected a location, and offset and length in bytes"),
-        ({"length": "many"}, "expected a location, and offset and length in bytes"),
-        ({"location": ""}, "expected a location, and offset and length in bytes"),
-        ({"length": str(2**62)}, r"ends at byte 4,611,686,018,427,\d+,\d+ of its external data"),
+        ({"offset": "-1"}, ("location", "offset", "length")),
+        ({"length": "many"}, ("location", "offset", "length")),
+        ({"location": ""}, ("location", "offset", "length")),
+        ({"length": str(2**62)}, ("byte 4,611,686,018,427,", "external data")),
     ],
 )
 def test_claims_that_cannot_be_are_refused_unread(
-    external: Path, entries: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    external: Path, entries: dict[str, str], message: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename(external, **entries)
-    assert __import__("re").search(message, refused(external, monkeypatch))
+    tells(refused(external, monkeypatch), *message)
 
 
 def test_a_pipe_as_model_is_refused_and_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.onnx")
-    with pytest.raises(ModelError, match=r"model\.onnx: cannot be read: a pipe or a device"):
+    with pytest.raises(ModelError, match=facts("model.onnx", "pipe", "device")):
         read_model(tmp_path / "model.onnx")
 
 
@@ -154,7 +155,7 @@ def test_a_model_beyond_the_limit_is_refused_unread(
 ) -> None:
     monkeypatch.setattr(source_file, "MOST_BYTES", 10)
     onnx.save(models.mlp(), tmp_path / "model.onnx")
-    with pytest.raises(ModelError, match=r"in one message.* store the weights as external data"):
+    with pytest.raises(ModelError, match=facts("one message", "external data")):
         read_model(tmp_path / "model.onnx")
 
 
@@ -205,7 +206,7 @@ def test_what_one_message_must_hold_beside_named_weights_has_a_limit(
         monkeypatch.setattr(source_file, "MOST_BYTES", size + 4096)
         read_model(path, weights=weights)
         monkeypatch.setattr(source_file, "MOST_BYTES", size - 1)
-        with pytest.raises(ModelError, match=r"in one message.* as initializers of the graph"):
+        with pytest.raises(ModelError, match=facts("one message", "initializers")):
             read_model(path, weights=weights)
 
 
@@ -241,20 +242,20 @@ def test_a_model_without_outputs_or_inputs_is_refused(read: Read) -> None:
 @pytest.mark.parametrize(
     ("dims", "kind", "message"),
     [
-        (["batch", 2**40], TensorProto.FLOAT, "is of more than 1 GiB a sample"),
-        (["batch", *"abcdefgh"], TensorProto.FLOAT, "has 9 dimensions, expected at most 8"),
-        (["batch", 3], 99, "has elements of type number 99, expected a number type"),
-        (["batch", 3], TensorProto.COMPLEX64, "has elements of type complex64, expected a number"),
+        (["batch", 2**40], TensorProto.FLOAT, ("more than 1 GiB a sample",)),
+        (["batch", *"abcdefgh"], TensorProto.FLOAT, ("9 dimensions", "at most 8")),
+        (["batch", 3], 99, ("number 99", "number type")),
+        (["batch", 3], TensorProto.COMPLEX64, ("complex64", "number")),
     ],
 )
 def test_inputs_that_no_classifier_has_are_refused(
-    read: Read, dims: list[Any], kind: int, message: str, monkeypatch: pytest.MonkeyPatch
+    read: Read, dims: list[Any], kind: int, message: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onnx.checker.check_model", lambda _: None)
     b = models.Builder()
     b.node("Relu", b.input("x", dims, kind), out="y")
     b.output("y", ["batch", 3])
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=facts(*message)):
         read(b.build())
 
 
@@ -289,9 +290,9 @@ def test_a_run_that_does_not_end_is_given_up(
 ) -> None:
     monkeypatch.setattr(runtime, "LIMIT_S", 0.25)
     monkeypatch.setattr(runtime, "LIMIT_PER_ROW_S", 0.25)
-    with pytest.raises(ModelError, match=r"on 1 samples did not end within 0\.5 s; if it is no"):
+    with pytest.raises(ModelError, match=facts("1 samples", "0.5 s", "if it is no")):
         GraphRunner(endless(batch)).run({"x": np.ones((1, 4), np.float32)})
-    with pytest.raises(ModelError, match=r"model\.onnx: running it on 1 samples did not"):
+    with pytest.raises(ModelError, match=facts("model.onnx", "1 samples", "did not")):
         read(endless(batch))
 
 

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from rich.console import Console
+from tests.facts import tells
 
 from offramp.compiler.commands.looking import print_inspection
 from offramp.compiler.cuts.cuts import CutAnalysis, find_cuts
@@ -136,10 +137,7 @@ def test_what_cannot_be_counted_is_measured_and_told(read: Read) -> None:
 def test_a_place_without_work_after_it_says_how_that_is_known(read: Read) -> None:
     analysis = find_cuts(read(inverting()))
     (last,) = [r for r in analysis.rejected if r.tensor == "logits"]
-    assert last.reason == (
-        "less than 0.5% of the work is left to save; it was measured as time, since the work of "
-        "`Inverse` is not known"
-    )
+    tells(last.reason, "0.5%", "time", "`Inverse`")
 
 
 def test_what_can_be_neither_counted_nor_measured_is_told(
@@ -186,5 +184,5 @@ def test_an_int8_model_is_told_why_it_has_no_cuts(read: Read) -> None:
     analysis = find_cuts(read(model_of(nodes, [scale, zero, *weights], ["batch", 16], 16)))
     assert analysis.total_flops == 3 * 2 * 16 * 16 + 2 * 16
     reasons = {r.tensor: r.reason for r in analysis.rejected}
-    assert reasons["y0"] == "its elements are int8, not floating-point numbers"
+    tells(reasons["y0"], "int8", "floating-point")
     assert isinstance(analysis, CutAnalysis)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.cuda_fakes import fake_cuda
 from tests.engines import engine_bundle
+from tests.facts import facts
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
@@ -174,9 +175,7 @@ def test_memory_that_is_short_for_a_stage_is_told_with_its_number(bundle: Bundle
         raise DeviceMemoryError(1 << 30, 1 << 20, "Fake GPU")
 
     factory.scratch_bytes = refuse
-    with pytest.raises(
-        BackendError, match=r"stage 0 cannot be loaded: 1,024\.0 MiB were needed .* lower --streams"
-    ):
+    with pytest.raises(BackendError, match=facts("stage 0", "1,024.0 MiB", "--streams")):
         backend.prepare(make_plan(bundle).stages[0])
     factory.open.clear()
     backend.close()

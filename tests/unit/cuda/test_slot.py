@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 from tests.cuda_fakes import FakeExecutables, fake_cuda
+from tests.facts import facts
 
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.common.errors import BackendError
@@ -281,7 +282,7 @@ def test_numbers_that_do_not_fit_the_engines_type_are_refused() -> None:
     with bench_with(narrow=True) as bench:
         inputs = batch_of([0.1, 0.1])
         inputs["note"][1, 2] = 2**31
-        with pytest.raises(BackendError, match=r"note: values -1 to 2147483648 do not fit int32"):
+        with pytest.raises(BackendError, match=facts("note", "-1 to 2147483648", "int32")):
             bench.slot.upload(inputs)
         kept = renamed(bench, carry_of(bench, [0.1, 0.1]))
         answer = bench.slot.run(bench.stages[2], kept).answer
@@ -445,13 +446,13 @@ def test_a_stage_that_is_prepared_later_makes_the_buffers_grow_once() -> None:
 
 
 def test_more_rows_than_the_largest_profile_holds(bench: Bench) -> None:
-    with pytest.raises(BackendError, match=r"stage 0 failed on 9 rows: it takes at most 8 rows"):
+    with pytest.raises(BackendError, match=facts("stage 0", "9 rows", "8 rows")):
         bench.slot.run(bench.stages[0], bench.slot.upload(batch_of([0.1] * 9)))
     assert len(carry_of(bench, [0.1])) == 1
 
 
 def test_a_stage_that_misses_an_input_says_what_there_is(bench: Bench) -> None:
-    with pytest.raises(BackendError, match="it reads x1, the batch has note, scores, x0"):
+    with pytest.raises(BackendError, match=facts("x1", "note, scores, x0")):
         bench.slot.run(bench.stages[1], bench.slot.upload(batch_of([0.1])))
 
 
@@ -484,7 +485,7 @@ def test_a_stage_that_cannot_be_enqueued_fails_its_batch_only(bench: Bench) -> N
             raise BackendError("TensorRT could not run the engine: it does not say why")
 
     bench.factory.on_enqueue = refuse
-    with pytest.raises(BackendError, match=r"^stage 0 failed on 3 rows: TensorRT could not run"):
+    with pytest.raises(BackendError, match=facts("stage 0", "3 rows", "TensorRT")):
         carry_of(bench, [0.1, 0.2, 0.3])
     assert len(carry_of(bench, [0.1, 0.2])) == 2
 
@@ -520,7 +521,7 @@ def test_memory_of_a_failed_park_is_at_rest_when_it_is_used_again(bench: Bench) 
     assert carry is not None
     mine = carry_of(bench, [0.1, 0.2, 0.3])
     bench.driver.fail_next("record")
-    with pytest.raises(BackendError, match="2 rows could not be buffered: record failed"):
+    with pytest.raises(BackendError, match=facts("2 rows", "record failed")):
         bench.slot.buffer(mine, np.array([0, 2]))
     gc.collect()  # the error's frames refer to the memory
     assert len(other.buffer(carry, np.array([0, 2]))) == 2
@@ -577,10 +578,7 @@ def test_a_growth_that_failed_does_not_spoil_smaller_batches() -> None:
 def test_memory_that_is_short_for_a_larger_sample_says_what_to_lower(bench: Bench) -> None:
     carry = carry_of(bench, [0.1, 0.2])
     bench.driver.memory_bytes = 0
-    with pytest.raises(
-        BackendError,
-        match=r"1 rows could not be buffered: .* MiB were needed .* were free: lower --",
-    ):
+    with pytest.raises(BackendError, match=facts("1 rows", "MiB", "free", "--")):
         bench.slot.buffer(carry, np.array([0]))
     bench.driver.memory_bytes = 1 << 30
     assert len(bench.slot.buffer(carry, np.array([0]))) == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import facts
 from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
@@ -138,7 +139,7 @@ def test_a_full_queue_refuses_and_says_so() -> None:
         await gate.wait_entered()
         waiting = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
         await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="4 samples do not fit: 1 of 4 wait"):
+        with pytest.raises(QueueFullError, match=facts("4 samples", "1 of 4")):
             await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 4)})
         assert engine.statistics()["fake"].failed == {"rejected": 4}
         gate.open()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.facts import tells
 
 from offramp.bundle import Answer
 from offramp.bundle.schema.answers import AnswerTask
@@ -59,9 +60,8 @@ def test_what_is_masked_is_compared_at_its_own_size() -> None:
     found = wanted + np.array([[0.0, 10.0], [0.0, 0.0]])
     difference = compare(found, wanted, answer=answer())
     assert difference.share == pytest.approx(1e-8)
-    assert difference.describe() == (
-        "1.0e-08: -1e+09 instead of -1e+09 (sample 0, class 1; its scale is 1e+09)"
-    )
+    told = difference.describe()
+    tells(told, "1.0e-08", "-1e+09 instead of -1e+09", "sample 0, class 1", "1e+09")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

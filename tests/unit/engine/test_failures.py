@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import facts
 from tests.fakes import script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
@@ -67,13 +68,13 @@ def test_a_batch_that_fails_once_is_answered_all_the_same(error: Exception) -> N
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(BackendError("out of memory"), "out of memory$"), (ZeroDivisionError(), "ZeroDivision")],
+    [(BackendError("out of memory"), "out of memory"), (ZeroDivisionError(), "ZeroDivision")],
 )
 def test_a_request_that_fails_twice_is_told_why(error: Exception, message: str) -> None:
     """In between the stream has shown that it runs what is known to be good."""
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(BackendError, match=f"failed on this request's own data.*{message}"):
+        with pytest.raises(BackendError, match=facts("own data", message)):
             await ask(engine, [0.95, 0.5])
         assert (await ask(engine, [0.95, 0.5])).exits.tolist() == [0]
         statistics = engine.statistics()["fake"]

@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import helper
 from tests.engines import engine_bundle
+from tests.facts import Told, facts
 from tests.fuzz.bundle_campaign import campaign
 from tests.fuzz.bundles import mutations
 from tests.sliced import inputs_of, sliced
@@ -84,17 +85,17 @@ def test_a_name_that_is_no_text_is_refused_in_a_line(root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("segments/00.onnx", _other_input, r"cannot load stage 0: it reads \['elsewhere'\] and g"),
-        ("exits/01.onnx", lambda g: g.ClearField("output"), "cannot load stage 0: no part giv"),
-        ("segments/00.onnx", lambda g: g.ClearField("initializer"), "cannot load stage 0: "),
-        ("exits/01.onnx", _softmax_of_all, r"with confidences float32 \[\], expected float32"),
+        ("segments/00.onnx", _other_input, ("stage 0", "['elsewhere']")),
+        ("exits/01.onnx", lambda g: g.ClearField("output"), ("stage 0", "no part")),
+        ("segments/00.onnx", lambda g: g.ClearField("initializer"), ("stage 0",)),
+        ("exits/01.onnx", _softmax_of_all, ("confidences float32 []", "expected float32")),
     ],
 )
 def test_a_graph_that_is_another_is_refused_in_one_line(
-    root: Path, name: str, changed: Any, message: str
+    root: Path, name: str, changed: Any, message: Told
 ) -> None:
     change(root, name, changed)
-    with pytest.raises(BackendError, match=message) as caught:
+    with pytest.raises(BackendError, match=facts(*message)) as caught:
         opened(root)
     assert "\n" not in str(caught.value)
 

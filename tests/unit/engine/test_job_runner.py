@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import facts, tells
 
 from offramp.baselines.thresholds import tune
 from offramp.engine.common import job_runner
@@ -241,7 +242,7 @@ def test_closing_ends_what_runs_and_fails_what_waits(
     until_its_turn(running)
     runner.close()
     for future in (running, *waiting):
-        assert str(failure(future)) == "test: the job runner was closed; make another"
+        tells(str(failure(future)), "test", "closed", "make another")
     assert is_gone(pid)
 
 
@@ -336,7 +337,7 @@ def test_functions_that_have_no_name_elsewhere_are_refused(
 ) -> None:
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "in_a_module_that_was_run", in_a_module_that_was_run, raising=False)
-    with pytest.raises(TypeError, match=r"tuning: .* is not a function at the top of"):
+    with pytest.raises(TypeError, match=facts("tuning", "function at the top")):
         runner.submit(job(function, purpose="tuning"))
     assert runner._child is None
 

@@ -2,54 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from tests.facts import Told, facts
 
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.scheduling.policies import PolicyName
 
-
-@pytest.mark.parametrize("field", ["max_batch_size", "max_queue_samples"])
-def test_a_model_needs_room(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 0, expected at least 1"):
-        ModelOptions(**{field: 0})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("field", ["streams", "threads", "parallel_below"])
-def test_an_engine_needs_something_to_run_on(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 0, expected at least 1"):
-        EngineOptions(**{field: 0})  # type: ignore[arg-type]
+CHEAPEST = PolicyName("cheapest")
+INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("options", "given", "told"),
     [
-        ("max_queue_delay_ms", -1.0),
-        ("max_queue_delay_ms", float("inf")),
-        ("slo_ms", 0.0),
-        ("slo_ms", float("nan")),
-        ("weight", 0.0),
-        ("weight", float("inf")),
+        (ModelOptions, {"max_batch_size": 0}, ("max_batch_size is 0", "at least 1")),
+        (ModelOptions, {"max_queue_samples": 0}, ("max_queue_samples is 0", "at least 1")),
+        (ModelOptions, {"max_queue_delay_ms": -1.0}, ("max_queue_delay_ms is -1.0", "expected")),
+        (ModelOptions, {"max_queue_delay_ms": INF}, ("max_queue_delay_ms is inf", "expected")),
+        (ModelOptions, {"slo_ms": 0.0}, ("slo_ms is 0.0", "expected")),
+        (ModelOptions, {"slo_ms": NAN}, ("slo_ms is nan", "expected")),
+        (ModelOptions, {"weight": 0.0}, ("weight is 0.0", "expected")),
+        (ModelOptions, {"weight": INF}, ("weight is inf", "expected")),
+        (ModelOptions, {"max_queue_delay_ms": 50.0, "slo_ms": 20.0}, ("well below it",)),
+        (ModelOptions, {"max_source_share": 0.0}, ("max_source_share", "above 0 and at most 1")),
+        (ModelOptions, {"max_source_share": 1.5}, ("max_source_share", "above 0 and at most 1")),
+        (ModelOptions, {"max_source_share": NAN}, ("max_source_share", "above 0 and at most 1")),
+        (ModelOptions, {"scheduling": CHEAPEST, "forced_exits": False}, ("cheapest forces exits",)),
+        (EngineOptions, {"streams": 0}, ("streams is 0", "at least 1")),
+        (EngineOptions, {"threads": 0}, ("threads is 0", "at least 1")),
+        (EngineOptions, {"parallel_below": 0}, ("parallel_below is 0", "at least 1")),
+        (EngineOptions, {"max_violations": 0.0}, ("max_violations is 0.0", "share")),
+        (EngineOptions, {"max_violations": 1.0}, ("max_violations is 1.0", "share")),
+        (EngineOptions, {"max_violations": -0.5}, ("max_violations is -0.5", "share")),
+        (EngineOptions, {"parallel_below": 2, "max_violations": 0.1}, ("not both",)),
+        (EngineOptions, {"precision": "fp8"}, ("'fp8'", "fp32, tf32, fp16, int8")),
     ],
 )
-def test_times_and_weights_are_finite_and_not_negative(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}, expected"):
-        ModelOptions(**{field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
-def test_the_violation_ratio_is_a_share(share: float) -> None:
-    with pytest.raises(ValueError, match=r"max_violations is .*, expected a share"):
-        EngineOptions(max_violations=share)
-
-
-def test_tau_b_is_given_or_follows() -> None:
-    with pytest.raises(ValueError, match="not both"):
-        EngineOptions(parallel_below=2, max_violations=0.1)
-
-
-def test_a_precision_is_a_known_one() -> None:
-    with pytest.raises(ValueError, match="no precision 'fp8'; known: fp32, tf32, fp16, int8"):
-        EngineOptions(precision="fp8")  # type: ignore[arg-type]
+def test_what_could_never_serve_is_refused(options: type, given: Any, told: Told) -> None:
+    with pytest.raises(ValueError, match=facts(*told)):
+        options(**given)
 
 
 def test_more_threads_than_cores_are_refused_on_the_cpu_only() -> None:
@@ -63,22 +56,6 @@ def test_a_model_has_its_own_options_or_the_defaults() -> None:
     options = EngineOptions(models={"a": own})
     assert options.of("a") is own
     assert options.of("b") is options.defaults
-
-
-def test_a_wait_that_uses_up_the_objective_is_refused() -> None:
-    with pytest.raises(ValueError, match="well below it"):
-        ModelOptions(max_queue_delay_ms=50.0, slo_ms=20.0)
-
-
-@pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
-def test_the_share_of_a_source_is_one(share: float) -> None:
-    with pytest.raises(ValueError, match=r"max_source_share is .*, expected above 0 and at most 1"):
-        ModelOptions(max_source_share=share)
-
-
-def test_the_cheapest_without_forced_exits_is_a_contradiction() -> None:
-    with pytest.raises(ValueError, match="cheapest forces exits"):
-        ModelOptions(scheduling=PolicyName("cheapest"), forced_exits=False)
 
 
 @pytest.mark.parametrize(

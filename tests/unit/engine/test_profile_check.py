@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.engines import engine_bundle
+from tests.facts import tells
 from tests.unit.bundle.cascades import CASCADE_PROFILE, write_cascade
 from tests.unit.bundle.examples import PROFILE, write
 from tests.unit.engine.test_device_profile import TimedBackend
@@ -187,7 +188,7 @@ def test_it_is_said_loudly_when_exits_do_not_pay(
     record = saving(monkeypatch, -0.031, 0.4, bundle, caplog)
     assert record.levelno == logging.WARNING
     said = record.getMessage()
-    assert "small: EXITS DO NOT PAY HERE: at batch 8 " in said
+    tells(said, "small", "EXITS DO NOT PAY HERE", "batch 8")
     assert "3.1 % later" in said
     assert "they saved 40.0 %" in said
     assert "--mode off" in said
@@ -198,7 +199,7 @@ def test_what_exits_bring_is_said(
 ) -> None:
     record = saving(monkeypatch, 0.35, 0.4, bundle, caplog)
     assert record.levelno == logging.INFO
-    assert "save 35.0 % of the model's time at batch 8 on this CPU" in record.getMessage()
+    tells(record.getMessage(), "35.0 %", "batch 8")
 
 
 def test_savings_are_those_of_the_certify_split(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.facts import facts
 
 from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.requests.recorder import Recorder
@@ -136,7 +137,7 @@ def test_coins_fall_as_often_as_asked_for() -> None:
 
 @pytest.mark.parametrize("capacity", [0, 3, 100])
 def test_a_capacity_that_is_no_power_of_two_is_refused(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"capacity is {capacity}, expected a power of two"):
+    with pytest.raises(ValueError, match=facts(f"capacity is {capacity}", "power of two")):
         Recorder(1, capacity=capacity)
 
 

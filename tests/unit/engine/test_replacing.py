@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.cluster.loops import profiles_of
+from tests.facts import facts
 from tests.fakes import ScriptedController, fake_model, policy_of, script
 from tests.unit.engine.serving import LIMIT_S, Gate, until
 
@@ -510,7 +511,7 @@ def test_what_cannot_be_replaced_is_said() -> None:
         async with serving(split, backend, partial_model(backend)) as (engine, load):
             with pytest.raises(ModelNotServedError, match="did you mean 'fake'"):
                 await engine.replace("fakee", PATH)
-            with pytest.raises(OptionsError, match="fake is split among workers by a plan"):
+            with pytest.raises(OptionsError, match=facts("fake", "plan")):
                 await engine.replace("fake", PATH)
             assert load.asked == []
             assert await engine.drain(LIMIT_S)

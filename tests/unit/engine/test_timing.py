@@ -8,6 +8,7 @@ from math import comb
 
 import numpy as np
 import pytest
+from tests.facts import tells
 
 from offramp.calibration.measure.estimates import fit_borders, rising
 from offramp.engine.common.timing import (
@@ -165,7 +166,7 @@ def test_a_quiet_machine_is_not_called_disturbed() -> None:
 def test_a_disturbed_machine_is_noticed() -> None:
     quiet = rounds_of(np.random.default_rng(3), 30, 1.1, sigma=0.01)
     (note,) = disturbances("stages", MachineLoad(wall_s=2.0, own_cpu_s=1.0), [quiet])
-    assert note.startswith("stages: this process had 50% of a core (at least 90% expected)")
+    tells(note, "stages", "50% of a core", "90%")
     restless = Rounds(times_ms=np.array([[10.0], [15.0], [12.0]] * 10))
     (note,) = disturbances("stages", MachineLoad(wall_s=2.0, own_cpu_s=2.0), [restless])
     assert "times are sure to ±" in note

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.facts import facts
 
 from offramp.engine.learning import recording_log
 from offramp.engine.learning.recording_file import (
@@ -190,13 +191,13 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_somebody_elses_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path, range(1))
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(RecordingError, match=r"belongs to user \d+, .* user 12345; name a folder"):
+    with pytest.raises(RecordingError, match=facts("user", "user 12345", "name a folder")):
         open_log(tmp_path)
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     assert not is_recording(tmp_path)
-    with pytest.raises(RecordingError, match=f"has no {LOG_NAME}; name a folder that eeserve"):
+    with pytest.raises(RecordingError, match=facts(LOG_NAME, "name a folder")):
         read_recording(tmp_path)
     (tmp_path / LOG_NAME).write_bytes(b"")
     with pytest.raises(RecordingError, match="is empty; let eeserve --learn record"):
@@ -281,5 +282,5 @@ def test_a_shape_that_a_sample_does_not_have_is_refused(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.append(0, 1, [((9, 9), b"1234"), ((1,), b"12345678")])
     log.close()
-    with pytest.raises(RecordingError, match="sample 0 is shorter than its shape says"):
+    with pytest.raises(RecordingError, match=facts("sample 0", "shape")):
         read_recording(tmp_path).sample(0)

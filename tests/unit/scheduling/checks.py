@@ -163,19 +163,34 @@ class CheckedScheduler(RuleBasedStateMachine):
     def go_on(self, stream: int, run: Run, outcome: StepOutcome) -> None:
         rows = outcome.survivors
         survivors = [pairs(run)[row] for row in rows]
+        makes_way = bool(survivors) and self.makes_way(survivors)
+        assert outcome.buffered is not None or not makes_way, "feedback went before an answer"
         if outcome.buffered is not None:
             assert outcome.buffered not in self.numbers, "a number was given again"
             self.numbers.add(outcome.buffered)
-            place = "interrupted" if stream in self.failed_on else "buffered"
+            alone = stream in self.failed_on or makes_way
+            place = "interrupted" if alone else "buffered"
             self.account.keep(outcome.buffered, dict(enumerate(survivors)), place)
-            if stream in self.failed_on:  # it goes on alone, on a stream that holds its next stage
+            if alone:  # it goes on by itself, on a stream that holds its next stage
                 self.lost_before[outcome.buffered] = self.losses[stream]
+            if stream in self.failed_on:
                 self.failed_before[outcome.buffered] = self.failed_on[stream]
             if self.placements:
                 assert place == "buffered" or not self.may_stay(stream, run.plan, run.stage + 1)
         elif survivors:
             assert self.may_stay(stream, run.plan, run.stage + 1), "another stream's split began"
             self.before[stream] = run._replace(samples=run.samples.take(rows))
+
+    def makes_way(self, survivors: list[Sample]) -> bool:
+        """Whether a batch lets samples go first that wait for an answer, as it has all of its."""
+        places = Counter(self.account.place.values())
+        few = places["interrupted"] + len(survivors) <= SIZE
+        return bool(few and self.yields(survivors) and places["queued"] and not self.placements)
+
+    def yields(self, samples: list[Sample]) -> bool:
+        """Whether nobody waits for a batch, nor for the end of its plan."""
+        plan = self.account.origin[samples[0]].plan
+        return plan == self.s.plan and self.account.answered.issuperset(samples)
 
     def check_run(self, stream: int, run: Run) -> None:
         samples = pairs(run)
@@ -205,7 +220,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         if self.account.place[samples[0]] == "interrupted":
             self.check_resumed(stream, run, samples)
             return
-        assert not self.resumable(stream), "they go first"
+        assert not self.resumable(stream, yielding=False), "they go first"
         if not run.pieces and self.account.place[samples[0]] == "retry":
             self.check_retry(stream, samples)
             return
@@ -249,7 +264,12 @@ class CheckedScheduler(RuleBasedStateMachine):
 
     def check_resumed(self, stream: int, run: Run, samples: list[Sample]) -> None:
         ((number, positions),) = run.pieces
-        assert number == self.resumable(stream)[0], "the first that was interrupted goes first"
+        yields = self.yields(samples)
+        first, *_ = self.resumable(stream, yielding=yields)
+        assert number == first, "the first that was interrupted goes first"
+        if yields:
+            assert not self.resumable(stream, yielding=False), "feedback went before an answer"
+            assert not self.to_retry(stream), "feedback went before an answer"
         kept = self.account.kept[number]
         assert [kept.pop(position) for position in positions.tolist()] == samples
         assert not kept, "a part of an interrupted batch was left"
@@ -287,12 +307,12 @@ class CheckedScheduler(RuleBasedStateMachine):
             and (failed_on != stream or not self.able(stream, plan, 0))
         ]
 
-    def resumable(self, stream: int) -> list[int]:
-        """The numbers of what a stream may resume, the first first."""
+    def resumable(self, stream: int, *, yielding: bool | None = None) -> list[int]:
+        """The numbers of what a stream may resume, in turn: what yields, what does not, or any."""
         found = []
         for number in self.lost_before:
             samples = list(self.account.kept.get(number, {}).values())
-            if not samples:
+            if not samples or yielding == (not self.yields(samples)):
                 continue
             plan, stage = self.wanted(samples[0])
             failed_here = self.placements and self.failed_before.get(number) == stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.facts import facts
 from tests.unit.scheduling.helpers import all_exit, none_exit, pairs, scheduler, started, table
 
 from offramp.engine.scheduling import (
@@ -142,7 +143,7 @@ def test_a_cancelled_request_leaves_a_batch_that_it_shares() -> None:
 def test_what_expired_makes_room() -> None:
     s = scheduler(capacity=1)
     s.submit(Submission(1, 1, 1.0), 0.0)
-    with pytest.raises(SchedulerFullError, match="1 samples do not fit: 1 of 1 wait"):
+    with pytest.raises(SchedulerFullError, match=facts("1 samples", "1 of 1")):
         s.submit(Submission(2), 0.5)
     s.submit(Submission(3), 2.0)
     assert s.take_dropped() == [Dropped(1, 1, DropCause.EXPIRED)]

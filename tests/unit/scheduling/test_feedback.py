@@ -388,3 +388,67 @@ def test_at_a_forced_first_exit_there_is_no_feedback() -> None:
     assert started(s.next(0, 0.0)).deepest == 0
     assert fates(s.update(0, flags("x."), 0.25, flags("xx"))) == ([0, 1], [], [], [])
     assert (s.busy, s.auditing) == (False, 0)
+
+
+# Making way for samples that wait
+
+
+def test_a_batch_that_nobody_waits_for_makes_way() -> None:
+    s = scheduler()
+    s.submit(Submission(1, 2), 0.0)
+    first = started(s.next(0, 0.0))
+    s.submit(Submission(2, 1), 0.1)
+    outcome = s.update(0, flags("xx"), 0.25, flags("xx"))
+    assert fates(outcome) == ([0, 1], [], [0, 1], [])
+    assert outcome.buffered == first.batch
+    run = started(s.next(0, 0.25))
+    assert (run.stage, pairs(run)) == (0, [(2, 0)])
+    assert (s.in_flight, s.auditing, s.queued) == (1, 2, 0)
+    s.update(0, flags("x"), 0.5, flags("."))
+    resumed = started(s.next(0, 0.5))
+    assert (resumed.stage, pairs(resumed)) == (1, [(1, 0), (1, 1)])
+    assert [(p.number, p.positions.tolist()) for p in resumed.pieces] == [(first.batch, [0, 1])]
+    s.update(0, flags(".."), 0.75, flags(".."))
+    assert started(s.next(0, 0.75)).stage == 2
+    assert fates(s.update(0, flags(".."), 1.0, flags(".."))) == ([], [], [], [0, 1])
+    assert not s.busy
+
+
+def test_a_batch_makes_way_at_every_stage() -> None:
+    s = after_the_first_stage("x", "x")
+    assert started(s.next(0, 0.25)).stage == 1
+    s.submit(Submission(2, 1), 0.3)
+    assert s.update(0, flags("."), 0.5, flags(".")).buffered is not None
+    assert pairs(started(s.next(0, 0.5))) == [(2, 0)]
+
+
+def test_a_batch_with_an_unanswered_sample_goes_on() -> None:
+    s = scheduler()
+    s.submit(Submission(1, 2), 0.0)
+    started(s.next(0, 0.0))
+    s.submit(Submission(2, 1), 0.1)
+    assert s.update(0, flags("x."), 0.25, flags("x.")).buffered is None
+    assert started(s.next(0, 0.25)).stage == 1
+
+
+def test_no_more_than_a_batch_makes_way() -> None:
+    """Under overload there is always somebody who waits."""
+    s = scheduler()  # of batches of 4
+    for request in range(1, 9):
+        s.submit(Submission(request, 1 if request > 1 else 4), 0.0)
+    assert len(started(s.next(0, 0.0)).requests) == 4
+    assert s.update(0, flags("xxxx"), 0.25, flags("xxxx")).buffered is not None
+    assert len(started(s.next(0, 0.25)).requests) == 4
+    assert s.update(0, flags("xxxx"), 0.5, flags("xxxx")).buffered is None
+    assert started(s.next(0, 0.5)).stage == 1
+    assert s.auditing == 8
+
+
+def test_a_sample_that_waits_for_others_does_not_keep_feedback_waiting() -> None:
+    """A policy that waits for batch mates leaves the stream to what made way."""
+    s = scheduler("delay", max_delay_s=1.0)
+    s.submit(Submission(1, 4), 0.0)
+    started(s.next(0, 0.0))
+    s.submit(Submission(2, 1), 0.1)
+    s.update(0, flags("xxxx"), 0.25, flags("xxxx"))
+    assert started(s.next(0, 0.25)).stage == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.facts import facts
 from tests.unit.scheduling.helpers import (
     SIZE,
     Watched,
@@ -282,7 +283,7 @@ def test_waiting_samples_keep_deadline_patience_and_room() -> None:
     s.submit(Submission(1, 1), 0.0)
     s.submit(Submission(2, 1, deadline_s=0.75), 0.0)
     hot_swap(s, 1, 2)
-    with pytest.raises(SchedulerFullError, match="3 samples do not fit: 2 of 4 wait"):
+    with pytest.raises(SchedulerFullError, match=facts("3 samples", "2 of 4")):
         s.submit(Submission(3, 3), 0.5)
     assert s.next(0, 0.5) == Wait(0.75)
     assert s.next(0, 0.75) == Wait(1.0)

@@ -134,6 +134,18 @@ def test_observations_move_the_speed_by_a_thirty_second() -> None:
     assert latencies.speed == pytest.approx(1 / 16)
 
 
+def test_a_cost_of_every_stage_makes_no_long_one_look_slow() -> None:
+    """As exits end batches early, short stages are observed more often than long ones."""
+    latencies = Latencies([[0.0, 0.125], [0.0, 8.0]])
+    for _ in range(200):
+        for _ in range(3):
+            latencies.observe(0, 1, 0.125 + 0.25)
+        latencies.observe(0, 1, 0.125 + 0.25)
+        latencies.observe(1, 1, 8.0 + 0.25)
+    usual_s = 4 * 0.125 + 8.0
+    assert latencies.speed == pytest.approx((usual_s + 5 * 0.25) / usual_s, rel=0.05)
+
+
 def test_invalidation_leads_back_to_the_usual_speed() -> None:
     latencies = Latencies([[0.0, 1.0]])
     latencies.calibrate(2.0)

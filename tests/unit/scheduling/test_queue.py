@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.facts import facts
 
 from offramp.engine.scheduling import (
     DropCause,
@@ -142,7 +143,7 @@ def test_flush_ends_every_wait_for_good() -> None:
 def test_the_queue_takes_all_samples_of_a_request_or_none() -> None:
     queue = SampleQueue(5, full=4)
     queue.push(Submission(1, 4), 0.0)
-    with pytest.raises(SchedulerFullError, match="2 samples do not fit: 4 of 5 wait"):
+    with pytest.raises(SchedulerFullError, match=facts("2 samples", "4 of 5")):
         queue.push(Submission(2, 2), 0.0)
     assert queue.size == 4
     queue.push(Submission(3, 1), 0.0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.facts import facts, tells
 
 from offramp.client import Client, ConnectionFailedError, ServerUnavailableError
 from offramp.server.arguments.options import MIB
@@ -228,7 +229,7 @@ def test_a_server_with_few_descriptors_survives_half_open_connections(
         assert live(f"http://{url}")
         wait_until(lambda: answers(address))
         assert live(f"http://{url}")
-    assert "the limit of open files is 128: gRPC takes" in log.read_text()
+    tells(log.read_text(), "open files", "128")
     assert "File descriptor limit reached" not in log.read_text()
 
 
@@ -271,19 +272,14 @@ def test_few_descriptors_are_told_and_shared(
         limits = fit_limits(1000)
     assert (limits.grpc, limits.http) == (150, 25)
     assert descriptors.limits == (272, 272)
-    assert caplog.messages == [
-        (
-            "the limit of open files is 272: gRPC takes 150 connections at once, not 1000 as "
-            f"--max-connections asks; for all of them: ulimit -n {NEEDED}"
-        )
-    ]
+    [said] = caplog.messages
+    tells(said, "272", "150", "1000", "--max-connections", f"ulimit -n {NEEDED}")
 
 
 def test_too_few_descriptors_are_refused(descriptors: Descriptors) -> None:
     descriptors.limits = (64, 64)
-    with pytest.raises(StartError) as caught:
+    with pytest.raises(
+        StartError,
+        match=facts("open files", "64", "0", f"{3 * LEAST_CONNECTIONS}", f"ulimit -n {NEEDED}"),
+    ):
         fit_limits(1000)
-    assert str(caught.value) == (
-        f"the limit of open files is 64, which leaves 0 for connections, and "
-        f"{3 * LEAST_CONNECTIONS} are the least; raise it: ulimit -n {NEEDED}"
-    )

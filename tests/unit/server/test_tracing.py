@@ -13,6 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from tests.facts import facts
 from tests.unit.server.test_service import wait_until
 from tritonclient.utils import InferenceServerException
 
@@ -139,7 +140,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-def facts(span: Any) -> dict[str, Any]:
+def shown(span: Any) -> dict[str, Any]:
     """Return a span's attributes."""
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
@@ -169,17 +170,17 @@ def test_a_collector_gets_spans_of_request_queue_and_stages() -> None:
     assert root.start_time_unix_nano == queue.start_time_unix_nano
     assert queue.end_time_unix_nano == stage.start_time_unix_nano
     assert stage.end_time_unix_nano <= root.end_time_unix_nano
-    assert facts(root) == {
+    assert shown(root) == {
         "rpc.system": "grpc",
         "offramp.model": "fake",
         "offramp.samples": 2,
         "offramp.status": "OK",
         "offramp.audited": False,
     }
-    assert facts(stage) == {"offramp.batch": 2, "offramp.samples": 2, "offramp.answered": 1}
+    assert shown(stage) == {"offramp.batch": 2, "offramp.samples": 2, "offramp.answered": 1}
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "", "ftp://x"])
 def test_what_is_no_url_of_a_collector_is_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="is no URL of a collector, for instance http://local"):
+    with pytest.raises(ValueError, match=facts("URL", "collector", "http://localhost")):
         ServerOptions(trace_endpoint=endpoint)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from tests.facts import tells
 
 from offramp.engine.common.errors import BackendError
 from offramp.engine.cuda.driver import (
@@ -210,7 +211,7 @@ def test_memory_is_counted() -> None:
 
 def test_the_message_of_missing_memory() -> None:
     error = DeviceMemoryError(3 << 30, 512 << 20, "NVIDIA H200")
-    assert str(error) == "3,072.0 MiB were needed of NVIDIA H200, 512.0 MiB were free"
+    tells(str(error), "3,072.0 MiB", "NVIDIA H200", "512.0 MiB")
 
 
 # Kernels: that they compute the right thing, test_fake_kernels says.

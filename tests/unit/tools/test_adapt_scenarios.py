@@ -14,6 +14,7 @@ from benchmarks.adapt.scenarios import (
     scenarios_of,
 )
 from benchmarks.adapt.sequence import Population
+from tests.facts import facts
 
 from offramp.calibration.data.dataset import Dataset
 
@@ -138,16 +139,16 @@ def test_mistakes_are_explained() -> None:
     text, _ = material(shape=(16,))
     with pytest.raises(ValueError, match="unknown scenario 'corrupion'; there is corruption"):
         scenarios_of(["corrupion"], text)
-    with pytest.raises(ValueError, match="'abrupt' does not fit this data: it needs a model with"):
+    with pytest.raises(ValueError, match=facts("'abrupt'", "model with")):
         scenarios_of(["abrupt"], text)
-    with pytest.raises(ValueError, match="'domain' does not fit this data: give --data twice"):
+    with pytest.raises(ValueError, match=facts("'domain'", "--data twice")):
         scenarios_of(["domain"], text)
-    with pytest.raises(ValueError, match="corruptions need a model with one input of images"):
+    with pytest.raises(ValueError, match=facts("corruptions", "one input of images")):
         text.population(severity=1)
 
 
 def test_groups_that_are_too_small_are_refused() -> None:
     few = Dataset(inputs={"x": np.zeros((90, 1, 8, 8), np.uint8)}, labels=None, sha256="")
     settings = ScenarioSettings(samples=5, corruption="noise", severity=1, seed=0)
-    with pytest.raises(ValueError, match="18 hard samples, too few to draw from"):
+    with pytest.raises(ValueError, match=facts("18 hard samples", "too few")):
         SCENARIOS["difficulty"].segments(Material({"few": few}, Recorded().record, settings))

@@ -24,6 +24,7 @@ from benchmarks.frontier.policies import (
 )
 from benchmarks.frontier.report import describe_gain, print_frontier, to_json
 from rich.console import Console
+from tests.facts import Told, tells
 from tests.unit.bundle import examples
 from tests.unit.tools.frontier_cases import (
     certified,
@@ -102,9 +103,7 @@ def test_a_bundle_without_exits_says_so(tmp_path: Path, pair: BundlePair) -> Non
     )
     found = choose_policies(replace(pair, exits=bare), (0.02,), 0.95)
     reasons = {f.system: f.reason for f in found}
-    assert reasons[EXITS] == (
-        f"{bare.path} has no exits: none was worth building when it was compiled"
-    )
+    tells(reasons[EXITS], f"{bare.path}", "no exits")
     assert reasons[BOTH] is None
 
 
@@ -210,8 +209,7 @@ def test_two_bundles_of_one_precision_are_refused(
 ) -> None:
     for one, other in ((pair.exits, "int8"), (pair.cascade, "fp32")):
         said = refused(capsys, one.path, one.path)
-        assert f"it is of precision {one.manifest.precision}, as {one.path} is" in said
-        assert "expected one of fp32 and one of int8" in said
+        tells(said, one.manifest.precision, f"{one.path}", "fp32 and one of int8")
         assert f"--precision {other} --output" in said
 
 
@@ -220,13 +218,13 @@ def test_two_bundles_of_one_precision_are_refused(
     [
         (
             {"source": replace(examples.MANIFEST.source, original_sha256="2" * 64)},
-            "its source model is m.onnx (SHA-256 2222222222222222…), expected m.onnx (SHA-256 0000",
+            ("m.onnx", "2222222222222222", "m.onnx", "0000"),
         ),
         (
             {"inputs": (replace(examples.MANIFEST.inputs[0], dtype="float32"),)},
-            "its inputs is image: float32 [batch, 1, 28, 28], expected image: uint8",
+            ("image: float32 [batch, 1, 28, 28]", "image: uint8"),
         ),
-        ({"answer": replace(examples.MANIFEST.answer, form="probabilities")}, "its answer is"),
+        ({"answer": replace(examples.MANIFEST.answer, form="probabilities")}, ("answer",)),
     ],
 )
 def test_bundles_of_different_models_are_refused(
@@ -234,35 +232,35 @@ def test_bundles_of_different_models_are_refused(
     pair: BundlePair,
     capsys: pytest.CaptureFixture[str],
     changes: dict[str, Any],
-    message: str,
+    message: Told,
 ) -> None:
     other = write_fp32(tmp_path / "other", manifest=replace(examples.MANIFEST, **changes))
     said = refused(capsys, pair.cascade.path, other.path)
-    assert message in said
+    tells(said, *message)
     assert "both bundles must be of one model" in said
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (["--confidence", "95"], "--confidence 95: expected a share between 0 and 1, as 0.95"),
-        (["--seed", "-1"], "--seed -1: expected a whole number of at least 0"),
-        (["--json", "no/such/folder.json"], "there is no folder no/such"),
-        (["--html", "no/such/page.html"], "there is no folder no/such"),
+        (["--confidence", "95"], ("--confidence 95", "between 0 and 1", "0.95")),
+        (["--seed", "-1"], ("--seed -1", "at least 0")),
+        (["--json", "no/such/folder.json"], ("there is no folder no/such",)),
+        (["--html", "no/such/page.html"], ("there is no folder no/such",)),
     ],
 )
 def test_values_that_make_no_sense_are_refused(
-    pair: BundlePair, capsys: pytest.CaptureFixture[str], value: list[str], message: str
+    pair: BundlePair, capsys: pytest.CaptureFixture[str], value: list[str], message: Told
 ) -> None:
     both = (pair.cascade.path, pair.exits.path)
-    assert message in refused(capsys, *both, *value)
+    tells(refused(capsys, *both, *value), *message)
 
 
 @pytest.mark.parametrize("text", ["0.005,1", "0", "-0.1", "nan", "1,2"])
 def test_bounds_are_shares(capsys: pytest.CaptureFixture[str], text: str) -> None:
     with pytest.raises(SystemExit):
         main(["b.ee", "--data", "d.npz", "o.ee", f"--bounds={text}"])
-    assert "is not between 0 and 1; 1 % is written 0.01" in capsys.readouterr().err
+    tells(capsys.readouterr().err, "between 0 and 1", "0.01")
 
 
 def test_bounds_rise_and_are_different() -> None:

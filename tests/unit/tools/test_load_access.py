@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.certificates import Authority
+from tests.facts import facts
 
 from offramp.server.arguments.options import SecurityOptions, ServerOptions
 from offramp.testing.engine import FakeEngine
@@ -64,9 +65,9 @@ def test_a_load_shows_certificate_and_token(
 
 def test_a_token_is_sent_in_the_clear_to_this_machine_alone(tmp_path: Path) -> None:
     token = write(tmp_path / "token", TOKEN)
-    with pytest.raises(LoadError, match=r"to 10\.0\.0\.1:8001 in the clear; encrypt with --tls-ca"):
+    with pytest.raises(LoadError, match=facts("10.0.0.1:8001", "--tls-ca")):
         read_access(options(token_file=token))
-    with pytest.raises(LoadError, match=r"to 10\.0\.0\.2:8000 in the clear"):
+    with pytest.raises(LoadError, match=facts("10.0.0.2:8000", "in the clear")):
         read_access(options(address="[::1]:1", metrics="10.0.0.2:8000", token_file=token))
     access = read_access(options(address="localhost:1", token_file=token))
     assert access == ServerAccess(token=TOKEN)

@@ -5,6 +5,7 @@ import socket
 
 import numpy as np
 import pytest
+from tests.facts import facts
 
 from offramp.server.pages.metrics import render_metrics
 from offramp.testing.engine import FakeEngine
@@ -103,5 +104,5 @@ def test_a_server_without_metrics_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and never listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(LoadError, match="--metrics is HOST:PORT of the status page"):
+        with pytest.raises(LoadError, match=facts("--metrics", "HOST:PORT")):
             MetricsPoll(address, "m", every_s=1.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import tells
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.common.errors import BackendError, DeadlineExceededError, QueueFullError
@@ -148,9 +149,8 @@ def test_causes_are_those_after_the_warm_up() -> None:
 def test_an_answer_that_is_not_there_fails_its_request() -> None:
     report = sent(FakeEngine(), task(arrivals_s=[0.0], answer="scores"))
     assert report.records.status.tolist() == [Status.FAILED]
-    assert list(report.causes) == [
-        "unreadable response: the response has no output 'scores', which is the model's answer"
-    ]
+    [said] = list(report.causes)
+    tells(said, "unreadable response", "'scores'")
 
 
 async def _held(engine: FakeEngine, given: Task) -> Report:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.facts import facts
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
@@ -228,7 +229,7 @@ def draw_placement(seed: int) -> Placement:
 
 
 def test_streams_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 streams are placed, expected 2; place each"):
+    with pytest.raises(ValueError, match=facts("1 streams", "expected 2", "place each")):
         SimulatedDevices([SECONDS], 2, placement(on([0, 1, 2])))
-    with pytest.raises(ValueError, match=r"streams \[2\] are slower, expected numbers below 2"):
+    with pytest.raises(ValueError, match=facts("streams [2]", "below 2")):
         SimulatedDevices([SECONDS], 2, slower={1: 2.0, 2: 2.0})

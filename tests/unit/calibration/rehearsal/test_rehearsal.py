@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from tests.facts import facts
 from tests.unit.calibration.rehearsal.rehearsals import KNOWN, load, settings, times
 from tests.unit.certify.problems import realistic
 
@@ -336,9 +337,9 @@ def test_settings_out_of_range(name: str, value: float) -> None:
 
 
 def test_parts_that_do_not_belong_together() -> None:
-    with pytest.raises(ValueError, match="the load has 2 exits, the times 3"):
+    with pytest.raises(ValueError, match=facts("2 exits", "3")):
         rehearse(load(KNOWN[:2]), times(), settings())
-    with pytest.raises(ValueError, match=r"batches are \(2, 4\), the settings say \(2, 8\)"):
+    with pytest.raises(ValueError, match=facts("(2, 4)", "(2, 8)")):
         rehearse(load(), times(), settings(batch_size=8))
-    with pytest.raises(ValueError, match="the profile has 3 exits, after_segment names 1"):
+    with pytest.raises(ValueError, match=facts("3 exits", "after_segment names 1")):
         StageTimes(profile=times().profile, after_segment=(0,))

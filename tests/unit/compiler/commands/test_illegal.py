@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from tests.facts import Told, facts
 
 from offramp.commands.combinations import Illegal
 from offramp.commands.parser import LayeredParser
@@ -123,23 +124,22 @@ def test_each_message_names_both_options_and_a_remedy(command: str, row: Illegal
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"heads": "bridges", "precision": "int8"}, "--heads bridges with --precision int8: bri"),
-        ({"heads": "both", "criterion": "margin"}, "--criterion with --heads both: criteria are"),
-        ({"teach": "labels"}, "--teach labels without --train joint: only the copy of the"),
-        ({"train": "joint", "precision": "auto"}, "--train joint with --precision auto: a bundle"),
-        ({"criterion": "patience", "selection": "pame"}, "--criterion with --selection pame: all"),
-        ({"variants": ELASTIC, "train": "joint"}, "--elastic with --train joint: subnets"),
+        ({"heads": "bridges", "precision": "int8"}, ("--heads bridges", "--precision int8")),
+        ({"heads": "both", "criterion": "margin"}, ("--criterion", "--heads both")),
+        ({"teach": "labels"}, ("--teach labels", "--train joint")),
+        ({"train": "joint", "precision": "auto"}, ("--train joint", "--precision auto")),
+        ({"criterion": "patience", "selection": "pame"}, ("--criterion", "--selection pame")),
+        ({"variants": ELASTIC, "train": "joint"}, ("--elastic", "--train joint")),
     ],
 )
 def test_options_from_python_are_refused_before_anything_is_read(
-    tmp_path: Path, given: dict[str, Any], told: str
+    tmp_path: Path, given: dict[str, Any], told: Told
 ) -> None:
     options = CompileOptions.of(
         model=tmp_path / "nowhere.onnx", data=tmp_path / "no.npz", output=tmp_path / "m.ee", **given
     )
-    with pytest.raises(OptionsConflictError) as refused:
+    with pytest.raises(OptionsConflictError, match=facts(*told)):
         compile_model(options)
-    assert str(refused.value).startswith(told)
 
 
 @pytest.mark.parametrize(

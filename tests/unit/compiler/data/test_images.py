@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tests.facts import Told, facts, tells
 from tests.unit.compiler.data.making import (
     IDS,
     PHOTO,
@@ -59,9 +60,7 @@ def test_pixels_become_0_to_1_with_a_warning(
     assert array.dtype == np.float32
     wanted = three().transpose(0, 3, 1, 2).astype(np.float32) / np.float32(255)
     np.testing.assert_array_equal(array, wanted)
-    assert "pixels go to the model as 0 to 1, since no --mean, --std or --scale is given" in (
-        caplog.text
-    )
+    tells(caplog.text, "0 to 1", "--mean, --std or --scale")
 
 
 def test_normalisation_is_that_of_torchvision(
@@ -180,13 +179,13 @@ def test_a_broken_image_is_named(
     else:
         whole = broken.read_bytes()
         broken.write_bytes(whole[:-2000] if content == "cut" else content)
-    with pytest.raises(DataError, match=r"broken\.png cannot be read as an image .* mend or remo"):
+    with pytest.raises(DataError, match=facts("broken.png", "image", "mend")):
         load(folder, RAW)
 
 
 def test_deep_pixels_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 6), 40000, np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(DataError, match=r"deep\.png has pixels of mode I;16, expected 8 bits"):
+    with pytest.raises(DataError, match=facts("deep.png", "I;16", "8 bits")):
         load(tmp_path, GRAY)
 
 
@@ -197,35 +196,27 @@ def shaped(*sizes: int | str, dtype: str = "float32") -> TensorSpec:
 @pytest.mark.parametrize(
     ("specs", "options", "message"),
     [
-        ([PHOTO, X], {}, "images are for models with one input, and this one has 2: image: "),
-        (
-            [shaped(5, 4, 6)],
-            {},
-            r"1 or 3 channels, and the model takes .*\[batch, 5, 4, 6\], which",
-        ),
-        ([IDS], {}, "images have 1 or 3 channels, and the model takes input_ids"),
-        ([shaped(3, 4, 3)], {}, "which may be nchw and nhwc; say which with --layout"),
-        ([PHOTO], {"layout": "nhwc"}, "--layout nhwc does not fit .*; expected nchw"),
-        ([FREE], {}, "the model takes images of any size .*; say which with --image-size H,W"),
-        ([PHOTO], {"image_size": (4, 7)}, "--image-size 4,7: the model takes image: float32"),
-        ([RAW], {"mean": (0.5,)}, "takes raw bytes .*, and --mean is for models that take floats"),
-        ([RAW], {"scale": 1.0}, "takes raw bytes .*, and --scale is for models"),
-        ([shaped(3, 4, 6, dtype="int64")], {}, "images become floats or uint8; give a module:func"),
-        ([shaped(1, 4, 6)], {"std": (1.0,) * 3}, "--std has 3 numbers, and images have 1 channels"),
-        ([PHOTO], {"mean": (123.7,)}, "--mean or --std is above 1, .*; divide them by 255, or add"),
-        ([PHOTO], {"std": (58.0,)}, "--mean or --std is above 1"),
-        (
-            [PHOTO],
-            {"tokenizer": Path("t")},
-            "--tokenizer is for texts, and is not used here; leave",
-        ),
-        ([PHOTO], {"label_column": "y"}, "--label-column is for tables, and is not used here"),
+        ([PHOTO, X], {}, ("one input", "2: image")),
+        ([shaped(5, 4, 6)], {}, ("1 or 3 channels", "[batch, 5, 4, 6]")),
+        ([IDS], {}, ("1 or 3 channels", "input_ids")),
+        ([shaped(3, 4, 3)], {}, ("nchw and nhwc", "--layout")),
+        ([PHOTO], {"layout": "nhwc"}, ("--layout nhwc", "expected nchw")),
+        ([FREE], {}, ("any size", "--image-size H,W")),
+        ([PHOTO], {"image_size": (4, 7)}, ("--image-size 4,7", "image: float32")),
+        ([RAW], {"mean": (0.5,)}, ("raw bytes", "--mean", "floats")),
+        ([RAW], {"scale": 1.0}, ("raw bytes", "--scale")),
+        ([shaped(3, 4, 6, dtype="int64")], {}, ("floats or uint8", "module:func")),
+        ([shaped(1, 4, 6)], {"std": (1.0,) * 3}, ("--std has 3 numbers", "1 channels")),
+        ([PHOTO], {"mean": (123.7,)}, ("--mean or --std is above 1", "255")),
+        ([PHOTO], {"std": (58.0,)}, ("--mean or --std is above 1",)),
+        ([PHOTO], {"tokenizer": Path("t")}, ("--tokenizer", "texts", "not used", "leave it out")),
+        ([PHOTO], {"label_column": "y"}, ("--label-column", "tables", "not used")),
     ],
 )
 def test_models_and_options_that_do_not_fit(
-    folder: Path, specs: list[TensorSpec], options: dict[str, Any], message: str
+    folder: Path, specs: list[TensorSpec], options: dict[str, Any], message: Told
 ) -> None:
-    with pytest.raises(DataError, match=f"^{folder}: .*{message}"):
+    with pytest.raises(DataError, match=facts(f"{folder}:", *message)):
         load(folder, *specs, **options)
 
 

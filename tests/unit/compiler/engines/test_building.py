@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engines import engine_bundle
+from tests.facts import tells
 from tests.fake_builder import FakeBuilder
 from tests.sliced import inputs_of, sliced
 
@@ -354,7 +355,7 @@ def test_a_wrong_engine_is_not_stored_nor_replaces_a_good_one(bench: Bench) -> N
     assert bench.build(other)[0] == dict.fromkeys(UNITS, "failed")
     assert bench.store.entry("02-03") == before
     problem = bench.done.failed[2].problem
-    assert problem.startswith("02-03: output 'logits' of the engine differs")
+    tells(problem, "02-03", "'logits'", "differs")
     assert "(profile 0, batch 1)" in problem
 
 
@@ -392,7 +393,7 @@ def test_a_unit_without_a_graph_fails_alone(bench: Bench, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(build.UnitGraphs, "of", refuse)
     assert bench.build()[0] == ALL_BUILT | {"03-03": "failed"}
-    assert bench.done.failed[0].problem == "03-03: TensorRT 8.6 cannot read Foo"
+    tells(bench.done.failed[0].problem, "03-03", "TensorRT 8.6", "Foo")
 
 
 def test_graphs_that_differ_each_time_are_refused(
@@ -527,7 +528,7 @@ def certifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certifying:
 
 def test_what_was_certified_is_kept_with_the_engines(bench: Bench, certifying: Certifying) -> None:
     _, (line,) = bench.build(FP16, data=certifying.data)
-    assert line.startswith("fp16: of 1,000 samples the model answers 0.10% unlike in fp32")
+    tells(line, "fp16", "1,000 samples", "0.10%")
     evidence = bench.store.index.evidence
     assert evidence is not None
     assert bench.store.read_evidence(evidence) == bench.bundle.read("records.npz")
@@ -591,9 +592,7 @@ def test_a_folder_that_another_build_is_at_work_in_is_not_pruned(bench: Bench) -
     bench.builder = FakeBuilder()
     with other.exclusively():
         lines = bench.build(prune=True)[1]
-        assert lines[-1] == (
-            "fake-gpu-sm90-trt8.6.0-fp32 is not removed: another build is at work in it"
-        )
+        tells(lines[-1], "fake-gpu-sm90-trt8.6.0-fp32", "not removed", "another build")
         assert other.folder.is_dir()
     assert bench.build(prune=True)[1] == ["removed fake-gpu-sm90-trt8.6.0-fp32"]
 
@@ -626,7 +625,8 @@ def test_a_dry_run_without_a_gpu_says_what_is_known(
     bench.build()
     monkeypatch.setattr(build, "make_builder", unavailable)
     assert reasons(bench.plan()) == dict.fromkeys(UNITS, "")
-    assert bench.lines == ["no GPU cuda:0; listing what is known without it"]
+    [said] = bench.lines
+    tells(said, "cuda:0", "without it")
     tf32 = replace(SOURCE_FIRST, precision="tf32")
     assert reasons(bench.plan(tf32)) == dict.fromkeys(UNITS, "not there yet")
     with pytest.raises(EnginesUnavailableError, match="no GPU cuda:0"):

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+from tests.facts import tells
 from tests.models import Builder
 from tests.sliced import BUILDERS, inputs_of, sliced
 
@@ -185,9 +186,8 @@ def test_constants_beyond_float16_are_clipped_with_a_warning(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         half = halved(masked_softmax(-1e9, TensorProto.BOOL))
-    assert [record.getMessage() for record in caplog.records] == [
-        "beyond the range of float16 (65,504), hence clipped: w1"
-    ]
+    [said] = [record.getMessage() for record in caplog.records]
+    tells(said, "float16", "65,504", "clipped", "w1")
     values = {t.name: numpy_helper.to_array(t) for t in half.graph.initializer}
     assert values["w1" + SUFFIX] == np.float16(-32752)
 

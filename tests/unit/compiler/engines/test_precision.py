@@ -11,6 +11,7 @@ import pytest
 from tests import models
 from tests.bundles import compile_tiny
 from tests.engines import engine_bundle
+from tests.facts import facts, tells
 from tests.sliced import dataset_of, sliced
 
 from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
@@ -80,23 +81,16 @@ def test_without_a_promise_nothing_is_judged() -> None:
 
 
 def test_a_broken_promise_is_refused_with_numbers_and_remedy() -> None:
-    with pytest.raises(VerificationError) as refused:
+    said = ("int8", "1,000 samples", "0.20%", "3.00%", "0.40%", "1.00% at 95%")
+    remedies = ("--precision (fp16, tf32 or fp32)", "--accept-disagreement")
+    with pytest.raises(VerificationError, match=facts(*said, *remedies)):
         check(30).demand()
-    assert str(refused.value) == (
-        "int8: of 1,000 samples the model answers 0.20% unlike in fp32, the exits' policy 3.00% "
-        "unlike the fp32 model (in fp32: 0.40%); the promise (1.00% at 95%) is broken. Build with "
-        "a finer --precision (fp16, tf32 or fp32), or add --accept-disagreement to serve it all "
-        "the same"
-    )
 
 
 def test_what_is_neither_kept_nor_broken_passes_with_its_bound() -> None:
     undecided = check(10, unseen=False)
     undecided.demand()
-    assert undecided.describe().endswith(
-        "the promise (1.00% at 95%) is neither certified nor disproved: at most 1.69% at that "
-        "confidence. Some of these samples may have trained the exits."
-    )
+    tells(undecided.describe(), "1.00% at 95%", "at most 1.69%", "trained the exits")
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +179,7 @@ def test_other_data_are_parted_in_disjoint_halves(bundle: Bundle, data: Dataset)
 
 
 def test_a_single_sample_cannot_do_both(bundle: Bundle, data: Dataset) -> None:
-    with pytest.raises(DataError, match="1 samples are too few to measure and to judge"):
+    with pytest.raises(DataError, match=facts("1 samples", "too few")):
         part_data(bundle, data.subset(np.array([0])))
 
 
@@ -223,5 +217,5 @@ def test_a_sample_that_the_model_fails_on_is_reported(tmp_path: Path) -> None:
     bundle = engine_bundle("bert", tmp_path / "b.ee")
     data = dataset_of(sliced("bert"), 4)
     data.inputs["input_ids"][2] = 99_999  # beyond the vocabulary
-    with pytest.raises(DataError, match="the model fails on one of 64 samples from 0 on"):
+    with pytest.raises(DataError, match=facts("fails", "64 samples from 0 on")):
         measure_precision(bundle, "fp16", None, data, unseen=True)

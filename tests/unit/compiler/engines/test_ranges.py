@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.facts import Told, tells
 
 from offramp.compiler.common.errors import EngineOptionsError
 from offramp.compiler.engines.build_options import (
@@ -30,23 +31,23 @@ def test_batches(text: str, ranges: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "a size is missing"),
-        ("1,,2", "a size is missing"),
-        ("0", "'0' is not a size; sizes are 1 or more"),
-        ("-3", "'' is not a size"),
-        ("1.5", "'1.5' is not a size"),
-        ("two", "'two' is not a size"),
-        ("1-2-3", "'2-3' is not a size"),
-        ("8-2", "8-2 ends before it begins; did you mean 2-8?"),
-        ("1-8,8-32", "8-32 does not begin after 1-8"),
-        ("2-8,1", "1 does not begin after 2-8"),
-        ("4,4", "4 does not begin after 4"),
+        ("", ("size is missing",)),
+        ("1,,2", ("a size is missing",)),
+        ("0", ("'0'", "1 or more")),
+        ("-3", ("''", "size")),
+        ("1.5", ("'1.5'", "size")),
+        ("two", ("'two'", "size")),
+        ("1-2-3", ("'2-3'", "size")),
+        ("8-2", ("8-2", "2-8")),
+        ("1-8,8-32", ("8-32", "after 1-8")),
+        ("2-8,1", ("1", "after 2-8")),
+        ("4,4", ("4", "after 4")),
     ],
 )
-def test_batches_that_are_refused(text: str, said: str) -> None:
+def test_batches_that_are_refused(text: str, said: Told) -> None:
     with pytest.raises(EngineOptionsError) as refused:
         parse_batches(text)
-    assert said in str(refused.value)
+    tells(str(refused.value), *said)
     assert f"--batch-profiles {text!r}" in str(refused.value)
 
 
@@ -67,19 +68,19 @@ def test_buckets(options: list[str], buckets: dict[str, list[tuple[int, int]]]) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["32,64"], "is not NAME=SIZES, for instance sequence=32,64,128"),
-        (["=32"], "is not NAME=SIZES"),
-        (["s="], "a size is missing"),
-        (["s=64,32"], "32 does not begin after 1-64"),
-        (["s=32,32"], "32 does not begin after 1-32"),
-        (["s=x"], "'x' is not a size"),
-        (["s=1", "s=2"], "s is given twice"),
+        (["32,64"], ("NAME=SIZES", "sequence=32,64,128")),
+        (["=32"], ("NAME=SIZES",)),
+        (["s="], ("a size is missing",)),
+        (["s=64,32"], ("32", "after 1-64")),
+        (["s=32,32"], ("32", "after 1-32")),
+        (["s=x"], ("'x'", "size")),
+        (["s=1", "s=2"], ("s", "twice")),
     ],
 )
-def test_buckets_that_are_refused(options: list[str], said: str) -> None:
+def test_buckets_that_are_refused(options: list[str], said: Told) -> None:
     with pytest.raises(EngineOptionsError) as refused:
         parse_buckets(options)
-    assert said in str(refused.value)
+    tells(str(refused.value), *said)
     assert "--buckets" in str(refused.value)
 
 

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from tests.engines import engine_bundle
+from tests.facts import Told, facts
 from tests.models import Builder
 from tests.sliced import inputs_of, sliced
 
@@ -119,17 +120,17 @@ def altered(name: str, change: Any) -> Any:
     ("alter", "said"),
     [
         (altered("exit1/answer", lambda a: a + 0.02 * np.abs(a).max()),
-         r"'exit1/answer'.*by 2.0e-02: .*are 1.0e-03 \(profile 0, batch 1, sequence 8\)"),
-        (altered("layer1/attended", lambda a: np.full_like(a, np.nan)), "by inf: nan instead of"),
+         ("'exit1/answer'", '2.0e-02', '1.0e-03', 'profile 0, batch 1, sequence 8')),
+        (altered("layer1/attended", lambda a: np.full_like(a, np.nan)), ('inf', 'nan')),
         (altered("layer1/attended", lambda a: a[:, :-1]),
-         r"is float32 \[1, 7, 16\], that of its graph float32 \[1, 8, 16\]"),
-        (altered("layer1/attended", lambda a: a.astype(np.float16)), "is float16.*graph float32"),
+         ('float32 [1, 7, 16]', 'float32 [1, 8, 16]')),
+        (altered("layer1/attended", lambda a: a.astype(np.float16)), ('float16', 'graph float32')),
         (lambda outputs: {"exit1/answer": outputs["exit1/answer"]},
-         "gives no output 'exit1/confidence'"),
+         ("no output 'exit1/confidence'",)),
     ],
 )  # fmt: skip
-def test_what_an_engine_may_not_do(bert: Bundle, alter: Any, said: str) -> None:
-    with pytest.raises(EngineBuildError, match=said):
+def test_what_an_engine_may_not_do(bert: Bundle, alter: Any, said: Told) -> None:
+    with pytest.raises(EngineBuildError, match=facts(*said)):
         Case(bert, MIDDLE).check(alter)
 
 

@@ -11,6 +11,7 @@ import pytest
 import tritonclient.grpc as triton
 from google.protobuf import text_format
 from tests.exports import replayed_bundle
+from tests.facts import facts
 
 from offramp.bundle import Manifest, Profile, TensorSpec, UnreadInput
 from offramp.bundle.schema.compilation import OperatorLibrary
@@ -108,5 +109,5 @@ def test_inputs_without_a_batch_are_refused(manifest: Manifest) -> None:
 
 def test_operators_of_a_library_are_refused(manifest: Manifest) -> None:
     library = OperatorLibrary(file="ops.so", sha256="0" * 64, operators=("my:Norm",))
-    with pytest.raises(ExportError, match=r"operators of ops\.so .* export with --output alone"):
+    with pytest.raises(ExportError, match=facts("ops.so", "--output")):
         check_model(replace(manifest, custom_ops=(library,)), Path("m.ee"))

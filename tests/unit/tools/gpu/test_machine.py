@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.facts import facts
 from tests.fake_builder import FakeBuilder
 from tests.small_bert import small_bert
 from tests.unit.cuda.fake_pycuda import Gpu
@@ -63,7 +64,7 @@ def test_an_engine_that_cannot_be_built_ends_the_part(
 
     monkeypatch.setattr(builder, "_before_build", fail)
     bundle = small_bert(tmp_path)
-    with pytest.raises(EngineBuildError, match=r"bert-small-0\.ee, 00-02: .*TensorRT says no"):
+    with pytest.raises(EngineBuildError, match=facts("bert-small-0.ee, 00-02", "TensorRT says no")):
         GpuMachine("tensorrt").build(bundle.path, (4,))
 
 
