@@ -118,17 +118,6 @@ def rejects(losses: FloatArray, bound: float, confidence_level: float) -> bool:
     return bool(wealth.max(initial=0.0) >= -np.log(1 - confidence_level))
 
 
-def decaying(thresholds: FloatArray, places: int, *, share: float, rate: float) -> FloatArray:
-    """Have thresholds begin higher and fall along the output: float64[exits, places].
-
-    CALM's schedule (3.4): share · threshold + (1 − share) · exp(−rate · place / places). Errors in
-    the first tokens are followed by more; late ones cost little. An exit that is off stays off.
-    """
-    curve = np.exp(-rate * np.arange(places) / places)
-    found = share * thresholds[:, None] + (1 - share) * curve
-    return np.where(thresholds[:, None] > 1, thresholds[:, None], np.minimum(found, 1.0))
-
-
 def records_losses(
     records: TextRecords, path: Iterable[FloatArray], risk: TextRisk
 ) -> Iterable[FloatArray]:

@@ -13,7 +13,6 @@ from offramp.generation.promise.text_promise import (
     TextPromise,
     TextRisk,
     certify_levels,
-    decaying,
     keeps,
     records_losses,
 )
@@ -126,12 +125,6 @@ def test_losses_of_a_path_follow_from_records() -> None:
     assert told == [[0.0, 0.0], [1.0, 0.0]]
     told = [loss.tolist() for loss in records_losses(records(), path, TextRisk.TEXTS)]
     assert told == [[0.0, 0.0], [1.0, 0.0]]
-
-
-def test_thresholds_fall_along_the_output() -> None:
-    found = decaying(np.array([0.5, NEVER]), 4, share=0.9, rate=4.0)
-    assert found[0].tolist() == pytest.approx([0.55, 0.4868, 0.4635, 0.4550], abs=1e-4)
-    assert found[1].tolist() == [NEVER] * 4
 
 
 def test_dissimilarities_must_be_shares() -> None:
