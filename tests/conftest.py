@@ -61,6 +61,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    spare_collections()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After each file, whose fixtures are gone: what is left are modules that it imported."""
+    if nextitem is not None and nextitem.path != item.path:
+        spare_collections()
+
+
+def spare_collections() -> None:
     """Spare garbage collections what lives as long as the process: modules, and thousands of tests.
 
     The compiler collects before each of its steps, which took half of the time of small models.
