@@ -8,6 +8,8 @@ EXTRAS ?= dev,examples
 PROCESSES ?= 2
 # The tests of a file stay together, as they share its fixtures; what is slow comes first.
 IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
+# Tests start hundreds of processes: each would compile every module that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all test-oldest fuzz chaos mutants lint typecheck format bench clean
 

@@ -6,8 +6,9 @@ import fcntl
 import gc
 import logging
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    spare_collections()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After each file, whose fixtures are gone: what is left are modules that it imported."""
+    if nextitem is not None and nextitem.path != item.path:
+        spare_collections()
+
+
+def spare_collections() -> None:
     """Spare garbage collections what lives as long as the process: modules, and thousands of tests.
 
     The compiler collects before each of its steps, which took half of the time of small models.
@@ -71,22 +83,37 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def fashion(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The shipped example, compiled on a part of its data to save time.
-
-    Where several processes share the tests, the first that asks compiles it, for all of them.
-    """
+    """The shipped example, compiled on a part of its data to save time."""
     from tests.bundles import compile_example
 
-    shared = tmp_path_factory.getbasetemp()
+    folder = made_once(
+        tmp_path_factory, "fashion", lambda folder: compile_example(folder, samples=6000, epochs=6)
+    )
+    return Bundle.open(folder / "fashion.ee")
+
+
+@pytest.fixture(scope="session")
+def with_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that ``compile_with_variants`` filled; tests change nothing in it."""
+    from tests.served_variants import compile_with_variants
+
+    return made_once(tmp_path_factory, "variants", compile_with_variants)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that the first of the tests' processes that asks has filled, for all."""
+    shared = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    folder = shared / "fashion"
-    with (shared / "fashion.lock").open("w") as lock:
+    folder = shared / name
+    with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "fashion.ee").exists():
-            folder.mkdir(exist_ok=True)
-            compile_example(folder, samples=6000, epochs=6)
-    return Bundle.open(folder / "fashion.ee")
+        if not folder.exists():
+            shutil.rmtree(partial := shared / f"{name}.partial", ignore_errors=True)
+            partial.mkdir()
+            make(partial)
+            partial.rename(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -59,12 +59,24 @@ class Compiled(NamedTuple):
         found: NDArray[Any] = session.run(None, self.unseen)[0]
         return found
 
+    @classmethod
+    def of(cls, folder: Path) -> Compiled:
+        """Open what :func:`compile_with_variants` left in a folder."""
+        unseen = images(ROWS, seed=1)
+        unseen.pop("label", None)
+        return cls(
+            bundle=Bundle.open(folder / "supernet.ee"),
+            quiet=Bundle.open(folder / "quiet.ee"),
+            copies=[(folder / f"{bits} bits.onnx").read_bytes() for bits in BITS],
+            unseen=unseen,
+        )
+
     @property
     def full(self) -> NDArray[Any]:
         return self.answers(self.bundle.read("source.onnx"))
 
 
-def compile_with_variants(folder: Path) -> Compiled:
+def compile_with_variants(folder: Path) -> None:
     """Compile a tiny model with two variants: the smaller one is faster, whatever the machine."""
     model, data = models.residual_cnn(), images()
     settings: dict[str, Any] = {"candidates": 2, "epochs": 2, "max_overhead": None}
@@ -73,7 +85,7 @@ def compile_with_variants(folder: Path) -> Compiled:
         patched.setattr(profiling, "_staged_ms", lambda *_: 1.25)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         full = compile_tiny(model, data, folder, name="full", own_times=True, **settings)
-        subnets, copies = [], []
+        subnets = []
         for number, bits in enumerate(BITS, 1):
             keeping = Keeping(bits)
             name = f"subnet{number}"
@@ -89,12 +101,9 @@ def compile_with_variants(folder: Path) -> Compiled:
             )
             made = faster(made, 2.0**-number)
             subnets.append(SubnetBundle(name=f"{bits} bits", bundle=made))
-            copies.append(keeping.copy)
+            (folder / f"{bits} bits.onnx").write_bytes(keeping.copy)
         bundle = write_with_variants(folder / "supernet.ee", full, subnets)
-        quiet = with_policies(bundle, folder / "quiet.ee", ExitPolicy(version=3, active=()))
-        unseen = images(ROWS, seed=1)
-        unseen.pop("label", None)
-        return Compiled(bundle, quiet, copies, unseen)
+        with_policies(bundle, folder / "quiet.ee", ExitPolicy(version=3, active=()))
 
 
 def faster(bundle: Bundle, factor: float) -> Bundle:

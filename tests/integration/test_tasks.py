@@ -190,7 +190,7 @@ def test_an_exit_reads_the_mask_that_its_confidence_counts_by(tmp_path: Path) ->
 
 
 def test_of_both_families_the_one_that_nets_more_is_taken(tmp_path: Path) -> None:
-    bundle = compiled(models.residual_cnn, images, tmp_path, heads="both")
+    bundle = compiled(models.residual_cnn, images, tmp_path, heads="both", epochs=1)
     assert bundle.manifest.exits
     for exit_ in bundle.manifest.exits:
         kinds = {trial.head.kind for trial in exit_.trials}
@@ -251,6 +251,6 @@ def test_without_operators_for_bridges_heads_pool_where_both_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delitem(torch_graph.OPERATORS, "Relu")
-    bundle = compiled(models.residual_cnn, images, tmp_path, heads="both")
+    bundle = compiled(models.residual_cnn, images, tmp_path, heads="both", epochs=1)
     assert {e.head.kind for e in bundle.manifest.exits} == {"grid"}
     assert "Bridges are left out, and heads pool" in caplog.text

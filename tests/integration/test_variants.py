@@ -18,7 +18,6 @@ from tests.served_variants import (
     ROWS,
     Compiled,
     answers_of,
-    compile_with_variants,
     fixed,
     of,
     own,
@@ -47,8 +46,8 @@ from offramp.tools.bench.simulation import SimulatedLoad, simulate
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    return compile_with_variants(tmp_path_factory.mktemp("variants"))
+def compiled(with_variants: Path) -> Compiled:
+    return Compiled.of(with_variants)
 
 
 def test_a_bundle_shows_itself_as_each_of_its_variants(compiled: Compiled) -> None:

@@ -16,7 +16,6 @@ from tests.served_variants import (
     ROWS,
     Compiled,
     answers_of,
-    compile_with_variants,
     fixed,
     of,
     own,
@@ -49,8 +48,8 @@ VERSION = TENSORRT_VERSIONS[-1]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    return compile_with_variants(tmp_path_factory.mktemp("variants"))
+def compiled(with_variants: Path) -> Compiled:
+    return Compiled.of(with_variants)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from tests.served_variants import (
     ROWS,
     Compiled,
     answers_of,
-    compile_with_variants,
     fixed,
     of,
     own,
@@ -40,8 +40,8 @@ from offramp.engine.stages.plan import Mode, StageSpec
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    return compile_with_variants(tmp_path_factory.mktemp("variants"))
+def compiled(with_variants: Path) -> Compiled:
+    return Compiled.of(with_variants)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

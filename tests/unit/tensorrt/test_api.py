@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import logging
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.unit.tensorrt.bindings import (
 )
 from tests.unit.tensorrt.checking import check
 from tests.unit.tensorrt.read_api import signature_of
-from tests.unit.tensorrt.sources import names_bindings, own_names, return_types
+from tests.unit.tensorrt.sources import LIBRARIES, names_bindings, own_names, return_types
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("bundle", "calibration", "certify", "client", "compiler", "engine", "proto", "server",
@@ -29,15 +30,32 @@ FOLDERS = ("bundle", "calibration", "certify", "client", "compiler", "engine", "
 COMPAT = ROOT / "engine" / "tensorrt" / "compat.py"
 """The one module whose branches may depend on TensorRT's version."""
 
-TREES = {
-    path: ast.parse(path.read_text())
-    for folder in FOLDERS
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
-USERS = [path for path, tree in TREES.items() if names_bindings(tree)]
-OWN = own_names(TREES.values())
-RETURNS = return_types(TREES.values())
+PATHS = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def uses_bindings(path: Path) -> bool:
+    """Every process of the tests asks this of every file: most need not be parsed for it."""
+    words = (*LIBRARIES, "trt")
+    return any(word in path.read_text() for word in words) and names_bindings(tree_of(path))
+
+
+USERS = [path for path in PATHS if uses_bindings(path)]
 VERSIONS = [tensorrt(version) for version in TENSORRT_VERSIONS]
+
+
+@cache
+def own() -> frozenset[str]:
+    return own_names(map(tree_of, PATHS))
+
+
+@cache
+def returns() -> dict[str, ast.expr]:
+    return return_types(map(tree_of, PATHS))
 
 
 def name_of(path: object) -> str:
@@ -45,7 +63,7 @@ def name_of(path: object) -> str:
 
 
 def findings(tree: ast.Module, version: Bindings, *, by_version: bool) -> list[str]:
-    found = check(tree, [version, pycuda()], own=OWN, returns=RETURNS, by_version=by_version)
+    found = check(tree, [version, pycuda()], own=own(), returns=returns(), by_version=by_version)
     return [f"line {finding.line}: {finding.text}" for finding in found]
 
 
@@ -59,19 +77,19 @@ def complaints(source: str, version: str = "10.16", *, by_version: bool = False)
 def test_the_modules_that_use_the_bindings_are_looked_at() -> None:
     assert COMPAT in USERS
     assert ROOT / "compiler" / "engines" / "tensorrt_builder.py" in USERS
-    assert len(TREES) > 200
+    assert len(PATHS) > 200
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
 @pytest.mark.parametrize("path", USERS, ids=name_of)
 def test_every_name_exists(path: Path, version: Bindings) -> None:
-    assert findings(TREES[path], version, by_version=path == COMPAT) == []
+    assert findings(tree_of(path), version, by_version=path == COMPAT) == []
 
 
 def test_branches_that_no_tested_version_takes_name_what_some_version_has() -> None:
     """10.0 is between the versions: what only it takes is at least no misspelling."""
     by_version = [
-        {f.replace(str(v), "") for f in findings(TREES[COMPAT], v, by_version=False)}
+        {f.replace(str(v), "") for f in findings(tree_of(COMPAT), v, by_version=False)}
         for v in VERSIONS
     ]
     assert set.intersection(*by_version) == set()
@@ -106,7 +124,7 @@ def test_no_misspelling_in_our_code_would_pass() -> None:
         "mem_alloc", "memcpy_htod_async", "retain_primary_context", "push", "pop",
     }  # fmt: skip
     # The same words in Python and numpy, and what only a TensorRT between the tested ones takes.
-    ordinary = set(dir(np)) | set(dir(np.ndarray)) | set(dir(logging)) | OWN
+    ordinary = set(dir(np)) | set(dir(np.ndarray)) | set(dir(logging)) | own()
     assert passed - seen - ordinary <= {"get_device_memory_size_for_profile"}
 
 
