@@ -12,18 +12,6 @@ from typing import Any
 
 import onnx
 import pytest
-from tests.text_loops import write_all
-from tests.text_models import (
-    LAYERS,
-    PLACES,
-    START,
-    VOCABULARY,
-    WIDTH,
-    backend_of,
-    drawn_prompts,
-    exported,
-    graphs_of,
-)
 
 from offramp.bundle import (
     BundleExistsError,
@@ -43,6 +31,18 @@ from offramp.generation.bundle.generating_bundle import (
 from offramp.generation.bundle.text_model import TextModel
 from offramp.generation.bundle.writing import write_generating_bundle
 from offramp.generation.stages.onnx_text import OnnxTextBackend
+from tests.text_loops import write_all
+from tests.text_models import (
+    LAYERS,
+    PLACES,
+    START,
+    VOCABULARY,
+    WIDTH,
+    backend_of,
+    drawn_prompts,
+    exported,
+    graphs_of,
+)
 
 
 @pytest.fixture(params=[False, True], ids=["decoder", "encoder-decoder"])

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.generation.scripted_backend import VOCABULARY, ScriptedTextBackend, Tokens
 
 from offramp.engine.common.errors import (
     BackendError,
@@ -25,6 +24,7 @@ from offramp.engine.common.errors import (
 from offramp.generation.scheduling import SequenceEnd, TokenThresholds
 from offramp.generation.serving import GeneratingModel, TextOptions, Token
 from offramp.generation.serving.text_differences import compare_texts
+from tests.generation.scripted_backend import VOCABULARY, ScriptedTextBackend, Tokens
 
 THRESHOLDS = TokenThresholds(version=1, by_stage=(0.7, 0.7))
 WAIT_S = 30.0

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from offramp.engine.common.errors import BackendError
+from offramp.generation.bundle.tensor_names import KINDS
 from tests.text_loops import PlainModel, write_all
 from tests.text_models import (
     LAYERS,
@@ -22,9 +25,6 @@ from tests.text_models import (
     propagated,
     write,
 )
-
-from offramp.engine.common.errors import BackendError
-from offramp.generation.bundle.tensor_names import KINDS
 
 MOST = 8
 ENDS = (1, 3, LAYERS)

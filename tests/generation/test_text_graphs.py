@@ -12,18 +12,6 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
-from tests.text_models import (
-    HEADS,
-    LAYERS,
-    START,
-    VOCABULARY,
-    WIDTH,
-    backend_of,
-    cut_at,
-    exported,
-    graphs_of,
-    write,
-)
 
 from offramp.compiler.common.errors import ModelError
 from offramp.generation.bundle.tensor_names import (
@@ -48,6 +36,18 @@ from offramp.generation.graphs.text_graphs import (
     propagation_graph,
     read_export,
     segment_graph,
+)
+from tests.text_models import (
+    HEADS,
+    LAYERS,
+    START,
+    VOCABULARY,
+    WIDTH,
+    backend_of,
+    cut_at,
+    exported,
+    graphs_of,
+    write,
 )
 
 SIZE = WIDTH // HEADS

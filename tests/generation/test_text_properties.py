@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from tests.generation.scripted_backend import VOCABULARY, ScriptedTextBackend, Tokens
 
 from offramp.engine.common.errors import BackendError, EngineError
 from offramp.generation.scheduling import (
@@ -28,6 +27,7 @@ from offramp.generation.scheduling import (
     TokenThresholds,
 )
 from offramp.generation.serving.step_loop import StepLoop
+from tests.generation.scripted_backend import VOCABULARY, ScriptedTextBackend, Tokens
 
 QUEUE = 12
 SEQUENCES = 60

@@ -137,7 +137,8 @@ class EncoderDecoder(nn.Module):
         self.heads, self.size = heads, width // heads
         self.tokens = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.tokens.weight, std=width**-0.5)
-        self.places = nn.Embedding.from_pretrained(waves(places, width), freeze=False)
+        self.places = nn.Embedding(places, width)
+        self.places.weight.data.copy_(waves(places, width))
         self.encoder = nn.ModuleList(EncoderLayer(width, heads) for _ in range(encoder_depth))
         self.encoder_norm = nn.LayerNorm(width)
         self.decoder = nn.ModuleList(DecoderLayer(width, heads) for _ in range(depth))

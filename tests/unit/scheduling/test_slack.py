@@ -95,3 +95,22 @@ def test_every_choice_is_what_a_search_finds(
     policy = make_policy(PolicyName.parse(name), points_of(latencies), SIZE)
     assert isinstance(policy, SlackPolicy)
     assert policy.setting(slack_s) == expected(name, latencies, slack_s)
+
+
+@pytest.mark.parametrize(
+    ("going_on", "slack_s", "chosen"),
+    [
+        ([0.25, 1.0], 4.0, Setting(1, 1)),
+        ([0.25, 1.0], 2.0, Setting(1, 1)),
+        ([0.25, 1.0], 0.5, None),
+        ([1.0, 1.0], 2.0, None),
+    ],
+)
+def test_clockwork_tries_what_is_in_time_if_it_leaves_early(
+    going_on: list[float], slack_s: float, chosen: Setting | None
+) -> None:
+    """Of stages of 1 and 3 s: to the end it takes 4 s."""
+    latencies = Latencies([[0.0, 1.0, 2.0], [0.0, 3.0, 6.0]], going_on)
+    policy = make_policy(PolicyName.parse("clockwork"), points_of(latencies), 2, 1)
+    assert isinstance(policy, SlackPolicy)
+    assert policy.setting(slack_s) == chosen
