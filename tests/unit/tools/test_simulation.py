@@ -59,14 +59,15 @@ def load(*requests: tuple[float, int], slo_s: float = float("inf")) -> Simulated
     )
 
 
-@pytest.mark.parametrize(("runs_on", "second_s"), [([False, True], 3.5), ([True, True], 5.5)])
-def test_an_answered_request_that_runs_on_keeps_its_stream(
-    runs_on: list[bool], second_s: float
+@pytest.mark.parametrize(("first_runs_on", "third_s"), [(False, 3.0), (True, 4.8)])
+def test_an_answered_request_runs_on_when_nobody_waits(
+    *, first_runs_on: bool, third_s: float
 ) -> None:
-    """Answered at 1.0 either way; the second starts then, or after the first has ended at 3.0."""
-    found = run(load((0.0, 0), (0.5, 1)), runs_on=runs_on)
-    np.testing.assert_allclose(found.latency_s, [1.0, second_s])
-    assert found.exit.tolist() == [5, MODEL_END]
+    """The first is answered at 1.0; the second starts then, and from 4.0 the first runs on."""
+    requests = load((0.0, 0), (0.5, 1), (4.2, 1))
+    found = run(requests, runs_on=[first_runs_on, True, True])
+    np.testing.assert_allclose(found.latency_s, [1.0, 3.5, third_s])
+    assert found.exit.tolist() == [5, MODEL_END, MODEL_END]
 
 
 def test_requests_batch_leave_and_run_on_at_exact_instants() -> None:
