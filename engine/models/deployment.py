@@ -354,6 +354,7 @@ def with_variants(points: OperatingPoints, smaller: Sequence[OperatingPoints]) -
     latencies = Latencies(
         full.seconds,
         full.going_on,
+        unanswered=full.unanswered,
         smaller=[found.latencies.variants[0] for found in smaller],
     )
     every = [
@@ -384,10 +385,9 @@ def points_of(
     spans = [stage.unit for stage in plan.stages]
     answering = [(s.index, s.answered_by, s.threshold) for s in plan.stages if s.answer is not None]
     seconds = stage_seconds(profile, spans, options.max_batch_size, overhead_s=overhead_s)
-    shares = going_on(answering, records, len(plan.stages))
-    if plan.mode is Mode.RELEASE:
-        shares = [1.0] * len(plan.stages)
+    unanswered = going_on(answering, records, len(plan.stages))
+    shares = [1.0] * len(plan.stages) if plan.mode is Mode.RELEASE else unanswered
     return OperatingPoints(
         points=operating_points(answering, records, forced=options.forced_exits),
-        latencies=Latencies(seconds, shares),
+        latencies=Latencies(seconds, shares, unanswered=unanswered),
     )

@@ -290,7 +290,9 @@ class InFlight:
         newly = exited & ~samples.answered
         staying = ~newly | runs_on
         going_on = int(np.count_nonzero(staying))
-        batch.plan.observe_shrinking(batch.stage, len(exited), going_on, batch.variant)
+        waiting = int(np.count_nonzero(~samples.answered))
+        unanswered = (waiting, waiting - int(np.count_nonzero(newly)))
+        batch.plan.observe_shrinking(batch.stage, len(exited), going_on, batch.variant, unanswered)
         dropped = self.lose_late(batch, ~(newly | samples.answered), now_s)
         staying[dropped] = False
         released = newly.nonzero()[0]

@@ -67,9 +67,9 @@ class Latencies:
     its graph (forming it, copies, Python) is in no profile. Such a cost may double a short stage
     and is little to a long one; so a stage counts by the time that was predicted for it.
 
-    ``stages`` and ``going_on`` are those of the full model's :class:`StageTable`; ``smaller`` are
-    the tables of its variants 1, 2 …, for batches as large (SuperServe 4.1: l_φ(B)). The correction
-    is the machine's, so what one variant teaches holds for all.
+    ``stages``, ``going_on`` and ``unanswered`` are those of the full model's :class:`StageTable`;
+    ``smaller`` are the tables of its variants 1, 2 …, for batches as large (SuperServe 4.1:
+    l_φ(B)). The correction is the machine's, so what one variant teaches holds for all.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Latencies:
         stages: Sequence[Sequence[float]],
         going_on: Sequence[float] | None = None,
         *,
+        unanswered: Sequence[float] | None = None,
         smaller: Sequence[StageTable] = (),
     ) -> None:
-        self.variants = (StageTable(stages, going_on), *smaller)
+        self.variants = (StageTable(stages, going_on, unanswered), *smaller)
         """The table of each variant; the first is the full model's."""
         self.stages = self.variants[0].stages
         """Of the full model."""
@@ -171,9 +172,16 @@ class Latencies:
             return 0
         return max(bisect_right(self.shrinking.answer_s, slack_s) - 1, 1)
 
-    def observe_shrinking(self, stage: int, before: int, survivors: int, variant: int = 0) -> None:
-        """Take note of how many rows went on from a stage of their own accord."""
-        self.variants[variant].observe(stage, before, survivors)
+    def observe_shrinking(
+        self,
+        stage: int,
+        before: int,
+        survivors: int,
+        variant: int = 0,
+        unanswered: tuple[int, int] | None = None,
+    ) -> None:
+        """Take note of how many rows went on from a stage: see :meth:`StageTable.observe`."""
+        self.variants[variant].observe(stage, before, survivors, unanswered)
 
     def observe(self, stage: int, batch_size: int, elapsed_s: float, variant: int = 0) -> None:
         """Take note of how long a stage took."""

@@ -117,10 +117,17 @@ class PlacedPlan:
         self._waiting = waiting
         self._views.clear()
 
-    def observe_shrinking(self, stage: int, before: int, survivors: int, variant: int) -> None:
+    def observe_shrinking(
+        self,
+        stage: int,
+        before: int,
+        survivors: int,
+        variant: int,
+        unanswered: tuple[int, int] | None = None,
+    ) -> None:
         """Take note of how many rows went on from a stage: the same on devices of any kind."""
         for latencies in self.latencies.values():
-            latencies.observe_shrinking(stage, before, survivors, variant)
+            latencies.observe_shrinking(stage, before, survivors, variant, unanswered)
 
     def observe(self, stream: int, run: TimedRun, now_s: float, *, merged: bool) -> None:
         """Take note of how long a run of a stream took.

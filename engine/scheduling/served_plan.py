@@ -65,10 +65,17 @@ class ServedPlan:
         else:
             self.latencies.observe(*run)
 
-    def observe_shrinking(self, stage: int, before: int, survivors: int, variant: int) -> None:
-        """Take note of how many rows went on from a stage of their own accord."""
+    def observe_shrinking(
+        self,
+        stage: int,
+        before: int,
+        survivors: int,
+        variant: int,
+        unanswered: tuple[int, int] | None = None,
+    ) -> None:
+        """Take note of how many rows went on from a stage: see :meth:`.StageTable.observe`."""
         which = self.latencies if self.placed is None else self.placed
-        which.observe_shrinking(stage, before, survivors, variant)
+        which.observe_shrinking(stage, before, survivors, variant, unanswered)
 
 
 @dataclass(slots=True, eq=False)

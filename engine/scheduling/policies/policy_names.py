@@ -188,11 +188,15 @@ def place(
         if smaller and kind.seconds:
             raise ValueError(f"kind {kind.name!r} has no times of variants; give its speed instead")
         scaled = [
-            StageTable([[kind.speed * s for s in row] for row in table.seconds], table.going_on)
+            StageTable(
+                [[kind.speed * s for s in row] for row in table.seconds],
+                table.going_on,
+                table.unanswered,
+            )
             for table in smaller
         ]
         expected_s = placement.expected_s(kind.name, full.seconds)
-        latencies = Latencies(expected_s, full.going_on, smaller=scaled)
+        latencies = Latencies(expected_s, full.going_on, unanswered=full.unanswered, smaller=scaled)
         known = before.latencies.get(kind.name) if before is not None else None
         if known is not None and known.predicts_as(latencies):
             latencies = known

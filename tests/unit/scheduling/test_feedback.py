@@ -19,6 +19,7 @@ from offramp.engine.scheduling import (
     DropCause,
     Dropped,
     Idle,
+    Latencies,
     ModelScheduler,
     ParallelLimit,
     StepOutcome,
@@ -452,3 +453,21 @@ def test_a_sample_that_waits_for_others_does_not_keep_feedback_waiting() -> None
     s.submit(Submission(2, 1), 0.1)
     s.update(0, flags("xxxx"), 0.25, flags("xxxx"))
     assert started(s.next(0, 0.25)).stage == 1
+
+
+def test_answers_are_expected_where_they_come_though_all_run_on() -> None:
+    """The stream is busy to the end for every row; half have their answer after the first stage."""
+    latencies = Latencies([[0.0, 1.0], [0.0, 3.0]], [1.0, 1.0], unanswered=[0.5, 1.0])
+    assert latencies.shrinking.answer_s[1] == 0.5 * 1.0 + 0.5 * 4.0
+    assert latencies.shrinking.busy_s[1][1] == 4.0
+    assert latencies.shrinking.earliest_s == 1.0
+    assert latencies.largest_shrinking_batch(1.0) == 1
+    for _ in range(2000):
+        latencies.observe_shrinking(0, 4, 4, 0, (4, 4))
+    assert latencies.shrinking.answer_s[1] == pytest.approx(4.0, abs=0.01)
+
+
+def test_rows_without_an_answer_are_observed_apart() -> None:
+    s = after_the_first_stage("xx..", "xx..")
+    table = s.latencies.variants[0]
+    assert (table.going_on[0], table.unanswered[0]) == (1.0, 1.0 - 0.5 * 4 / 512)
