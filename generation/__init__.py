@@ -1,7 +1,8 @@
 """Extension: text, token by token, with exits at every token (CALM; E3 5.1.3). Being built.
 
-Data flows one way: ONNX with past keys and values → ``graphs`` (cut, propagation, heads) → ``bundle``
-→ ``stages`` (ONNX Runtime, caches by slot) ← ``scheduling`` (sans I/O) ← ``serving`` (asyncio).
+Data flows one way: ONNX with past keys and values → ``graphs`` (cut, propagation, heads) →
+``bundle`` → ``stages`` (ONNX Runtime, caches by slot) ← ``scheduling`` (sans I/O) ← ``serving``
+(asyncio).
 ``promise`` has the two promises and certifies thresholds. What is there is tested; no command
 reaches it yet. To come:
 
