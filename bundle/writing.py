@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from offramp.bundle.files import (
     write_described,
 )
 from offramp.bundle.schema.errors import BundleExistsError, BundleWriteError
-from offramp.bundle.schema.manifest import Manifest
+from offramp.bundle.schema.manifest import FileEntry, Manifest
 from offramp.bundle.schema.policy import ExitPolicy
 from offramp.bundle.stored_graphs import describe_filled
 
@@ -49,39 +50,65 @@ def write_bundle(
     target = Path(path)
     check_target(target, overwrite=overwrite)
     said = dump(policy)
+    with scratch_folder(target) as scratch:
+        listed = write_listed(scratch, {**files, POLICY: said}, manifest.graphs)
+        document = dump(replace(manifest, files=listed))
+        (scratch / MANIFEST).write_bytes(document)
+        (scratch / MANIFEST_HASH).write_bytes(hash_line(document))
+        scratch.chmod(0o755)
+        opened = Bundle.open(scratch)
+        if engines_of is not None:
+            carry_engines(engines_of, scratch)
+        put_in_place(scratch, target)
+    return replace(opened, path=target)
+
+
+@contextmanager
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """Make a folder beside ``target``, to be put in place of it; what is left of it is removed.
+
+    BundleWriteError where the file system refuses, there or within the context.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            written, entries = CheckedFolder(scratch), []
-            for name in sorted({POLICY, *files}):
-                place = written.inside(name)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                content = said if name == POLICY else files[name]
-                entries.append(write_described(place, name, content))
-            described = tuple(describe_filled(written, entries, manifest.graphs))
-            document = dump(replace(manifest, files=described))
-            (scratch / MANIFEST).write_bytes(document)
-            (scratch / MANIFEST_HASH).write_bytes(hash_line(document))
-            scratch.chmod(0o755)
-            opened = Bundle.open(scratch)
-            if engines_of is not None:
-                carry_engines(engines_of, scratch)
-            put_in_place(scratch, target)
+            yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise BundleWriteError(
             f"{target} cannot be written: {error}; free the space or choose another --output"
         ) from error
-    return replace(opened, path=target)
 
 
-def check_target(target: Path, *, overwrite: bool) -> None:
+def write_listed(
+    folder: Path, files: Mapping[str, FileContent], graphs: Sequence[str]
+) -> tuple[FileEntry, ...]:
+    """Write files by relative path, and return what a manifest lists of them.
+
+    ``graphs`` are those that may name their weights.
+    """
+    written, entries = CheckedFolder(folder), []
+    for name in sorted(files):
+        place = written.inside(name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        entries.append(write_described(place, name, files[name]))
+    return tuple(describe_filled(written, entries, graphs))
+
+
+def check_target(
+    target: Path,
+    *,
+    overwrite: bool,
+    marks: Sequence[str] = (MANIFEST, MANIFEST_HASH),
+    kind: str = "bundle",
+) -> None:
     """Check that a bundle may and can be written at ``target``, before any long work.
 
-    Only a folder with a manifest and its hash passes for a bundle: other tools have files called
-    ``manifest.json`` too. What it holds is not checked, so that a damaged bundle can be replaced.
+    Only a folder with its ``marks``, a manifest and its hash, passes for one of its ``kind``: other
+    tools have files called ``manifest.json`` too. What it holds is not checked, so that a damaged
+    bundle can be replaced.
     """
     if not target.exists() and not target.is_symlink():
         for folder in target.parents:
@@ -89,9 +116,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
                 raise BundleExistsError(f"{folder} is not a folder; choose another --output")
         check_writable(target)
         return
-    marks = [target / MANIFEST, target / MANIFEST_HASH]
-    if target.is_symlink() or not all(mark.is_file() for mark in marks):
-        raise BundleExistsError(f"{target} exists and is not a bundle; choose another --output")
+    if target.is_symlink() or not all((target / mark).is_file() for mark in marks):
+        raise BundleExistsError(f"{target} exists and is not a {kind}; choose another --output")
     if not overwrite:
         raise BundleExistsError(f"{target} exists; choose another --output, or add --overwrite")
     check_writable(target)

@@ -37,14 +37,14 @@ def first_exit(confidence: ConfidenceArray, thresholds: ArrayLike) -> IntArray:
     """The first exit that answers each sample, int64[samples]; :data:`MODEL_END` if none does.
 
     Of float[exits, samples] confidences in [0, 1], NaN where an exit does not see a sample, and
-    float[exits] thresholds without NaN.
+    float[exits] thresholds without NaN, or float[exits, samples] where each sample has its own.
     """
     exits, samples = confidence.shape
     limits = np.asarray(thresholds, dtype=np.float64)
-    if limits.shape != (exits,) or np.isnan(limits).any():
+    if limits.shape not in {(exits,), (exits, samples)} or np.isnan(limits).any():
         raise ValueError(f"thresholds must be {exits} numbers without NaN, got {limits}")
     left = np.ones((exits + 1, samples), dtype=np.bool_)
-    left[:-1] = leaves(confidence, limits[:, None])
+    left[:-1] = leaves(confidence, limits.reshape(exits, -1))
     first: IntArray = left.argmax(axis=0)
     first[first == exits] = MODEL_END
     return first

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from offramp.bundle.bundle import hash_line
-from offramp.bundle.files import (
-    CheckedFolder,
-    FileContent,
-    check_writable,
-    dump,
-    put_in_place,
-    write_described,
-)
+from offramp.bundle.files import FileContent, dump, put_in_place
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.schema.errors import BundleExistsError, BundleWriteError
-from offramp.bundle.stored_graphs import describe_filled
+from offramp.bundle.writing import check_target, scratch_folder, write_listed
 from offramp.compiler.graphs.weights import pack_weights
 from offramp.generation.bundle.generating_bundle import (
     GENERATION,
@@ -49,7 +39,8 @@ def write_generating_bundle(
     still there: BundleWriteError. Gives the bundle, opened.
     """
     target = Path(path)
-    check_generating_target(target, overwrite=overwrite)
+    marks = (GENERATION, GENERATION_HASH)
+    check_target(target, overwrite=overwrite, marks=marks, kind="generating bundle")
     missing = sorted({*model.graphs} - graphs.keys())
     if missing:
         raise ValueError(f"the model names graphs that are not given: {missing}")
@@ -59,50 +50,16 @@ def write_generating_bundle(
         files[WEIGHTS] = packed.pieces()
     if tokenizer is not None:
         files[TOKENIZER] = tokenizer
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            _write(scratch, model, files)
-            scratch.chmod(0o755)
-            opened = GeneratingBundle.open(scratch)
-            put_in_place(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
-        raise BundleWriteError(
-            f"{target} cannot be written: {error}; free the space or choose another --output"
-        ) from error
+    with scratch_folder(target) as scratch:
+        manifest = GeneratingManifest(
+            schema_version=GENERATION_VERSION,
+            model=model,
+            files=write_listed(scratch, files, model.graphs),
+        )
+        document = dump(manifest)
+        (scratch / GENERATION).write_bytes(document)
+        (scratch / GENERATION_HASH).write_bytes(hash_line(document))
+        scratch.chmod(0o755)
+        opened = GeneratingBundle.open(scratch)
+        put_in_place(scratch, target)
     return replace(opened, path=target)
-
-
-def _write(folder: Path, model: TextModel, files: Mapping[str, FileContent]) -> None:
-    written, entries = CheckedFolder(folder), []
-    for name in sorted(files):
-        place = written.inside(name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        entries.append(write_described(place, name, files[name]))
-    described = tuple(describe_filled(written, entries, model.graphs))
-    manifest = GeneratingManifest(schema_version=GENERATION_VERSION, model=model, files=described)
-    document = dump(manifest)
-    (folder / GENERATION).write_bytes(document)
-    (folder / GENERATION_HASH).write_bytes(hash_line(document))
-
-
-def check_generating_target(target: Path, *, overwrite: bool) -> None:
-    """Check that a generating bundle may and can be written at a place, before any long work.
-
-    A damaged one may be replaced; only a folder with both its files passes for one.
-    """
-    if target.exists() or target.is_symlink():
-        marks = [target / GENERATION, target / GENERATION_HASH]
-        if target.is_symlink() or not all(mark.is_file() for mark in marks):
-            raise BundleExistsError(
-                f"{target} exists and is not a generating bundle; choose another --output"
-            )
-        if not overwrite:
-            raise BundleExistsError(f"{target} exists; choose another --output, or add --overwrite")
-    for folder in target.parents:
-        if folder.exists() and not folder.is_dir():
-            raise BundleExistsError(f"{folder} is not a folder; choose another --output")
-    check_writable(target)

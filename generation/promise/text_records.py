@@ -86,14 +86,9 @@ class TextRecords:
         token of its output it is; outputs that are longer have the last ones.
         """
         thresholds = np.asarray(thresholds, np.float64)
-        if thresholds.ndim == 1:
-            return first_exit(self.confidences, thresholds)
-        limits = thresholds[:, np.minimum(self.places, thresholds.shape[1] - 1)]
-        left = np.ones((self.exits + 1, limits.shape[1]), np.bool_)
-        left[:-1] = self.confidences >= limits
-        first: IntArray = left.argmax(axis=0)
-        first[first == self.exits] = MODEL_END
-        return first
+        if thresholds.ndim > 1:
+            thresholds = thresholds[:, np.minimum(self.places, thresholds.shape[1] - 1)]
+        return first_exit(self.confidences, thresholds)
 
     def wrong(self, answered_at: IntArray) -> BoolArray:
         """bool[tokens]: whether the place that gives a token says another one than the model."""
