@@ -44,7 +44,7 @@ def first_exit(confidence: ConfidenceArray, thresholds: ArrayLike) -> IntArray:
     if limits.shape not in {(exits,), (exits, samples)} or np.isnan(limits).any():
         raise ValueError(f"thresholds must be {exits} numbers without NaN, got {limits}")
     left = np.ones((exits + 1, samples), dtype=np.bool_)
-    left[:-1] = leaves(confidence, limits.reshape(exits, -1))
+    left[:-1] = leaves(confidence, limits if limits.ndim > 1 else limits[:, None])
     first: IntArray = left.argmax(axis=0)
     first[first == exits] = MODEL_END
     return first
