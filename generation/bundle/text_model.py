@@ -15,8 +15,12 @@ TextKind: TypeAlias = Literal["decoder", "encoder-decoder"]
 SkippedLayers: TypeAlias = Literal["propagation", "catch-up"]
 """How layers that a token skips get its keys and values: made of the exit's state at once
 (CALM 3.3), or computed in full when a later token of the sequence comes so deep."""
-TextCriterion: TypeAlias = Literal["softmax margin", "max probability"]
-"""How sure an exit is: the difference of its two largest probabilities, or the largest."""
+TextCriterion: TypeAlias = Literal[
+    "softmax margin", "max probability", "state similarity", "learned classifier"
+]
+"""How sure an exit is (CALM 3.5): the difference of its two largest probabilities, or the largest;
+the cosine of the state and the one before its last layer; or a classifier that reads the state."""
+TextRiskName: TypeAlias = Literal["tokens", "texts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +52,36 @@ class TextStage:
     """Graph from the state to what the head reads in its place; empty if it reads the state."""
     propagation: str = ""
     """Graph from the state to the keys and values of all later layers; empty if there is none."""
+    head: str = ""
+    """Graph of a head of its own, as ``TextModel.head`` is one; empty if it has none."""
+    judge: str = ""
+    """Graph from the state to its confidence; empty if that comes from the head."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "end", least=1)
         check_numbers(self, "threshold", least=0, most=NEVER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextEvidence:
+    """What was promised of the thresholds, and what was observed on prompts kept for that."""
+
+    risk: TextRiskName
+    """Tokens that differ at the same prefix, or how unlike whole answers are."""
+    dissimilarity: str
+    """Of whole answers: "differs", "edit-distance", or FILE.py:NAME of a function."""
+    bound: float
+    confidence_level: float
+    observed: float
+    """Of the risk."""
+    prompts: int
+    """That certified the thresholds."""
+    layers_run: float
+    """Mean share of the decoder's layers that a token ran, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "bound", "confidence_level", "observed", "layers_run", least=0, most=1)
+        check_numbers(self, "prompts", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +108,18 @@ class TextModel:
     """First token that the decoder reads, of an encoder-decoder; a decoder has its prompt."""
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end an answer."""
+    decay: float | None = None
+    """τ, by which thresholds fall along an answer; ``None`` if they do not."""
+    longest_prompt: int = 1
+    """Tokens of the longest prompt that it was compiled with."""
+    longest_answer: int = 1
+    """Tokens that an answer has at most, unless asked for otherwise."""
+    evidence: TextEvidence | None = None
+    """``None`` if nothing was certified."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "width", "vocabulary", least=1)
+        check_numbers(self, "width", "vocabulary", "longest_prompt", "longest_answer", least=1)
+        check_numbers(self, "decay", least=0)
         ends = [stage.end for stage in self.stages]
         if not ends or ends != sorted(set(ends)) or ends[0] < 1 or ends[-1] != len(self.layers):
             raise ValueError(
@@ -117,5 +156,5 @@ class TextModel:
         """Files of all graphs."""
         named = [self.head, self.encoder]
         for stage in self.stages:
-            named += [stage.file, stage.adapter, stage.propagation]
+            named += [stage.file, stage.adapter, stage.propagation, stage.head, stage.judge]
         return tuple(dict.fromkeys(name for name in named if name))
