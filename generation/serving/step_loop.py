@@ -21,6 +21,7 @@ from offramp.generation.scheduling import (
     NewSequence,
     PrefillStep,
     TextCounter,
+    TextLimits,
     TextOutcome,
     TextScheduler,
     TokenStep,
@@ -34,6 +35,19 @@ _NEVER_S = float("inf")
 
 Publish: TypeAlias = Callable[[TextOutcome, EngineError | None], None]
 """Takes outcomes in order, and the error that made sequences fail; the lock is held."""
+
+
+def limits_of(backend: TextBackend, *, batch: int) -> TextLimits:
+    """Return what a scheduler has to know of a backend, for steps of at most ``batch`` rows."""
+    return TextLimits(
+        stages=backend.stages,
+        slots=backend.slots,
+        length=backend.length,
+        batch=batch,
+        ragged=backend.ragged,
+        longest_prompt=backend.longest_prompt,
+        prompt_in_slot=backend.prompt_in_slot,
+    )
 
 
 class StepLoop:
