@@ -77,6 +77,8 @@ class CompiledText:
     """Tuning prompts, answered by the model in full."""
     early: Decoded | None
     """The same with exits, as they are served; ``None`` if none is in use."""
+    batch: int
+    """Rows of a step that was measured, at most."""
     reason: str = ""
     """Why no exit is in use."""
 
@@ -350,5 +352,6 @@ class _Compiling:
             prompts=self._parts,
             full=full,
             early=early,
+            batch=self._options.batch,
             reason=reason,
         )

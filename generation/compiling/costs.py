@@ -88,9 +88,9 @@ def _time_steps(
         for place, token in enumerate(answer):
             end = place % backend.stages
             for stage in range(end + 1):
-                ran[stage].append(_timed(lambda s=stage: backend.run(s, slots)))
+                ran[stage].append(_timed(backend.run, stage, slots))
             if end < last:
-                left[end].append(_timed(lambda s=end: backend.leave(s, slots)))
+                left[end].append(_timed(backend.leave, end, slots))
             if place < len(answer) - 1:
                 backend.accept(slots, [token] * len(slots))
         for slot in slots:
@@ -101,7 +101,7 @@ def _time_steps(
     )
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _timed(call: Callable[[int, Sequence[int]], object], stage: int, slots: Sequence[int]) -> float:
     begun = time.perf_counter()
-    call()
+    call(stage, slots)
     return (time.perf_counter() - begun) * 1e3

@@ -52,7 +52,7 @@ class RecordingBackend(OnnxTextBackend):
         """End a sequence, and keep what was seen of it."""
         super().close_slot(slot)
         prompt, kept, confidences = self._running.pop(slot)
-        if all(kept):
+        if len({len(states) for states in kept}) == 1 and kept[0]:  # all of it in full
             states = np.array(kept, np.float32)
             self.recorded[prompt] = (states, np.array(confidences, np.float32))
 

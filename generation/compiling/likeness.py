@@ -1,4 +1,4 @@
-"""How unlike two answers are: by name, by a function of one's own, and with parts that are exact."""
+"""How unlike two answers are: by a name or a function, and with parts that must be the same."""
 
 from __future__ import annotations
 

@@ -19,6 +19,14 @@ TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
 TRAININGS: Final = ("adapters", "joint", "none")
 TextHead: TypeAlias = Literal["full", "subset", "low-rank"]
 HEADS: Final = ("full", "subset", "low-rank")
+SKIPPED: Final = ("auto", "propagation", "catch-up")
+CRITERIA: Final[dict[str, TextCriterion]] = {
+    "softmax-margin": "softmax margin",
+    "max-probability": "max probability",
+    "state-similarity": "state similarity",
+    "learned-classifier": "learned classifier",
+}
+"""By their names on the command line."""
 _CONFIGS: Final = ("generation_config.json", "config.json")
 
 
@@ -51,7 +59,7 @@ class TextCompileOptions:
     skipped: SkippedLayers | Literal["auto"] = "auto"
     decay: float | None = None
     """τ of CALM's thresholds, which fall along an answer."""
-    max_tokens: int | None = None
+    most_tokens: int | None = None
     """Of an answer; by default what the model's configuration says, or 128."""
     start_token: int | None = None
     stop_tokens: tuple[int, ...] = ()
@@ -65,7 +73,7 @@ class TextCompileOptions:
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
-        check_numbers(self, "batch", "head_size", "max_tokens", "exits", least=1)
+        check_numbers(self, "batch", "head_size", "most_tokens", "exits", least=1)
         check_numbers(self, "minutes", above=0)
 
 
@@ -93,7 +101,7 @@ def settle(options: TextCompileOptions) -> TextSettings:
     return TextSettings(
         start_token=_first(options.start_token, known.get("decoder_start_token_id")),
         stop_tokens=options.stop_tokens or ends,
-        most_tokens=options.max_tokens or int(length),
+        most_tokens=options.most_tokens or int(length),
         tokenizer=None if tokenizer is None else _read(tokenizer),
     )
 
@@ -137,8 +145,8 @@ def layers_to_try(count: int, asked: Sequence[int], most: int = 7) -> tuple[int,
     wrong = [layer for layer in asked if not 0 < layer < count]
     if wrong:
         raise CompileError(
-            f"exits behind layers {wrong}: the decoder has {count} layers, so an exit can be behind "
-            f"1 to {count - 1}"
+            f"exits behind layers {wrong}: the decoder has {count} layers, so expected are 1 to "
+            f"{count - 1}"
         )
     if asked:
         return tuple(sorted(set(asked)))

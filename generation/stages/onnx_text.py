@@ -181,6 +181,13 @@ class OnnxTextBackend:
             self._counts["caught_up"] += int((span.counts - 1).sum())
             return self._answer(stage, last)
 
+    def states_behind(self, stage: int, slots: Sequence[int]) -> NDArray[np.float32]:
+        """Return the states behind a stage, but the last, that slots have just run: [n, width]."""
+        rows = np.array(slots, np.int64)
+        places = self._place[rows] if self._catches_up else 0
+        states: NDArray[np.float32] = self._states[stage][rows, places]
+        return states
+
     def leave(self, stage: int, slots: Sequence[int]) -> None:
         """Fill the layers that the tokens skip, unless later tokens catch up with them."""
         graph = self._fills[stage]
