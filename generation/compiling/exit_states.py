@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.generation.bundle.tensor_names import STATE
 from offramp.generation.compiling.decoding import DecodedText
 from offramp.generation.compiling.prompts import Tokens
 from offramp.generation.stages.onnx_text import OnnxTextBackend
 from offramp.generation.stages.text_backend import TokenAnswers
+from offramp.generation.training.exit_samples import ExitSamples
 
 States = NDArray[np.float32]
 
@@ -77,6 +77,6 @@ class ExitStates:
         self.confidences = np.concatenate([sure for _, sure in found], axis=1)
         """float32[exits, tokens], of exits without heads of their own."""
 
-    def feeds(self, exit_: int) -> dict[str, States]:
-        """Return what graphs read at an exit: ``state`` float32 [tokens, 1, width]."""
-        return {STATE: self.states[exit_][:, None]}
+    def samples(self, exit_: int) -> ExitSamples:
+        """Return what an exit learns of."""
+        return ExitSamples(states=self.states[exit_], tokens=self.tokens)

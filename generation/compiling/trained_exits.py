@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,17 +16,19 @@ from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.generation.bundle.tensor_names import ANSWER, CONFIDENCE, NEXT_STATE, STATE
 from offramp.generation.bundle.text_model import TextCriterion
 from offramp.generation.compiling.exit_states import ExitStates, States
+from offramp.generation.compiling.prompts import Tokens
 from offramp.generation.compiling.text_options import TextCompileOptions
 from offramp.generation.graphs.decoder_cut import DecoderCut
-from offramp.generation.graphs.text_graphs import TextExit, TextExport, head_graph
+from offramp.generation.graphs.text_graphs import TextExit, TextExport, head_graph, logits_graph
 from offramp.generation.promise.text_records import TextRecords
+from offramp.generation.training.exit_samples import ExitTraining
 
 _AT_ONCE: Final = 4096
 """Tokens that a head answers at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainedExit:
+class ExitParts:
     """What an exit has of its own."""
 
     adapter: onnx.ModelProto | None = None
@@ -38,7 +40,7 @@ class TrainedExit:
 class TrainedExits:
     """Exits to choose from, and the head that those without one of their own share."""
 
-    exits: Sequence[TrainedExit]
+    exits: Sequence[ExitParts]
     head: onnx.ModelProto
 
     def exit(self, number: int, layer: int) -> TextExit:
@@ -81,12 +83,65 @@ def train_exits(
 
 def _train_exit(
     cut: DecoderCut, number: int, train: ExitStates, tune: ExitStates, options: TextCompileOptions
-) -> TrainedExit:
-    return TrainedExit()
+) -> ExitParts:
+    from offramp.generation.training import adapters, judges, small_heads  # noqa: PLC0415 - torch
+
+    how = ExitTraining(seed=options.seed)
+    seen, tuning = train.samples(number), tune.samples(number)
+    parts, logits = ExitParts(), logits_graph(cut)
+    if options.head != "full":
+        size = {"tokens" if options.head == "subset" else "rank": options.head_size}
+        criterion = options.criterion
+        made = small_heads.train_small_head(
+            seen, tuning, logits, criterion=criterion, options=how, **size
+        )
+        parts = ExitParts(head=made.graph)
+    elif options.train == "adapters":
+        learned = adapters.train_adapter(seen, tuning, logits, options=how)
+        if learned.after.loss < learned.before.loss:
+            parts = ExitParts(adapter=learned.graph)
+    if options.criterion != "learned classifier":
+        return parts
+    shared = head_graph(cut, "max probability")
+    said = [_said(states.states, parts, shared)[0] == states.tokens for states in (seen, tuning)]
+    judge = judges.train_judge(seen, tuning, agrees=said[0], tuning_agrees=said[1], options=how)
+    return replace(parts, judge=judge.graph)
+
+
+def train_together(
+    export: TextExport,
+    prompts: Sequence[Tokens],
+    answers: Sequence[Sequence[int]],
+    layers: Sequence[int],
+    options: TextCompileOptions,
+    *,
+    start_token: int | None,
+    advance: Advance,
+) -> TextExport:
+    """Train a copy of the decoder with exits behind ``layers``, for as long as options say."""
+    from offramp.generation.training import joint_text  # noqa: PLC0415 - torch
+
+    done = 0
+
+    def progress(share: float) -> None:
+        nonlocal done
+        advance(round(100 * share) - done)
+        done = round(100 * share)
+
+    made = joint_text.train_joint_text(
+        export,
+        prompts,
+        [np.array(answer, np.int64) for answer in answers],
+        exits=layers,
+        start_token=start_token,
+        options=joint_text.JointTextTraining(minutes=options.minutes, seed=options.seed),
+        progress=progress,
+    )
+    return made.export
 
 
 def _said(
-    states: States, own: TrainedExit, shared: onnx.ModelProto
+    states: States, own: ExitParts, shared: onnx.ModelProto
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Run an exit on states float32 [tokens, width]: answers int64 and confidences [tokens]."""
     adapter = None if own.adapter is None or own.head is not None else GraphRunner(own.adapter)
@@ -102,7 +157,3 @@ def _said(
         sure = given[CONFIDENCE] if judge is None else judge.run({STATE: state})[CONFIDENCE]
         confidences.append(sure)
     return np.concatenate(answers), np.concatenate(confidences)
-
-
-def train_together(*a, **k):
-    raise NotImplementedError
