@@ -137,7 +137,7 @@ class StepLoop:
                 self._backend.open(slot, prompt)
             self._backend.prefill(step.slots)
             return (), ()
-        answers = self._backend.run(step.stage, step.slots)
+        answers = self._backend.run(step.stage, step.slots, step.limits)
         tokens, confidences = answers.tokens.tolist(), answers.confidences.tolist()
         if not len(tokens) == len(confidences) == len(step.slots):
             raise BackendError(

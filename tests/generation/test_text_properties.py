@@ -50,6 +50,7 @@ class Life:
             ragged=draw.random() < 0.5,
             prompt_in_slot=draw.random() < 0.5,
             batch=batch,
+            judges=draw.random() < 0.5,
             on_call=self.call,
         )
         backend = self.backend
