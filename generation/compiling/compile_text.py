@@ -25,7 +25,7 @@ from offramp.certify.decision import FloatArray
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.progress import SILENT, Progress
 from offramp.generation.bundle.generating_bundle import GeneratingBundle
-from offramp.generation.bundle.text_model import SkippedLayers, TextEvidence
+from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion, TextEvidence
 from offramp.generation.bundle.writing import write_generating_bundle
 from offramp.generation.compiling.choosing import ChosenExits, choose_exits
 from offramp.generation.compiling.costs import TextCosts, measure_costs
@@ -290,13 +290,17 @@ class _Compiling:
         )
 
     def _cut(
-        self, exits: Sequence[TextExit], *, skipped: SkippedLayers = "propagation"
+        self,
+        exits: Sequence[TextExit],
+        *,
+        skipped: SkippedLayers = "propagation",
+        criterion: TextCriterion | None = None,
     ) -> TextGraphs:
         options, settings = self._options, self._settings
         cut = cut_export(
             self._export,
             exits,
-            criterion=options.criterion,
+            criterion=criterion or options.criterion,
             skipped=skipped,
             start_token=settings.start_token,
             stop_tokens=settings.stop_tokens,
@@ -324,7 +328,10 @@ class _Compiling:
 
     def _recorder(self) -> RecordingBackend:
         exits = [TextExit(layer=layer, threshold=NEVER) for layer in self._layers]
-        backend = self._backend(self._cut(exits), RecordingBackend)
+        criterion = self._options.criterion
+        if criterion == "learned classifier":  # there is none yet
+            criterion = "softmax margin"
+        backend = self._backend(self._cut(exits, criterion=criterion), RecordingBackend)
         assert isinstance(backend, RecordingBackend)
         backend.record()
         return backend

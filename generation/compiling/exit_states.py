@@ -37,9 +37,11 @@ class RecordingBackend(OnnxTextBackend):
         exits = range(self.stages - 1)
         self._running[slot] = (inputs.tobytes(), [[] for _ in exits], [[] for _ in exits])
 
-    def run(self, stage: int, slots: Sequence[int], *more: object) -> TokenAnswers:
+    def run(
+        self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
+    ) -> TokenAnswers:
         """Run a stage, and keep what is behind it."""
-        answers = super().run(stage, slots, *more)
+        answers = super().run(stage, slots, limits)
         if stage < self.stages - 1:
             states = self.states_behind(stage, slots)
             for slot, state, sure in zip(slots, states, answers.confidences, strict=True):

@@ -46,7 +46,9 @@ class TrainedExits:
     def exit(self, number: int, layer: int) -> TextExit:
         """Return an exit that is off, to be cut behind a layer."""
         own = self.exits[number]
-        return TextExit(layer=layer, threshold=NEVER, adapter=own.adapter)
+        return TextExit(
+            layer=layer, threshold=NEVER, adapter=own.adapter, head=own.head, judge=own.judge
+        )
 
     def records(self, seen: ExitStates, criterion: TextCriterion) -> TextRecords:
         """Return what every exit says at the tokens that were recorded."""
