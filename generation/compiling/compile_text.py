@@ -26,7 +26,7 @@ from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.progress import SILENT, Progress
 from offramp.generation.bundle.generating_bundle import GeneratingBundle
 from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion, TextEvidence
-from offramp.generation.bundle.writing import write_generating_bundle
+from offramp.generation.bundle.writing import check_place, write_generating_bundle
 from offramp.generation.compiling.choosing import ChosenExits, choose_exits
 from offramp.generation.compiling.costs import TextCosts, measure_costs
 from offramp.generation.compiling.decoding import Decoded, decode, losses_of
@@ -60,6 +60,8 @@ from offramp.generation.stages.onnx_text import OnnxTextBackend
 _TUNED: Final = 0.7
 """Share of the bound that the risk on tuning prompts may have at the level that modes are compared
 at: about what certifies."""
+_LEAST_GAIN: Final = 1.0
+"""Tokens a second that exits have to give, by those of the model itself."""
 _BEFORE: Final = 6
 """Levels before that one from which on levels are certified."""
 
@@ -102,6 +104,7 @@ class _Compiling:
 
     def __init__(self, options: TextCompileOptions, progress: Progress) -> None:
         self._options, self._progress = options, progress
+        check_place(options.output, overwrite=options.overwrite)
         self._settings: TextSettings = settle(options)
         self._export: TextExport = read_export(options.model)
         self._parts = split_prompts(read_prompts(options.data, ScratchSpace()), options.seed)
@@ -188,7 +191,7 @@ class _Compiling:
             prompts=found.prompts,
             layers_run=early.layers_run([stage.end for stage in graphs.model.stages]),
         )
-        if early.tokens_per_s <= full.tokens_per_s:
+        if early.tokens_per_s <= _LEAST_GAIN * full.tokens_per_s:
             reason = (
                 f"within the bound, exits give {early.tokens_per_s:,.0f} tokens a second, the "
                 f"model itself {full.tokens_per_s:,.0f}"
