@@ -1,9 +1,9 @@
 """Adapters: what an exit adds to a state, so that the model's own head reads it rightly.
 
 An adapter is linear, `state + A state + b`, and begins as nothing. Through the frozen norm and LM
-head it learns to say what the model says at its end (self-distillation). States come to it with
-mean 0 and deviation 1 in each number, since a few numbers of a large model's states are a hundred
-times as large as the others; the graph has that folded in.
+head it learns to say what the model says at its end (self-distillation). It is trained on states
+with mean 0 and deviation 1 in each number, since a few numbers of a large model's states are a
+hundred times as large as the others; the graph has that folded in.
 """
 
 from __future__ import annotations

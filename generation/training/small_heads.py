@@ -248,4 +248,6 @@ def _name_answers(head: onnx.ModelProto, answers: Sequence[int] | NDArray[np.int
         ("Equal", [f"column/{ANSWER}", "column/other"], "column/lost"),
         ("Where", ["column/lost", "column/zero", f"column/{CONFIDENCE}"], CONFIDENCE),
     )
-    graph.node.extend(helper.make_node(k, reads, [to], name=to) for k, reads, to in steps)
+    graph.node.extend(
+        helper.make_node(kind, reads, [to], name=f"column/{kind}") for kind, reads, to in steps
+    )

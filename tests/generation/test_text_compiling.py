@@ -130,7 +130,7 @@ def thresholds_of(done: CompiledText) -> TokenThresholds:
     [
         {"train": "adapters"},
         {"train": "joint", "minutes": 0.02},
-        {"criterion": "state similarity"},
+        {"criterion": "state similarity", "max_disagreement": 0.9},
         {"criterion": "learned classifier", "train": "adapters"},
         {"train": "adapters", "head": "subset", "head_size": 20},
         {"skipped": "catch-up", "decay": 2.0},
@@ -138,7 +138,7 @@ def thresholds_of(done: CompiledText) -> TokenThresholds:
     ids=lambda more: " ".join(map(str, more.values())),
 )
 def test_exits_of_all_kinds_are_compiled(tmp_path: Path, more: dict[str, Any]) -> None:
-    done = compile_text(asked(tmp_path, exits=(1, 2), max_disagreement=0.6, **more))
+    done = compile_text(asked(tmp_path, **({"exits": (1, 2), "max_disagreement": 0.6} | more)))
     model = done.bundle.model
     if "criterion" in more:
         assert model.criterion == more["criterion"]
