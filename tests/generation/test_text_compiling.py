@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from offramp.compiler.commands.arguments import Command, command_of
 from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import CompileError
 from offramp.generation.bundle.generating_bundle import GeneratingBundle
-from offramp.generation.bundle.text_model import TextEvidence
+from offramp.generation.bundle.text_model import TextCriterion, TextEvidence
 from offramp.generation.compiling import compile_text as steps
 from offramp.generation.compiling.choosing import choose_exits, risk_on_records
 from offramp.generation.compiling.compile_text import CompiledText, compile_text
 from offramp.generation.compiling.costs import TextCosts
 from offramp.generation.compiling.decoding import DecodedText, decode, losses_of
+from offramp.generation.compiling.exit_states import ExitStates, RecordingBackend
 from offramp.generation.compiling.likeness import find_likeness
 from offramp.generation.compiling.prompts import read_prompts, split_prompts
 from offramp.generation.compiling.text_options import (
@@ -32,6 +34,9 @@ from offramp.generation.compiling.text_options import (
     layers_to_try,
     settle,
 )
+from offramp.generation.compiling.trained_exits import ExitParts, TrainedExits
+from offramp.generation.graphs.decoder_cut import DecoderCut
+from offramp.generation.graphs.text_graphs import head_graph, read_export
 from offramp.generation.promise.dissimilarity import edit_distance
 from offramp.generation.promise.text_promise import TextPromise, TextRisk
 from offramp.generation.promise.text_records import TextRecords
@@ -39,7 +44,19 @@ from offramp.generation.scheduling import TokenThresholds
 from offramp.generation.stages.onnx_text import OnnxTextBackend
 from tests.facts import tells
 from tests.text_loops import PlainModel
-from tests.text_models import LAYERS, PLACES, START, drawn_prompts, exported, write
+from tests.text_models import (
+    LAYERS,
+    PLACES,
+    START,
+    WIDTH,
+    cut_at,
+    drawn_prompts,
+    exported,
+    write,
+)
+from tests.text_models import (
+    backend_of as backend_of_graphs,
+)
 
 MOST = 8
 
@@ -130,7 +147,6 @@ def thresholds_of(done: CompiledText) -> TokenThresholds:
     [
         {"train": "adapters"},
         {"train": "joint", "minutes": 0.02},
-        {"criterion": "state similarity", "max_disagreement": 0.9},
         {"criterion": "learned classifier", "train": "adapters"},
         {"train": "adapters", "head": "subset", "head_size": 20},
         {"skipped": "catch-up", "decay": 2.0},
@@ -138,7 +154,7 @@ def thresholds_of(done: CompiledText) -> TokenThresholds:
     ids=lambda more: " ".join(map(str, more.values())),
 )
 def test_exits_of_all_kinds_are_compiled(tmp_path: Path, more: dict[str, Any]) -> None:
-    done = compile_text(asked(tmp_path, **({"exits": (1, 2), "max_disagreement": 0.6} | more)))
+    done = compile_text(asked(tmp_path, exits=(1, 2), max_disagreement=0.6, **more))
     model = done.bundle.model
     if "criterion" in more:
         assert model.criterion == more["criterion"]
@@ -152,6 +168,39 @@ def test_exits_of_all_kinds_are_compiled(tmp_path: Path, more: dict[str, Any]) -
         backend_of(done), drawn_prompts(5), thresholds_of(done), stop=(), most_tokens=MOST
     )
     assert [len(text.tokens) for text in answered.texts] == [MOST] * 5
+
+
+@pytest.mark.parametrize("criterion", ["softmax margin", "state similarity"])
+def test_what_exits_see_is_recorded(criterion: TextCriterion, *, encodes: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        graphs = cut_at(write(exported(encodes=encodes), Path(name)), (1, 3), criterion=criterion)
+    source = PLACES if encodes else 0
+    made_with: dict[str, Any] = {"slots": 4, "length": PLACES, "source_length": source}
+    backend = RecordingBackend(graphs.model, graphs.graphs.__getitem__, **made_with)
+    backend.record()
+    prompts = drawn_prompts(9)
+    off = TokenThresholds.off(3)
+    answered = decode(backend, prompts, off, stop=(), most_tokens=MOST).texts
+    seen = ExitStates(backend, prompts, answered)
+    assert seen.states.shape == (2, 9 * MOST, WIDTH)
+    assert seen.tokens.tolist() == [token for text in answered for token in text.tokens]
+    assert ((seen.confidences >= 0) & (seen.confidences <= 1)).all()
+    with tempfile.TemporaryDirectory() as name:
+        export = read_export(write(exported(encodes=encodes), Path(name)))
+    head = head_graph(DecoderCut(export.decoder), "softmax margin")
+    exits = TrainedExits(exits=[ExitParts(), ExitParts()], head=head)
+    records = exits.records(seen, criterion)
+    assert records.starts.tolist() == list(range(0, 9 * MOST + 1, MOST))
+    if criterion == "state similarity":
+        assert records.confidences.tolist() == seen.confidences.tolist()
+    else:
+        np.testing.assert_allclose(records.confidences, seen.confidences, atol=1e-5)
+    early = decode(
+        backend_of_graphs(graphs), prompts[:1], TokenThresholds(version=0, by_stage=(0, 0)),
+        stop=(), most_tokens=1,
+    )  # fmt: skip
+    first = early.texts[0].tokens[0]
+    assert records.agrees[0, 0] == (first == answered[0].tokens[0]), "an exit's own token"
 
 
 def test_without_gain_or_certificate_the_model_is_served_as_it_is(
