@@ -62,7 +62,6 @@ class RequestStream:
         principal: Principal | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
-        self._engine = engine
         self._write = write
         self._reception = reception or Reception()
         self._decoder = decoder or RequestDecoder()
@@ -181,20 +180,11 @@ class RequestStream:
         call: InferCall,
         send: _Send,
     ) -> None:
-        results = self._engine.infer_stream(
-            served.engine_name,
-            call.inputs,
-            deadline_s=call.deadline_s,
-            priority=call.priority,
-            source=visit.source,
-            timeline=visit.trace.timeline if visit.trace else None,
-        )
+        results = self._answering.infer_stream(visit, served, call)
         more = False
         async with aclosing(results):  # withdraws the request, should the client leave
             async for result in results:
                 more = result.kind.more
-                before = visit.rows if result.kind.partial else 0
-                visit.rows = before + len(result.exits)
                 send(write_streamed(request, result, call, served.version))
         if more and call.empty_final_response:  # the final answer was lost
             send(write_end(request, served.version))
