@@ -1,4 +1,4 @@
-"""A real ``eeserve`` with a generating bundle beside an ordinary one."""
+"""A real ``eeserve`` with a generating bundle beside an ordinary model."""
 
 from __future__ import annotations
 
@@ -78,13 +78,14 @@ def answers_of(bundle: GeneratingBundle, prompts: list[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("encodes", [False, True])
 def test_text_is_served_beside_other_models(
-    launch: Callable[..., Any], bundle_path: Path, tmp_path: Path, encodes: bool
+    launch: Callable[..., Any], tmp_path: Path, encodes: bool
 ) -> None:
     bundle = write_text(tmp_path / "text.ee", encodes=encodes)
     prompts = drawn_prompts(6)
     answers = answers_of(bundle, prompts)
-    server = launch(bundle_path, bundle.path, "--text-slots=2", "--mode=leave")
-    assert set(server.models) == {server.model, "text"}
+    onnx.save(mlp(), tmp_path / "mlp.onnx")
+    server = launch(tmp_path / "mlp.onnx", bundle.path, "--text-slots=2", "--mode=leave")
+    assert server.models == ("mlp", "text")
     with Client(server.address) as client:
         streams = [client.generate("text", prompt) for prompt in prompts]
         found = [list(stream) for stream in streams]
@@ -94,7 +95,7 @@ def test_text_is_served_beside_other_models(
         prompt = "".join(LETTERS[token] for token in prompts[0])
         pieces = [token.text for token in client.generate("text", prompt)]
         assert pieces == [LETTERS[token] for token in answers[0]]
-        assert client.infer(server.model, server.inputs(3)).exits.shape == (3,)
+        assert client.infer("mlp", server.inputs(3)).exits.shape == (3,)
         with closing(client.generate("text", prompts[0], max_tokens=PLACES)) as tokens:
             next(tokens)
     wait_until(lambda: server.metric("offramp_text_slots_in_use", model="text") == 0)
