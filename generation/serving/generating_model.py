@@ -44,7 +44,7 @@ from offramp.generation.scheduling import (
     TextScheduler,
     TokenThresholds,
 )
-from offramp.generation.serving.step_loop import StageRuns, StepLoop
+from offramp.generation.serving.step_loop import StepLoop, TextStageRuns
 from offramp.generation.serving.text_audits import TextAuditCounts, TextAudits
 from offramp.generation.serving.text_thread import TextThread
 from offramp.generation.stages.text_backend import TextBackend
@@ -89,7 +89,7 @@ class TextStatistics:
 
     counts: TextCounts
     audits: TextAuditCounts
-    runs: tuple[StageRuns, ...]
+    runs: tuple[TextStageRuns, ...]
     """Runs of each stage."""
     queue_s: Histogram
     """Seconds from submission to the first prefill."""

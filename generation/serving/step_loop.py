@@ -42,7 +42,7 @@ Publish: TypeAlias = Callable[[TextOutcome, EngineError | None], None]
 """Takes outcomes in order, and the error that made sequences fail; the lock is held."""
 
 
-class StageRuns(NamedTuple):
+class TextStageRuns(NamedTuple):
     """The runs of a stage."""
 
     batch_size: Histogram
@@ -141,9 +141,9 @@ class StepLoop:
         self._go_on(outcome)
         return True
 
-    def runs(self) -> tuple[StageRuns, ...]:
+    def runs(self) -> tuple[TextStageRuns, ...]:
         """Return the runs of each stage up to now; the lock is held."""
-        return tuple(StageRuns(rows.snapshot(), run_s.snapshot()) for rows, run_s in self._runs)
+        return tuple(TextStageRuns(rows.snapshot(), run_s.snapshot()) for rows, run_s in self._runs)
 
     def queue_s(self) -> Histogram:
         """Return the seconds that sequences waited for their first prefill; the lock is held."""

@@ -264,9 +264,7 @@ class RestApi:
                 if method in ADMIN_METHODS and visit.principal is None:
                     _check_host(request)
                 response = await answer(visit, request)
-                # Events were written as they came.
-                whole = isinstance(response, web.Response)
-                return await _written(request, response) if whole else response
+                return await _written(request, response)
             except asyncio.CancelledError:
                 visit.code = grpc.StatusCode.CANCELLED
                 raise
@@ -339,7 +337,11 @@ class RestApi:
             visit, message, time_remaining_s=None, trace_parent=request.headers.get(TRACE_PARENT)
         )
         events = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Content-Type-Options": "nosniff",
+            }
         )
         results = answering.infer_stream(visit, served, call)
         async with aclosing(results):  # withdraws the request, should the client leave
@@ -457,8 +459,10 @@ def _body_of(written: JsonBody) -> web.Response:
     )
 
 
-async def _written(request: web.Request, response: web.Response) -> web.StreamResponse:
+async def _written(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
     """Write a response; the connection of a client that does not read it is closed."""
+    if not isinstance(response, web.Response):
+        return response  # events, which were written as they came
     body = response.body
     size = len(body) if isinstance(body, bytes) else 0
     if size >= _COMPRESSED_FROM_BYTES:
