@@ -89,6 +89,7 @@ class OpenedModel:
         return {read[0].name: array}
 
     def _answer(self, result: EngineResult) -> NDArray[Any]:
+        assert self._info.answer is not None, "bundles have one"
         return result.outputs[self._info.answer.output]
 
     def _example(self) -> str:

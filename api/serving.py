@@ -12,11 +12,11 @@ from offramp.api.engine_options import engine_options, model_name, path_of
 from offramp.api.event_loop import LoopThread
 from offramp.api.keywords import PathLike, ServerKeywords, options_from, without_flags
 from offramp.bundle import Bundle
-from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions
 from offramp.server.app import Listening, ModelsToServe, StopSignals, serve_until_stopped
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.common.served import ServedEngine
+from offramp.server.opening import open_served
 
 ServedPaths = (
     PathLike | Bundle | Sequence[PathLike | Bundle] | Mapping[str, PathLike] | Mapping[str, Bundle]
@@ -40,7 +40,7 @@ class _Serving:
         self._stop = StopSignals()
 
         async def open_engine() -> ServedEngine:
-            return await Engine.open(self._models, self._engine)
+            return await open_served(self._models, self._engine)
 
         models = ModelsToServe(named=self._models, engine=self._engine)
         serving = serve_until_stopped(

@@ -7,6 +7,8 @@
         result.outputs["logits"], result.exits, result.confidences
         for result in client.infer_stream("model", {"image": images}):
             result.kind  # "early", then "confirmation" or "correction"; or "answer" alone
+        for token in client.generate("text", "in 3 minutes"):
+            token.text, token.exit, token.confidence
 """
 
 from offramp.client.aio import AsyncClient
@@ -29,6 +31,7 @@ from offramp.client.errors import (
 from offramp.client.rest import RestClient
 from offramp.client.results import (
     AnswerKind,
+    GeneratedToken,
     InferResult,
     ModelMetadata,
     StreamedResult,
@@ -44,6 +47,7 @@ __all__ = [
     "Client",
     "ConnectionFailedError",
     "DeadlineError",
+    "GeneratedToken",
     "InferResult",
     "InvalidInputError",
     "MessageTooLargeError",

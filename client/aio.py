@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
@@ -16,12 +17,14 @@ from numpy.typing import ArrayLike
 from offramp.client.connection import ClientBase
 from offramp.client.conversion import (
     build_request,
+    generated_token,
     parse_metadata,
     parse_optional,
     parse_response,
     parse_streamed,
+    text_inputs,
 )
-from offramp.client.results import InferResult, ModelMetadata, StreamedResult
+from offramp.client.results import GeneratedToken, InferResult, ModelMetadata, StreamedResult
 from offramp.proto import messages
 
 
@@ -119,6 +122,22 @@ class AsyncClient(ClientBase):
             raise self._settings.error(error) from error
         finally:
             call.cancel()
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str | ArrayLike,
+        *,
+        max_tokens: int | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[GeneratedToken, None]:
+        """As ``Client.generate``; enter ``contextlib.aclosing`` around it to leave early."""
+        inputs = text_inputs(prompt, max_tokens)
+        results = self.infer_stream(model, inputs, timeout_s=timeout_s, priority=priority)
+        async with aclosing(results):
+            async for result in results:
+                yield generated_token(result)
 
     async def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
         """Inputs and outputs of a model; raises as :meth:`infer`."""

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from offramp.client.errors import InvalidInputError, ResponseError, error_from_status
 from offramp.client.results import (
     AnswerKind,
+    GeneratedToken,
     InferResult,
     ModelMetadata,
     StreamedResult,
@@ -33,6 +34,12 @@ from offramp.proto.tensors import (
     dtype_of,
     encode_tensor,
 )
+
+_OF_SAMPLES = (
+    "offramp_answer", "offramp_confidences", "offramp_corrected", "offramp_exits",
+    "offramp_forced", "offramp_variants",
+)  # fmt: skip
+"""Parameters that are fields of results."""
 
 
 def build_request(
@@ -126,6 +133,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
     forced = _flags(response, "offramp_forced", len(exits))
     variants = _variants(response, len(exits))
     rows = {name: array.shape[0] if array.ndim else 0 for name, array in outputs.items()}
+    rows = {name: count for name, count in rows.items() if count != 1}  # may be of all samples
     _refuse_other_counts(**rows, offramp_exits=len(exits), offramp_confidences=len(confidences))
     return {
         "outputs": outputs,
@@ -134,7 +142,46 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
         "forced": forced,
         "variants": variants,
         "policy_version": response.parameters["offramp_policy_version"].int64_param,
+        "details": {
+            name: value.string_param
+            for name, value in response.parameters.items()
+            if value.HasField("string_param") and name not in _OF_SAMPLES
+        },
     }
+
+
+def text_inputs(prompt: str | ArrayLike, max_tokens: int | None) -> dict[str, NDArray[Any]]:
+    """Return the inputs of a request for text, after a text or the ids of its tokens."""
+    if isinstance(prompt, str):
+        inputs = {"text_input": np.array([prompt.encode()], np.object_)}
+    else:
+        ids = np.asarray(prompt)
+        if ids.dtype.kind not in "iu":
+            raise InvalidInputError(
+                f"the prompt is {ids.dtype} {list(ids.shape)}, expected a string or token ids"
+            )
+        inputs = {"input_ids": ids.astype(np.int64)}
+    if max_tokens is not None:
+        inputs["max_tokens"] = np.array([max_tokens], np.int32)
+    return inputs
+
+
+def generated_token(result: StreamedResult) -> GeneratedToken:
+    """Return the token that a part of a text is, or ResponseError if it is not of a text."""
+    ids = result.outputs.get("output_ids")
+    if ids is None or ids.shape != (1,):
+        raise ResponseError(
+            f"a response has outputs {', '.join(result.outputs)}, expected output_ids with one "
+            "token: is it a model that generates text?"
+        )
+    text = result.outputs.get("text_output")
+    return GeneratedToken(
+        token=int(ids[0]),
+        text="" if text is None else text[0].decode(),
+        exit=int(result.exits[0]),
+        confidence=float(result.confidences[0]),
+        end=result.details.get("offramp_end"),
+    )
 
 
 def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -16,7 +16,8 @@ class InferResult:
     """The answer to a request of n samples."""
 
     outputs: Mapping[str, NDArray[Any]]
-    """By name, first dimension n; read-only views of the message, ``.copy()`` to change them."""
+    """By name, first dimension n, or 1 for what is of all samples; read-only views of the message,
+    ``.copy()`` to change them."""
     exits: NDArray[np.int32]
     """[n]: index of the exit that answered; -1 is the model's end."""
     confidences: NDArray[np.float32]
@@ -26,6 +27,8 @@ class InferResult:
     agreement does not hold for it."""
     policy_version: int
     """Version of the exit policy that was in force."""
+    details: Mapping[str, str] = field(default_factory=dict)
+    """Other parameters that are strings, by name."""
     variants: NDArray[np.int16]
     """[n]: the variant of the model that answered, whose exits ``exits`` counts; 0 is the full
     model, others are subnets of it."""
@@ -42,11 +45,15 @@ class AnswerKind(StrEnum):
     """The last one: the model's end agrees with the early answer."""
     CORRECTION = "correction"
     """The last one: it does not, about some sample."""
+    PART = "part"
+    """A part of the answer, of any number; more follow."""
+    LAST = "last"
+    """The last part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedResult(InferResult):
-    """An answer to a request of n samples, of which there may be two."""
+    """An answer to a request of n samples, of which there may be two; or a part of one."""
 
     kind: AnswerKind
     corrected: NDArray[np.bool_]
@@ -56,6 +63,23 @@ class StreamedResult(InferResult):
     def final(self) -> NDArray[np.bool_]:
         """[n]: whose answer is the unmodified model's; the others keep that of their exit."""
         return self.exits < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedToken:
+    """A token of a text that a model generates."""
+
+    token: int
+    """Its number in the vocabulary."""
+    text: str
+    """The text that it adds: empty amid a character, and where the server has no tokenizer."""
+    exit: int
+    """Index of the exit that answered; -1 is the model's end."""
+    confidence: float
+    """Of that exit, 0 to 1."""
+    end: str | None
+    """The reason why the text ends with this token, if it does: ``stop``, ``most_tokens`` or
+    ``length`` (the cache is full)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
@@ -16,12 +16,14 @@ from numpy.typing import ArrayLike
 from offramp.client.connection import ClientBase
 from offramp.client.conversion import (
     build_request,
+    generated_token,
     parse_metadata,
     parse_optional,
     parse_response,
     parse_streamed,
+    text_inputs,
 )
-from offramp.client.results import InferResult, ModelMetadata, StreamedResult
+from offramp.client.results import GeneratedToken, InferResult, ModelMetadata, StreamedResult
 from offramp.client.shared_memory import SharedInputs
 from offramp.proto import messages
 
@@ -158,6 +160,9 @@ class Client(ClientBase):
                 if result.kind is AnswerKind.CORRECTION:
                     mend(result.outputs["logits"][result.corrected])
 
+        A model that answers in parts, as those that generate text do (:meth:`generate`), has any
+        number of results: ``part``, and ``last``.
+
         Closing the iterator withdraws the request. Arguments and errors are those of
         :meth:`infer`; but ``timeout_s`` limits the wait for the first answer, and what follows may
         take as long again as the client waits in calls without a limit.
@@ -192,6 +197,38 @@ class Client(ClientBase):
             if late is not None:
                 late.stop()
             call.cancel()
+
+    def generate(
+        self,
+        model: str,
+        prompt: str | ArrayLike,
+        *,
+        max_tokens: int | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ) -> Generator[GeneratedToken, None, None]:
+        """Ask for a text after a prompt, token by token.
+
+        ::
+
+            for token in client.generate("text", "in 3 minutes", max_tokens=64):
+                print(token.text, end="")
+
+        Args:
+            model: Name of a served model that generates text.
+            prompt: A text, where the model has a tokenizer, or token ids [n].
+            max_tokens: Most tokens of the answer; ``None`` leaves that to the model.
+            timeout_s: Of the whole answer; ``None`` leaves the deadline to the model's SLO.
+            priority: As of :meth:`infer`.
+
+        Closing the iterator ends the generation. Errors are those of :meth:`infer`; tokens that
+        came before are yielded.
+        """
+        inputs = text_inputs(prompt, max_tokens)
+        results = self.infer_stream(model, inputs, timeout_s=timeout_s, priority=priority)
+        with closing(results):
+            for result in results:
+                yield generated_token(result)
 
     def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
         """Inputs and outputs of a model; raises as :meth:`infer`."""

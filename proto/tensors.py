@@ -32,17 +32,22 @@ DATATYPES: Final = MappingProxyType(
         "FP16": np.dtype("<f2"),
         "FP32": np.dtype("<f4"),
         "FP64": np.dtype("<f8"),
+        "BYTES": np.dtype(np.object_),
     }
 )
-"""By the protocol's name; little endian, as raw contents are."""
+"""By the protocol's name; little endian, as raw contents are. Elements of BYTES are ``bytes``."""
 
 _NAMES: Final = {dtype: name for name, dtype in DATATYPES.items()}
 
 _REMEDIES: Final = {
-    "BYTES": "strings are not served: send the numbers that the model reads, such as token ids",
     "BF16": "numpy has no bfloat16: send FP32 or FP16, as the model's metadata says",
 }
 
+
+MAX_STRINGS: Final = 4096
+"""Elements of a tensor of BYTES: each becomes an object."""
+_LENGTH_BYTES: Final = 4
+"""Bytes of the length before each of them."""
 
 MAX_DIMENSIONS: Final = 32
 """What numpy takes before 2.0; since then it is 64."""
@@ -103,6 +108,7 @@ _CONTENTS_FIELDS: Final[Mapping[str, str]] = {
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
 }
 
 
@@ -156,6 +162,8 @@ def encode_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
     Raises:
         TensorError: The protocol has no name for the dtype.
     """
+    if array.dtype == np.object_:
+        return encode_strings(tensor, name, array)
     describe_tensor(tensor, name, array)
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
@@ -170,11 +178,16 @@ def describe_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> None:
 def encode_strings(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
     """Write name, datatype BYTES and shape into ``tensor``; return the elements, each ``bytes``.
 
-    Each has its length before it, 4 bytes, little endian.
+    Each has its length before it, 4 bytes, little endian. TensorError if one is something else.
     """
     tensor.name, tensor.datatype = name, "BYTES"
     tensor.shape.extend(array.shape)
-    return b"".join(len(item).to_bytes(4, "little") + item for item in array.flat)
+    if others := [item for item in array.flat if not isinstance(item, bytes)]:
+        raise TensorError(
+            f"tensor {name!r} has the element {others[0]!r:.60}, expected bytes in an array of "
+            "objects"
+        )
+    return b"".join(len(item).to_bytes(_LENGTH_BYTES, "little") + item for item in array.flat)
 
 
 def _decode(
@@ -219,6 +232,8 @@ def _raw_elements(
 ) -> NDArray[Any]:
     if typed or tensor.HasField("contents"):
         raise TensorError(f"tensor {tensor.name!r} has typed and raw contents; send one of them")
+    if dtype == np.object_:
+        return _raw_strings(tensor, raw, count)
     if len(raw) != count * dtype.itemsize:
         raise TensorError(
             f"tensor {tensor.name!r} has {len(raw)} bytes of raw contents; "
@@ -227,6 +242,34 @@ def _raw_elements(
     if dtype == np.bool_:
         return _raw_bools(tensor, raw)
     return _aligned(np.frombuffer(raw, dtype=dtype))
+
+
+def _raw_strings(tensor: WireTensor, raw: bytes | memoryview, count: int) -> NDArray[np.object_]:
+    """Read strings with their lengths before them, exactly as many as the shape has."""
+    _check_strings(tensor, count)
+    found, at = np.empty(count, np.object_), 0
+    for number in range(count):
+        start = at + _LENGTH_BYTES
+        at = start + int.from_bytes(raw[at:start], "little")
+        if at > len(raw) or start > len(raw):
+            raise TensorError(
+                f"tensor {tensor.name!r} has {len(raw)} bytes of raw contents, in which element "
+                f"{number} does not end; send each string's length, 4 bytes, before it"
+            )
+        found[number] = bytes(raw[start:at])
+    if at < len(raw):
+        raise TensorError(
+            f"tensor {tensor.name!r} has {len(raw)} bytes of raw contents; its {count} strings, "
+            f"with 4 bytes of length each, take {at}"
+        )
+    return found
+
+
+def _check_strings(tensor: WireTensor, count: int) -> None:
+    if count > MAX_STRINGS:
+        raise TensorError(
+            f"tensor {tensor.name!r} has {count} strings, expected at most {MAX_STRINGS}"
+        )
 
 
 def _floats(
@@ -263,6 +306,8 @@ def _typed_elements(tensor: WireTensor, dtype: np.dtype[Any], count: int) -> NDA
     field = _check_field(tensor, [used.name for used, _ in tensor.contents.ListFields()])
     elements = getattr(tensor.contents, field)
     _check_count(tensor, field, len(elements), count)
+    if dtype == np.object_:
+        _check_strings(tensor, count)
     wide = np.empty(count, _field_dtype(dtype))
     # Each element becomes an object: by slices, for other threads to run in between.
     for start in range(0, count, _SLICE):

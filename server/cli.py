@@ -15,7 +15,6 @@ from offramp.commands.completion import complete
 from offramp.engine.answers.criteria import load_criterion
 from offramp.engine.backends.custom_ops import using_libraries
 from offramp.engine.common.errors import EngineError
-from offramp.engine.core import Engine
 from offramp.engine.onnx_files import WrappedFiles
 from offramp.engine.serving.opening import bundles_of
 from offramp.server.app import ModelsToServe, serve
@@ -23,6 +22,7 @@ from offramp.server.arguments import Arguments, make_parser, parse_arguments, re
 from offramp.server.arguments.logging_setup import flush_log, set_up_logging
 from offramp.server.common.errors import StartError
 from offramp.server.common.served import ServedEngine
+from offramp.server.opening import only_served, open_served
 
 EXIT_CANNOT_START = 1
 EXIT_PASSED = 0
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
 
     async def open_engine() -> ServedEngine:
-        return await Engine.open(arguments.models, arguments.engine)
+        return await open_served(arguments.models, arguments.engine)
 
     try:
         for text in arguments.criterion_modules:
@@ -70,8 +70,13 @@ def self_check(arguments: Arguments) -> int:
     check does not end: a kernel that never comes back keeps every other way out.
 
     Raises:
-        BundleError, EngineError: Nothing could be checked.
+        BundleError, EngineError, StartError: Nothing could be checked.
     """
+    if others := only_served(arguments.models.values()):
+        raise StartError(
+            f"--self-check knows bundles and ONNX files alone, and {', '.join(map(str, others))} "
+            "is a model of another kind: leave it out"
+        )
     # Rarely asked for, and heavy.
     from offramp.engine.self_check import run_self_check  # noqa: PLC0415
 

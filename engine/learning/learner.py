@@ -223,7 +223,9 @@ class ModelLearner:
                 "%s: %d records of %s were damaged or cut off, and are left out",
                 self.name, log.lost, log.path,
             )  # fmt: skip
-        agreement = agreement_of(self._engine.model(self.name).answer)
+        answer = self._engine.model(self.name).answer
+        assert answer is not None, "ONNX files have one"
+        agreement = agreement_of(answer)
         self._recorder = InputRecorder(
             log, samples=self._wanted, decided=agreement.decided, least=self._least
         )

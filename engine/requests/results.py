@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -32,10 +32,12 @@ class EngineResult:
     policy_version: int
     variants: NDArray[np.int16]
     """[n]: the variant that answered, whose exits ``exits`` counts; 0 is the full model."""
+    details: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of the response besides, by name."""
 
 
 class ResultKind(StrEnum):
-    """The kinds of answers that :meth:`Engine.infer_stream` gives."""
+    """The kinds of answers that ``infer_stream`` of an engine yields."""
 
     ANSWER = "answer"
     """The only answer."""
@@ -45,11 +47,25 @@ class ResultKind(StrEnum):
     """The model's end agrees with the early answer."""
     CORRECTION = "correction"
     """The model's end disagrees about some sample."""
+    PART = "part"
+    """A part of the answer, of any number; more follow."""
+    LAST = "last"
+    """The last part of the answer."""
+
+    @property
+    def more(self) -> bool:
+        """Whether another answer or part follows, unless it is lost."""
+        return self in (ResultKind.EARLY, ResultKind.PART)
+
+    @property
+    def partial(self) -> bool:
+        """Whether it adds to the results before, in the place of telling all of them again."""
+        return self in (ResultKind.PART, ResultKind.LAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamResult(EngineResult):
-    """One answer to a request, of which there may be two."""
+    """One answer to a request, of which there may be two; or one of any number of parts."""
 
     kind: ResultKind
     final: NDArray[np.bool_]
@@ -100,6 +116,20 @@ class StreamResult(EngineResult):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StringSpec(TensorSpec):
+    """An input or output of strings, each ``bytes``, which no model of a bundle has."""
+
+    dtype: str = "object"
+
+    def __post_init__(self) -> None:
+        """Take the one dtype that numbers do not have."""
+
+    def describe(self) -> str:
+        """``text: bytes [1]``, for messages."""
+        return f"{self.name}: bytes [{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The facts about a served model that clients are told."""
 
@@ -107,11 +137,17 @@ class ModelInfo:
     inputs: tuple[TensorSpec, ...]
     unread: frozenset[str] = frozenset()
     """Names of the inputs that nothing reads, which requests may leave out."""
+    optional: frozenset[str] = frozenset()
+    """Names of other inputs that requests may leave out."""
     outputs: tuple[TensorSpec, ...]
-    answer: Answer
+    decoupled: bool = False
+    """Whether a request on a stream is answered in any number of parts, unless asked otherwise."""
+    answer: Answer | None
+    """``None`` where answers are of a kind that only the engine of the model knows."""
     platform: str
     """For instance ``offramp_onnxruntime-cpu``."""
     max_batch_size: int
+    """Most samples of a batch; 0 if the first dimension of tensors is none of samples."""
     policy: ExitPolicy
     """The exit policy in force, with the promise that it was certified for."""
     scheduling: str
@@ -119,5 +155,7 @@ class ModelInfo:
     """Names of the variants that may answer in the model's place, from number 1 on."""
     class_losses: tuple[ClassLoss, ...] = ()
     """Disagreement of the policy by class of the model, counted on the calibration data."""
+    promise: str | None = None
+    """The promise in words, where it is no certificate of ``policy``; without a full stop."""
     notes: tuple[str, ...] = ()
     """Sentences on how the model is served otherwise than asked for, without full stops."""

@@ -51,7 +51,7 @@ async def open_models(
     models: Mapping[str, Path], options: EngineOptions, backend: Backend | None
 ) -> OpenedModels:
     """Load, check and warm up bundles and ONNX files, in threads; see :meth:`.Engine.open`."""
-    _check_names(models)
+    check_names(models)
     wrapped = WrappedFiles()
     try:
         bundles = await bundles_of(models, options, wrapped)
@@ -148,7 +148,7 @@ async def load_model(
     It is served with the options that ``name`` has unless ``of_model`` is given, and in another
     ``mode`` if one is given. Raises what :meth:`.Engine.open` does.
     """
-    _check_names({name: path})
+    check_names({name: path})
     _log.info("%s: loading %s", name, path)
     models = options.models if of_model is None else {**options.models, name: of_model}
     options = replace(options, mode=mode or options.mode, models=models)
@@ -162,7 +162,7 @@ async def load_model(
     return LoadedModel(served, partial(wrapped.remove, found))
 
 
-def _check_names(models: Mapping[str, Path]) -> None:
+def check_names(models: Mapping[str, Path]) -> None:
     """Refuse names that no message and no page can carry: OptionsError."""
     for name, path in models.items():
         if not name or not name.isprintable():

@@ -1,4 +1,4 @@
-"""Serves a generating model: a thread that runs its backend, and streams of tokens in asyncio."""
+"""Serves generating models: threads that run their backends, streams of tokens, an engine."""
 
 from offramp.generation.serving.generating_model import (
     GeneratingModel,

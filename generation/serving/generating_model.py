@@ -29,6 +29,7 @@ from offramp.engine.common.errors import (
     EngineError,
     QueueFullError,
 )
+from offramp.engine.requests.statistics import Histogram
 from offramp.generation.scheduling import (
     EndedSequence,
     NeverFitsError,
@@ -42,7 +43,7 @@ from offramp.generation.scheduling import (
     TextScheduler,
     TokenThresholds,
 )
-from offramp.generation.serving.step_loop import StepLoop, limits_of
+from offramp.generation.serving.step_loop import StepLoop, TextStageRuns, limits_of
 from offramp.generation.serving.text_audits import TextAuditCounts, TextAudits
 from offramp.generation.serving.text_thread import TextThread
 from offramp.generation.stages.text_backend import TextBackend
@@ -87,8 +88,14 @@ class TextStatistics:
 
     counts: TextCounts
     audits: TextAuditCounts
+    runs: tuple[TextStageRuns, ...]
+    """Runs of each stage."""
+    queue_s: Histogram
+    """Seconds from submission to the first prefill."""
     open: int
     """Sequences that have not ended, audits included."""
+    awaited: int
+    """Those of them that somebody waits for."""
     queued: int
     """Sequences that wait for a slot."""
     slots: int
@@ -212,6 +219,11 @@ class GeneratingModel:
             if number in self._streams:
                 self._steps.cancel(number)
 
+    @property
+    def serves(self) -> bool:
+        """Whether it takes new sequences."""
+        return self._loop is not None and self._refusal is None
+
     def swap(self, thresholds: TokenThresholds) -> None:
         """Use other thresholds for sequences that begin from now on."""
         with self._steps.changed:
@@ -224,6 +236,9 @@ class GeneratingModel:
             return TextStatistics(
                 counts=self._steps.counter.counts(),
                 audits=self._audits.counts(),
+                runs=self._steps.runs(),
+                queue_s=self._steps.queue_s(),
+                awaited=len(self._streams),
                 open=scheduler.sequences,
                 queued=scheduler.queued,
                 slots=scheduler.limits.slots,

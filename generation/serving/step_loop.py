@@ -10,13 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.common.errors import BackendError, EngineError
 from offramp.engine.common.line_limit import LineLimit
+from offramp.engine.requests.statistics import (
+    BATCH_BOUNDS,
+    HISTOGRAM_BOUNDS_S,
+    Histogram,
+    HistogramCounter,
+)
 from offramp.generation.scheduling import (
     NewSequence,
     PrefillStep,
@@ -50,6 +56,15 @@ def limits_of(backend: TextBackend, *, batch: int) -> TextLimits:
     )
 
 
+class TextStageRuns(NamedTuple):
+    """The runs of a stage."""
+
+    batch_size: Histogram
+    """Rows of each."""
+    run_s: Histogram
+    """Seconds of each."""
+
+
 class StepLoop:
     """A scheduler and its backend."""
 
@@ -65,6 +80,14 @@ class StepLoop:
         self.scheduler = scheduler
         self.counter = TextCounter(scheduler.limits)
         self._backend, self._publish, self._clock = backend, publish, clock
+        self._runs = [
+            (HistogramCounter(BATCH_BOUNDS), HistogramCounter(HISTOGRAM_BOUNDS_S))
+            for _ in range(scheduler.limits.stages)
+        ]
+        """Rows and seconds of the runs of each stage."""
+        self._queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
+        self._submitted_s: dict[int, float] = {}
+        """Times of sequences that wait for their first prefill, background ones left out."""
         self._lines = LineLimit(clock)
         self._prompts: dict[int, NDArray[np.int64]] = {}
         """Prompts of all sequences that have not ended: any may have to start again."""
@@ -80,11 +103,14 @@ class StepLoop:
         """Queue a sequence; raises what the scheduler raises."""
         with self.changed:
             self._prompts[new.number] = prompt
+            now_s = self._clock()
             try:
-                outcome = self.scheduler.submit(new, self._clock())
+                outcome = self.scheduler.submit(new, now_s)
             except Exception:
                 del self._prompts[new.number]
                 raise
+            if not new.background:
+                self._submitted_s[new.number] = now_s
             self._note(outcome)
             self.changed.notify_all()
 
@@ -97,13 +123,16 @@ class StepLoop:
     def turn(self) -> bool:
         """Run a step and what follows from it; return whether there was one."""
         with self.changed:
-            decision = self.scheduler.next(self._clock())
+            began_s = self._clock()
+            decision = self.scheduler.next(began_s)
             self._note(decision.outcome)
             closes, self._closes = self._closes, []
             step = decision.step
             if step is not None:
                 self.counter.decided(step)
                 prompts = [self._prompts[number] for number in step.sequences]
+            if isinstance(step, PrefillStep):
+                self._note_begun(step.sequences, began_s)
         for slot in closes:
             self._close_slot(slot)
         self._count(idle=step is None)
@@ -119,9 +148,20 @@ class StepLoop:
             if isinstance(step, PrefillStep):
                 self._note(self.scheduler.prefilled(now_s))
                 return True
+            batch_size, run_s = self._runs[step.stage]
+            batch_size.observe(len(step.slots))
+            run_s.observe(now_s - began_s)
             outcome = self._note(self.scheduler.update(tokens, confidences, now_s))
         self._go_on(outcome)
         return True
+
+    def runs(self) -> tuple[TextStageRuns, ...]:
+        """Return the runs of each stage up to now; the lock is held."""
+        return tuple(TextStageRuns(rows.snapshot(), run_s.snapshot()) for rows, run_s in self._runs)
+
+    def queue_s(self) -> Histogram:
+        """Return the seconds that sequences waited for their first prefill; the lock is held."""
+        return self._queue_s.snapshot()
 
     def close(self) -> None:
         """Free the backend; there are no more turns."""
@@ -173,9 +213,17 @@ class StepLoop:
         self._closes += outcome.closed
         for ended in outcome.ended:
             del self._prompts[ended.sequence]
+            self._submitted_s.pop(ended.sequence, None)
         if outcome.given or outcome.ended:
             self._publish(outcome, error)
         return outcome
+
+    def _note_begun(self, sequences: Sequence[int], now_s: float) -> None:
+        """Count how long sequences waited whose first prefill begins; the lock is held."""
+        for number in sequences:
+            submitted_s = self._submitted_s.pop(number, None)
+            if submitted_s is not None:
+                self._queue_s.observe(now_s - submitted_s)
 
     def _count(self, *, idle: bool) -> None:
         """Ask the backend for its counts, now and then."""

@@ -23,7 +23,10 @@ class SettingError(ValueError):
 
 
 class ServerExtension(Protocol):
-    """The object ``EXTENSION`` of an extension's module ``for_server``."""
+    """The object ``EXTENSION`` of an extension's module ``for_server``.
+
+    One that also is a :class:`~offramp.server.common.joined.ModelOpener` serves a kind of models.
+    """
 
     settings: type[Any]
     """A dataclass whose fields are keys of ``[engine]``, and options of the command line."""

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from offramp.commands import svg
 from offramp.commands.svg import LogScale, Scale, Tick
+from offramp.engine.stages.plan import Mode
 from offramp.server.pages.history import History, IntervalPoint, ModelEvent, ModelHistory
 
 _WIDTH, _HEIGHT = 400.0, 190.0
@@ -169,7 +170,9 @@ def _disagreement(frame: _Frame, points: _Points, mode: str) -> Chart:
         _curve("limit", "constraint", points, lambda point: _scaled(point.constraint, 100)),
     )
     empty = (
-        f"answers are not compared with the unmodified model's in mode {mode}; "
+        "no controller watches the answers of this model"
+        if Mode(mode).observed
+        else f"answers are not compared with the unmodified model's in mode {mode}; "
         "they are with --mode audit"
     )
     most = 100 * _CONSTRAINTS * max((point.constraint or 0 for point in points), default=0)

@@ -56,7 +56,7 @@ def view_model(
     now. ``failures`` are samples that had to leave, those without an answer (all of them, then by
     cause), and what was tried again. ``tiles``, ``charts`` and ``events`` are those of the history.
     """
-    task = model.answer.task
+    task = None if model.answer is None else model.answer.task
     return {
         "model": model,
         "statistics": statistics,
@@ -74,7 +74,7 @@ def view_model(
         "promise": _active_promise(model, statistics),
         "agreement": view_agreement(statistics, model.policy.promise),
         "agrees": None
-        if task.kind == "classification"
+        if task is None or task.kind == "classification"
         else f"An answer agrees where {task.describe()}",
         "by_class": _worst_class(model),
         "warnings": [*_warnings(model, statistics)],
@@ -192,9 +192,9 @@ def _describe_threshold(stage: StageStatistics, *, last: bool) -> str:
 
 def _active_promise(model: ModelInfo, statistics: ModelStatistics) -> str | None:
     promise = model.policy.promise
-    if promise is None or statistics.control is not None or not exits_in_use(statistics):
+    if statistics.control is not None or not exits_in_use(statistics):
         return None
-    return describe_promise(promise)
+    return model.promise if promise is None else describe_promise(promise)
 
 
 def _describe_streams(statistics: ModelStatistics) -> str:
@@ -257,7 +257,7 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
             "The compiler found no thresholds that save time within the agreement asked for; "
             "its report.html in the bundle has the reasons."
         )
-    elif model.policy.promise is None:
+    elif model.policy.promise is None and model.promise is None:
         yield (
             "Exits are active without a promise: their agreement with the unmodified model "
             "was not certified on any data."

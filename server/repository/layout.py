@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from offramp.engine.onnx_files import is_onnx_file
-
 _SUFFIXES: Final = (".ee", ".onnx")
 _MANIFEST: Final = "manifest.json"
 
@@ -30,9 +28,13 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Return the stamp of an ONNX file, or of a bundle's manifest; ``None`` if it is absent."""
+        """Return the stamp of an ONNX file, of a bundle's manifest, or of another kind's folder.
+
+        ``None`` if it is absent.
+        """
+        manifest = path / _MANIFEST
         try:
-            status = (path if is_onnx_file(path) else path / _MANIFEST).stat()
+            status = (manifest if manifest.is_file() else path).stat()
         except OSError:
             return None
         return cls(modified_ns=status.st_mtime_ns, size_bytes=status.st_size, inode=status.st_ino)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 
-from offramp.engine.requests.results import EngineResult
+from offramp.engine.requests.results import EngineResult, StreamResult
 from offramp.proto.messages import ModelInferResponse
 from offramp.proto.request_bytes import InferMessage
 from offramp.server.common.catalog import Catalog, ServedName
@@ -85,3 +87,21 @@ class RequestAnswering:
         )
         visit.rows = len(result.exits)
         return result
+
+    async def infer_stream(
+        self, visit: Visit, served: ServedName, call: InferCall
+    ) -> AsyncGenerator[StreamResult, None]:
+        """Yield all answers that the engine has; closing the iterator withdraws the request."""
+        results = self._engine.infer_stream(
+            served.engine_name,
+            call.inputs,
+            deadline_s=call.deadline_s,
+            priority=call.priority,
+            source=visit.source,
+            timeline=visit.trace.timeline if visit.trace else None,
+        )
+        async with aclosing(results):
+            async for result in results:
+                before = visit.rows if result.kind.partial else 0
+                visit.rows = before + len(result.exits)
+                yield result

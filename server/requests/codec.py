@@ -4,7 +4,8 @@ A request on ``ModelStreamInfer`` is answered as Triton answers those to models 
 decoupled: by exactly one response, in the order of requests. With the bool parameter
 ``offramp_decoupled`` it is answered as by a decoupled model: as soon as its answers are there,
 whatever other requests wait for, and, where samples that exits answered run on to the model's end,
-twice: early, and with what the end says. The last response to a request has the parameter
+twice: early, and with what the end says. Models may be decoupled, too: all requests to them on a
+stream are answered so, in any number of parts. The last response to a request has the parameter
 ``triton_final_response`` set.
 
 ``triton_enable_empty_final_response`` means what it does in Triton (``stream_infer_handler.cc``):
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -36,6 +38,7 @@ from offramp.proto.messages import (
     ModelMetadataResponse,
     ModelOutput,
     ModelStreamInferResponse,
+    ModelTransactionPolicy,
 )
 from offramp.proto.request_bytes import InferMessage
 from offramp.proto.tensors import (
@@ -59,6 +62,9 @@ CLASSIFICATION: Final = "classification"
 """Parameter of an output: how many of the largest values to answer with."""
 EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
 """Parameter of a request that wants to be told if no more answers come; see above."""
+
+_TYPES: Final = {"BYTES": "TYPE_STRING"}
+"""Types of the model configuration that are not called like their datatype."""
 
 _LOWEST_PRIORITY_LEVEL: Final = 2**31
 """Levels beyond it count as it: the parameter is uint64, the engine sorts machine integers."""
@@ -272,14 +278,14 @@ def write_only(
 def write_streamed(
     request: ModelInferRequest, result: StreamResult, call: InferCall, version: str
 ) -> ModelStreamInferResponse:
-    """The response that carries one of the results of a decoupled request.
+    """Return the response that carries one of the results of a decoupled request.
 
     ``offramp_corrected``, 0 or 1 a sample, is there only where something was corrected. Whose
     answer is the unmodified model's is told by ``offramp_exits``.
     """
     response = write_response(request, result, call, version)
     response.parameters["offramp_answer"].string_param = result.kind.value
-    _end(response, final=result.kind is not ResultKind.EARLY)
+    _end(response, final=not result.kind.more)
     if result.corrected.any():
         response.parameters["offramp_corrected"].string_param = _flags(result.corrected)
     return ModelStreamInferResponse(infer_response=response)
@@ -315,25 +321,29 @@ def write_metadata(name: str, versions: Sequence[str], model: ModelInfo) -> Mode
 
 def write_config(name: str, model: ModelInfo) -> ModelConfig:
     """Return the fields of Triton's model configuration that mean something here."""
+    configured = partial(_configured, batched=model.max_batch_size > 0)
     return ModelConfig(
         name=name,
         platform=model.platform,
         max_batch_size=model.max_batch_size,
         input=[
-            ModelInput(**_configured(tensor), optional=tensor.name in model.unread)
+            ModelInput(**configured(tensor), optional=tensor.name in model.unread | model.optional)
             for tensor in model.inputs
         ],
-        output=[ModelOutput(**_configured(tensor)) for tensor in model.outputs],
+        output=[ModelOutput(**configured(tensor)) for tensor in model.outputs],
+        model_transaction_policy=ModelTransactionPolicy(decoupled=True)
+        if model.decoupled
+        else None,
     )
 
 
-def _configured(tensor: TensorSpec) -> dict[str, Any]:
-    """The fields that describe an input or output, whose sizes leave out the batch."""
+def _configured(tensor: TensorSpec, *, batched: bool) -> dict[str, Any]:
+    """Return the fields that describe an input or output; a batch is left out of its sizes."""
     metadata = _tensor_metadata(tensor)
     return {
         "name": metadata.name,
-        "data_type": f"TYPE_{metadata.datatype}",
-        "dims": metadata.shape[1:],
+        "data_type": _TYPES.get(metadata.datatype, f"TYPE_{metadata.datatype}"),
+        "dims": metadata.shape[1:] if batched else metadata.shape,
     }
 
 
@@ -362,6 +372,8 @@ def _write_parameters(response: ModelInferResponse, result: EngineResult) -> Non
     if result.variants.any():
         variants = map(str, result.variants.tolist())
         parameters["offramp_variants"].string_param = ",".join(variants)
+    for name, value in result.details.items():
+        parameters[name].string_param = value
 
 
 def _flags(values: NDArray[np.bool_]) -> str:

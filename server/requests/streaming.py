@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from offramp.engine.requests.results import ResultKind
+from offramp.engine.common.errors import ModelNotServedError
 from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.proto.request_bytes import InferMessage
 from offramp.server.common.catalog import Catalog, ServedName
@@ -43,8 +43,8 @@ class RequestStream:
     """One stream; a request that fails is answered with its error, and the stream goes on.
 
     Requests are computed beside each other. Each has one response, and these are written in the
-    order of requests; but those that are decoupled (:mod:`.codec`) have no part in
-    that order, and all their answers are written as soon as they are there.
+    order of requests; but those that are decoupled (:mod:`.codec`), or for a model that is, have no
+    part in that order, and all their answers are written as soon as they are there.
 
     ``write`` sends a response, and waits until the connection has taken it.
     """
@@ -62,13 +62,11 @@ class RequestStream:
         principal: Principal | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
-        self._engine = engine
         self._write = write
         self._reception = reception or Reception()
         self._decoder = decoder or RequestDecoder()
-        self._answering = RequestAnswering(
-            engine, self._reception, catalog or Catalog(engine), self._decoder
-        )
+        self._catalog = catalog or Catalog(engine)
+        self._answering = RequestAnswering(engine, self._reception, self._catalog, self._decoder)
         self._peer = peer
         self._trace_parent = trace_parent
         self._principal = principal
@@ -111,10 +109,19 @@ class RequestStream:
 
     def _answer(self, message: InferMessage, size_bytes: int) -> Coroutine[Any, Any, None]:
         """What answers a request, to be called in the order of requests."""
-        if is_decoupled(message.head):
+        if self._is_decoupled(message.head):
             return self._answer_at_once(message, size_bytes)
         before, self._written = self._written, asyncio.Event()
         return self._answer_in_turn(message, size_bytes, before, self._written)
+
+    def _is_decoupled(self, request: ModelInferRequest) -> bool:
+        """Return whether a request, or the model that it is for, is decoupled."""
+        if is_decoupled(request):
+            return True
+        try:
+            return self._catalog.model(request.model_name, request.model_version).decoupled
+        except ModelNotServedError:  # it is answered with that error
+            return False
 
     async def _answer_in_turn(
         self,
@@ -173,19 +180,11 @@ class RequestStream:
         call: InferCall,
         send: _Send,
     ) -> None:
-        results = self._engine.infer_stream(
-            served.engine_name,
-            call.inputs,
-            deadline_s=call.deadline_s,
-            priority=call.priority,
-            source=visit.source,
-            timeline=visit.trace.timeline if visit.trace else None,
-        )
+        results = self._answering.infer_stream(visit, served, call)
         more = False
         async with aclosing(results):  # withdraws the request, should the client leave
             async for result in results:
-                more = result.kind is ResultKind.EARLY
-                visit.rows = len(result.exits)
+                more = result.kind.more
                 send(write_streamed(request, result, call, served.version))
         if more and call.empty_final_response:  # the final answer was lost
             send(write_end(request, served.version))

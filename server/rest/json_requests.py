@@ -149,12 +149,26 @@ def _elements(what: str, datatype: str, shape: Sequence[int], data: object) -> b
         raise BadInputError(str(error)) from None
     if not isinstance(data, list):
         raise BadInputError(f"{what} has data {data!r:.80}, expected a list of elements")
+    if datatype == "BYTES":
+        return _strings(what, shape, data)
     array = _array(what, data)
     if array.size != math.prod(shape):
         raise BadInputError(
             f"{what} has {array.size} elements, and shape {list(shape)} takes {math.prod(shape)}"
         )
     return _converted(what, datatype, dtype, array).tobytes()
+
+
+def _strings(what: str, shape: Sequence[int], data: list[Any]) -> bytes:
+    """Return strings, which are not nested, as the message has them."""
+    if not all(isinstance(value, str) for value in data):
+        raise BadInputError(f"{what} is BYTES, expected a flat list of strings")
+    if len(data) != math.prod(shape):
+        raise BadInputError(
+            f"{what} has {len(data)} elements, and shape {list(shape)} takes {math.prod(shape)}"
+        )
+    encoded = [value.encode(errors="replace") for value in data]
+    return b"".join(len(each).to_bytes(4, "little") + each for each in encoded)
 
 
 def _array(what: str, data: list[Any]) -> NDArray[Any]:

@@ -71,7 +71,7 @@ def _elements(datatype: str, name: str, raw: bytes) -> list[Any]:
     while position < len(raw):
         start = position + _LENGTH_BYTES
         position = start + int.from_bytes(raw[position:start], "little")
-        found.append(raw[start:position].decode())
+        found.append(raw[start:position].decode(errors="replace"))
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -19,9 +20,10 @@ import grpc
 from aiohttp import web
 from google.protobuf.message import Message
 
-from offramp.engine.common.errors import BadInputError, DeadlineExceededError
+from offramp.engine.common.errors import BadInputError, DeadlineExceededError, EngineError
 from offramp.engine.common.network import is_loopback
 from offramp.proto import messages
+from offramp.proto.request_bytes import InferMessage
 from offramp.server.common.errors import (
     ERROR_METADATA_KEY,
     ForbiddenError,
@@ -29,10 +31,12 @@ from offramp.server.common.errors import (
     RequestLimitError,
     wire_name,
 )
+from offramp.server.requests.codec import write_streamed
 from offramp.server.requests.http_access import PRINCIPAL, http_peer
 from offramp.server.requests.receiving import ARRIVAL_S
 from offramp.server.requests.reception import SLOWEST_BYTES_PER_S, UNREAD_S, Visit
 from offramp.server.requests.tracing import TRACE_PARENT
+from offramp.server.rest.generate import read_generate, write_event, write_generate
 from offramp.server.rest.json_requests import JsonRequest, decode_object
 from offramp.server.rest.json_responses import (
     HEADER_LENGTH,
@@ -59,6 +63,8 @@ STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
 _NOT_HEALTHY: Final = 400
 _MAX_SMALL_BYTES: Final = 64 * 1024
 """Bytes of a body that has names and settings alone."""
+_MAX_GENERATE_BYTES: Final = 1024 * 1024
+"""Bytes of a body of the generate extension."""
 _QUICK_JSON_BYTES: Final = 64 * 1024
 """Bodies up to this size are decoded within a few milliseconds."""
 _COMPRESSED_FROM_BYTES: Final = 1024
@@ -212,6 +218,8 @@ ROUTES: Final = (
 
 INFER_PATHS: Final = (f"{_MODEL}/infer", f"{_VERSION}/infer")
 """POST: inference."""
+GENERATE_PATHS: Final = (f"{_MODEL}/generate", f"{_VERSION}/generate")
+"""POST: inference as :mod:`.generate` has it; with ``_stream`` behind it, an event a response."""
 
 
 class RestApi:
@@ -236,12 +244,16 @@ class RestApi:
             application.router.add_route(route.verb, route.path, handler)
         for path in INFER_PATHS:
             application.router.add_post(path, self._handler("ModelInfer", self._infer))
+        for path in GENERATE_PATHS:
+            application.router.add_post(path, self._handler("ModelInfer", self._generate))
+            stream = self._handler("ModelStreamInfer", self._generate_stream)
+            application.router.add_post(f"{path}_stream", stream)
         application.router.add_route("*", "/v2{rest:.*}", self._handler("unknown", _unknown))
 
     def _handler(
         self,
         method: str,
-        answer: Callable[[Visit, web.Request], Awaitable[web.Response]],
+        answer: Callable[[Visit, web.Request], Awaitable[web.StreamResponse]],
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             visit = self._reception.enter(f"rest/{method}", http_peer(request))
@@ -311,6 +323,52 @@ class RestApi:
         written = await self._decoder.run(write, slow=size > _QUICK_JSON_BYTES)
         return _body_of(written)
 
+    async def _generate(self, visit: Visit, request: web.Request) -> web.Response:
+        message = await self._read_generate(visit, request)
+        response = await self._services.answering.answer(
+            visit, message, time_remaining_s=None, trace_parent=request.headers.get(TRACE_PARENT)
+        )
+        return _json(write_generate(response))
+
+    async def _generate_stream(self, visit: Visit, request: web.Request) -> web.StreamResponse:
+        message = await self._read_generate(visit, request)
+        answering, head = self._services.answering, message.head
+        served, call = await answering.read(
+            visit, message, time_remaining_s=None, trace_parent=request.headers.get(TRACE_PARENT)
+        )
+        events = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Content-Type-Options": "nosniff",
+            }
+        )
+        results = answering.infer_stream(visit, served, call)
+        async with aclosing(results):  # withdraws the request, should the client leave
+            try:
+                async for result in results:
+                    if not events.prepared:
+                        await events.prepare(request)
+                    response = write_streamed(head, result, call, served.version).infer_response
+                    await _write_event(request, events, write_generate(response))
+            except EngineError as error:
+                if not events.prepared:
+                    raise
+                _, text = self._reception.refuse(visit, error)
+                await _write_event(request, events, {"error": text})
+        await events.write_eof()
+        return events
+
+    async def _read_generate(self, visit: Visit, request: web.Request) -> InferMessage:
+        """Receive a request of the generate extension."""
+        self._reception.check_room()
+        path, version = request.match_info, request.match_info.get("version", "")
+        body = decode_object(await self._body(visit, request, _MAX_GENERATE_BYTES))
+        self._reception.hold(visit, 0)
+        self._reception.access.check_model(visit.principal, path["model"])
+        model = self._services.repository.catalog.model(path["model"], version)
+        return read_generate(body, model, path["model"], version)
+
     async def _body(self, visit: Visit, request: web.Request, most: int) -> bytes:
         """Receive a body, decompressed; what is here is held from then on."""
         if (request.content_length or 0) > most:
@@ -376,7 +434,8 @@ def _check_host(request: web.Request) -> None:
 
 
 async def _unknown(_visit: Visit, request: web.Request) -> web.Response:
-    known = sorted({route.path for route in ROUTES} | set(INFER_PATHS))
+    others = (*INFER_PATHS, *GENERATE_PATHS, *(f"{path}_stream" for path in GENERATE_PATHS))
+    known = sorted({route.path for route in ROUTES} | set(others))
     same = [route.verb for route in ROUTES if route.path == request.path]
     if same:
         text = f"{request.path} takes {' and '.join(same)}, not {request.method}"
@@ -400,8 +459,10 @@ def _body_of(written: JsonBody) -> web.Response:
     )
 
 
-async def _written(request: web.Request, response: web.Response) -> web.StreamResponse:
+async def _written(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
     """Write a response; the connection of a client that does not read it is closed."""
+    if not isinstance(response, web.Response):
+        return response  # events, which were written as they came
     body = response.body
     size = len(body) if isinstance(body, bytes) else 0
     if size >= _COMPRESSED_FROM_BYTES:
@@ -415,3 +476,16 @@ async def _written(request: web.Request, response: web.Response) -> web.StreamRe
         if request.transport is not None:
             request.transport.abort()
     return response
+
+
+async def _write_event(
+    request: web.Request, events: web.StreamResponse, document: Mapping[str, Any]
+) -> None:
+    """Write an event; a client that does not read it has its connection closed."""
+    try:
+        async with asyncio.timeout(UNREAD_S):
+            await events.write(write_event(document))
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not read") from None

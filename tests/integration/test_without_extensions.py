@@ -13,7 +13,7 @@ import pytest
 from offramp.tools.layers import imports_of, is_within, read_modules
 
 ROOT = Path(__file__).parents[2]
-EXTENSIONS = ("baselines", "cluster", "supernet")
+EXTENSIONS = ("baselines", "cluster", "generation", "supernet")
 USERS = ("benchmarks", "testing", "tests", "tools")
 """Folders beside the core of which parts are for extensions."""
 TESTED = (

@@ -33,7 +33,7 @@ CORE = (
     *("bundle", "certify", "proto", "client", "engine", "compiler", "calibration", "server"),
     *("api", "commands"),
 )
-EXTENSIONS = ("offramp.baselines", "offramp.cluster", "offramp.supernet")
+EXTENSIONS = ("offramp.baselines", "offramp.cluster", "offramp.generation", "offramp.supernet")
 MOST_FILES = 22
 SERVING = ("certify", "bundle", "engine", "proto", "server", "client")
 """Run where nothing of the compiler is installed."""

@@ -201,5 +201,7 @@ def test_metadata() -> None:
     assert metadata.inputs["x"].dtype == np.int64
     assert metadata.inputs["x"].shape == (-1, 128)
     message.outputs.add(name="s", datatype="BYTES", shape=[-1])
-    with pytest.raises(ResponseError, match="BYTES"):
+    assert parse_metadata(message).outputs["s"].dtype == np.object_
+    message.outputs.add(name="b", datatype="BF16", shape=[-1])
+    with pytest.raises(ResponseError, match="BF16"):
         parse_metadata(message)

@@ -12,6 +12,7 @@ from tests.facts import Told, tells
 from offramp.cluster.serving.cluster_options import NAME, ClusterOptions
 from offramp.cluster.serving.worker_devices import LocalWorkers
 from offramp.engine.common.errors import OptionsError
+from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions, controller_names
 from offramp.engine.scheduling.policies import POLICIES, PolicyName
 from offramp.engine.stages.plan import Mode
@@ -267,7 +268,7 @@ def test_a_policy_that_does_not_fit_its_model_is_one_line(
     async def refuse(*_: object) -> None:
         raise OptionsError("m: policy fixed:9: exit 9 is not in use here")
 
-    monkeypatch.setattr(cli.Engine, "open", refuse)
+    monkeypatch.setattr(Engine, "open", refuse)
     status = cli.main(["m.ee", "--policy=fixed:9", "--grpc-port=0", "--http-port=0"])
     assert status == 1
     tells(capsys.readouterr().err, "eeserve: m", "fixed:9", "exit 9")

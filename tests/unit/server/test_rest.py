@@ -26,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 
 from offramp.bundle import TensorSpec
 from offramp.engine.common import errors as engine_errors
-from offramp.engine.requests.results import EngineResult
+from offramp.engine.requests.results import EngineResult, StringSpec
 from offramp.proto.request_bytes import MAX_FIELDS
 from offramp.proto.tensors import DATATYPES
 from offramp.server.arguments.options import ServerOptions
@@ -110,6 +110,8 @@ class Echo(FakeEngine):
 
 def values_of(datatype: str) -> Any:
     dtype = DATATYPES[datatype]
+    if dtype == np.object_:
+        return np.array([[b"", "\u00e4\u4e2d".encode(), b"ab"]], np.object_)
     if dtype.kind == "b":
         return np.array([[True, False, True]])
     if dtype.kind == "f":
@@ -124,7 +126,8 @@ def values_of(datatype: str) -> Any:
 @pytest.mark.parametrize("datatype", DATATYPES)
 def test_answers_are_those_of_grpc_to_the_last_bit(datatype: str, binary: bool) -> None:
     array = values_of(datatype)
-    spec = TensorSpec(name="x", dtype=array.dtype.name, shape=("batch", array.shape[1]))
+    kind = StringSpec if array.dtype == np.object_ else TensorSpec
+    spec = kind(name="x", dtype=array.dtype.name, shape=("batch", array.shape[1]))
     model = replace(fake_model(), inputs=(spec,), outputs=(replace(spec, name="logits"),))
     with FakeServer(Echo(served=(model,))) as server:
         by_http = triton.InferenceServerClient(server.url.removeprefix("http://"))
@@ -138,6 +141,10 @@ def test_answers_are_those_of_grpc_to_the_last_bit(datatype: str, binary: bool) 
             other.set_data_from_numpy(array)
             expected = by_grpc.infer("fake", [other]).as_numpy("logits")
     assert answer.dtype == expected.dtype == array.dtype
+    if array.dtype == np.object_:
+        encoded = [s if isinstance(s, bytes) else s.encode() for s in answer.flat]
+        assert encoded == list(expected.flat) == list(array.flat)
+        return
     assert answer.tobytes() == expected.tobytes() == array.tobytes()
 
 

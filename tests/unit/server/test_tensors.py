@@ -28,6 +28,8 @@ def sample(datatype: str) -> np.ndarray[Any, Any]:
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return np.array([[limits.min, 0, 1], [2, 3, limits.max]], dtype)
+    if dtype == np.object_:
+        return np.array([[b"", b"a", b"\xff\0"], [b"bc", b"a", b"x" * 300]], dtype)
     return np.array([[0, 1, 0], [1, 1, 0]], dtype) / (1 if dtype.kind == "b" else 3)
 
 
@@ -111,7 +113,15 @@ def x(datatype: str = "FP32", shape: tuple[int, ...] = (2,), **contents: Any) ->
         ([x()], [b"12345678", b""], ("1 tensors", "2 raw contents")),
         ([x(), x()], [b"12345678"] * 2, ("'x'", "twice")),
         ([x(shape=(-1, 2))], [b"12345678"], ("has shape [-1, 2]",)),
-        ([x("BYTES")], [b"12345678"], ("datatype 'BYTES', which is not served",)),
+        ([x("BF16")], [b"12345678"], ("datatype 'BF16', which is not served",)),
+        (
+            [x("BYTES", (2,))],
+            [b"\1\0\0\0a\2\0\0\0b"],
+            ("10 bytes of raw", "element 1 does not end"),
+        ),
+        ([x("BYTES", (1,))], [b"\1\0\0"], ("3 bytes of raw", "element 0 does not end")),
+        ([x("BYTES", (1,))], [b"\1\0\0\0ab"], ("6 bytes of raw", "take 5")),
+        ([x("BYTES", (4097,))], [b""], ("4097 strings", "at most 4096")),
         ([x("BF16")], [b"1234"], ("numpy has no bfloat16",)),
         ([x("fp32")], [b"12345678"], ("names are upper case",)),
         ([x("BOOL")], [b"\x01\x02"], ("BOOL with a byte of 2",)),
@@ -129,7 +139,12 @@ def test_what_is_wrong_is_named(tensors: list[Any], raw: list[bytes], message: T
         decode_tensors(tensors, raw)
 
 
-@pytest.mark.parametrize("array", [np.array(["a"]), np.array([1j]), np.array([None])])
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([1j])])
 def test_dtypes_without_a_name_are_refused_when_sending(array: np.ndarray[Any, Any]) -> None:
     with pytest.raises(TensorError, match=r"tensor 'x' has numpy dtype .*convert it"):
         encode_tensor(Input(), "x", array)
+
+
+def test_strings_are_sent_as_bytes() -> None:
+    with pytest.raises(TensorError, match="tensor 'x' has the element 'a', expected bytes"):
+        encode_tensor(Input(), "x", np.array([b"b", "a"], np.object_))

@@ -1,0 +1,239 @@
+"""An engine of generating models, as the server asks for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from functools import reduce
+from pathlib import Path
+from typing import Any, Self
+
+from numpy.typing import NDArray
+
+from offramp.engine.common.errors import DrainingError, ModelNotServedError
+from offramp.engine.models.options import EngineOptions, ModelOptions
+from offramp.engine.requests.results import EngineResult, ModelInfo, ResultKind, StreamResult
+from offramp.engine.requests.statistics import CountersSnapshot, ModelStatistics
+from offramp.engine.requests.timeline import RequestTimeline
+from offramp.engine.serving.opening import check_names, in_thread
+from offramp.engine.serving.totals import add_counts
+from offramp.generation.serving.served_text import PiecedToken, ServedText
+from offramp.generation.serving.text_requests import text_result
+
+_log = logging.getLogger(__name__)
+
+
+class TextEngine:
+    """Serves generating models: a :class:`~offramp.server.common.served.ServedEngine`.
+
+    Each model has a thread and caches of its own. All methods are called on the event loop.
+    """
+
+    def __init__(self, options: EngineOptions | None = None) -> None:
+        """Begin without models; see :meth:`open`."""
+        self._options = options or EngineOptions()
+        self._served: dict[str, ServedText] = {}
+        self._numbers: dict[str, int] = {}
+        """Versions of each name up to now."""
+        self._earlier: dict[str, CountersSnapshot] = {}
+        """Counts of the versions before that are closed, of names that are served."""
+        self._before: dict[str, list[ServedText]] = {}
+        """Versions before that still answer requests."""
+        self._finishing: dict[ServedText, asyncio.Task[None]] = {}
+        """Versions that take no new requests."""
+        self._leaving = self._draining = False
+
+    @classmethod
+    async def open(cls, models: Mapping[str, Path], options: EngineOptions | None = None) -> Self:
+        """Load models by the names to serve; raises what :meth:`load` does."""
+        engine = cls(options)
+        try:
+            for name, path in models.items():
+                await engine.load(name, path)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
+        """Serve a generating bundle under a name, new or in the place of what it has.
+
+        The version before answers the requests that it has.
+
+        Raises:
+            DrainingError: The engine is shutting down.
+            OptionsError: No client can ask for the name.
+            BundleError: The bundle is absent, damaged or of another version.
+            BackendError: A graph of it cannot be loaded.
+        """
+        if self._draining:
+            raise DrainingError("the server is shutting down; load the model into another one")
+        check_names({name: path})
+        of_model = options or self._options.of(name)
+        _log.info("%s: loading %s", name, path)
+        made = await in_thread(ServedText.load, name, path, self._options, of_model)
+        self.put(name, await made.open())
+
+    def put(self, name: str, served: ServedText) -> None:
+        """Serve an open model under a name from now on."""
+        before = self._served.get(name)
+        self._served[name] = served
+        self._numbers[name] = self._numbers.get(name, 0) + 1
+        if before is not None:
+            self._before.setdefault(name, []).append(before)
+            self._finish(before)
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests under a name; those submitted before are answered."""
+        served = self._named(name)
+        if self._draining:
+            raise DrainingError("the server is shutting down; it unloads all models itself")
+        del self._served[name]
+        self._earlier.pop(name, None)
+        self._before.pop(name, None)
+        self._finish(served)
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+        source: str = "",
+        timeline: RequestTimeline | None = None,
+    ) -> EngineResult:
+        """Answer a prompt with a whole text; see :meth:`infer_stream`."""
+        del source, timeline  # nothing is learned from requests, and stages are not timed by each
+        served = self._named(model)
+        given: list[PiecedToken] = []
+        stream = served.tokens(inputs, deadline_s=deadline_s, priority=priority)
+        async with aclosing(stream):
+            given += [token async for token in stream]
+        return self._result(served, given, ResultKind.ANSWER)
+
+    async def infer_stream(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+        source: str = "",
+        timeline: RequestTimeline | None = None,
+    ) -> AsyncGenerator[StreamResult, None]:
+        """Answer a prompt with a result for every token, as soon as it is there.
+
+        Inputs are those of :mod:`.text_requests`. Results have an exit and a confidence for each of
+        their tokens. Closing the iterator withdraws the request at the next token. The deadline is
+        that of the whole answer; what was generated before it is yielded.
+
+        Raises:
+            ModelNotServedError: No such model.
+            BadInputError: A tensor is not what the model takes, or the prompt is too long.
+            QueueFullError: Too many sequences wait for a slot.
+            DeadlineExceededError: The deadline passed.
+            DrainingError: The engine is shutting down.
+            BackendError: The model failed on the sequence.
+        """
+        del source, timeline
+        served = self._named(model)
+        stream = served.tokens(inputs, deadline_s=deadline_s, priority=priority)
+        async with aclosing(stream):
+            async for given in stream:
+                last = given.token.end is not None
+                yield self._result(served, [given], ResultKind.LAST if last else ResultKind.PART)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """Describe the served models."""
+        return tuple(served.info for served in self._served.values())
+
+    def model(self, name: str) -> ModelInfo:
+        """Describe a model; ModelNotServedError."""
+        return self._named(name).info
+
+    def ready(self, model: str | None = None) -> bool:
+        """Return whether a model, or every model, takes requests."""
+        if self._leaving or self._draining:
+            return False
+        if model is None:
+            return all(served.serves for served in self._served.values())
+        return model in self._served and self._served[model].serves
+
+    def live(self) -> bool:
+        """Return whether some model takes requests: one that broke needs a new process."""
+        return not self._served or any(served.serves for served in self._served.values())
+
+    def statistics(self) -> Mapping[str, ModelStatistics]:
+        """Take a snapshot of every model."""
+        return {
+            name: served.statistics(version=self._numbers[name], earlier=self._counts_before(name))
+            for name, served in self._served.items()
+        }
+
+    def leave(self) -> None:
+        """Be not ready from now on, but answer requests all the same, until :meth:`drain`."""
+        self._leaving = True
+
+    def flush(self) -> None:
+        """Do nothing: no sequence ever waits for others to share a step with."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
+        self._draining = True
+        every = (*self._served.values(), *self._finishing)
+        return all(await asyncio.gather(*(served.drain(timeout_s) for served in every)))
+
+    async def close(self) -> None:
+        """Stop all threads and free all caches; unfinished requests fail."""
+        self._draining = True
+        finishing = tuple(self._finishing.values())
+        for task in finishing:
+            task.cancel()
+        await asyncio.gather(*finishing, return_exceptions=True)
+        async with AsyncExitStack() as stack:
+            for served in self._served.values():
+                stack.push_async_callback(served.close)
+
+    def _named(self, name: str) -> ServedText:
+        served = self._served.get(name)
+        if served is None:
+            raise ModelNotServedError.of(name, self._served)
+        return served
+
+    def _result(
+        self, served: ServedText, given: list[PiecedToken], kind: ResultKind
+    ) -> StreamResult:
+        return text_result(
+            [each.token for each in given],
+            "".join(each.piece for each in given),
+            stages=served.stages,
+            kind=kind,
+            policy=served.info.policy.version,
+            texts=served.codec is not None,
+        )
+
+    def _counts_before(self, name: str) -> CountersSnapshot | None:
+        """Return the counts of all versions of a name before the one that is served."""
+        closed = self._earlier.get(name)
+        counts = [] if closed is None else [closed]
+        counts += [each.statistics() for each in self._before.get(name, ())]
+        return reduce(add_counts, counts) if counts else None
+
+    def _finish(self, served: ServedText) -> None:
+        """Close a version once its requests are answered."""
+        task = asyncio.create_task(served.finish(), name=f"finishing {served.info.name}")
+        self._finishing[served] = task
+        task.add_done_callback(lambda _: self._finished(served))
+
+    def _finished(self, served: ServedText) -> None:
+        """Keep the counts of a version, if its name has another one now."""
+        name = served.info.name
+        del self._finishing[served]
+        if served in self._before.get(name, ()):
+            counts = served.statistics()
+            earlier = self._earlier.get(name)
+            self._earlier[name] = counts if earlier is None else add_counts(earlier, counts)
+            self._before[name].remove(served)

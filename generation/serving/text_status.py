@@ -1,0 +1,59 @@
+"""What the statistics of a generating model have besides those of every model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offramp.engine.requests.statistics import Histogram, ModelStatistics
+from offramp.generation.bundle.text_model import TextEvidence
+from offramp.generation.serving.generating_model import TextStatistics
+from offramp.generation.serving.serving_options import NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextStatus:
+    """A snapshot of a generating model that is served."""
+
+    statistics: TextStatistics
+    layers: tuple[int, ...]
+    """Layers that a token ran which each stage gave; the last are all."""
+    length: int
+    """Tokens that a slot has memory for."""
+    cache_bytes: int
+    """Memory of all slots."""
+    first_token_s: Histogram
+    """Seconds from a request to its first token."""
+    evidence: TextEvidence | None
+    """The promise, where exits are in use."""
+
+    @property
+    def layers_run(self) -> float:
+        """Mean share of the layers that a token ran, 0 to 1; 1 before the first token."""
+        tokens = self.statistics.counts.tokens
+        run = sum(count * layers for count, layers in zip(tokens, self.layers, strict=True))
+        return run / (sum(tokens) * self.layers[-1]) if any(tokens) else 1.0
+
+
+def text_status(statistics: ModelStatistics) -> TextStatus | None:
+    """Return what the extension knows of a model; ``None`` if it is none of its models."""
+    found = statistics.extensions.get(NAME)
+    return found if isinstance(found, TextStatus) else None
+
+
+def describe_evidence(evidence: TextEvidence) -> str:
+    """Return a promise in one sentence, without its full stop."""
+    bound = f"{100 * evidence.bound:.3g} %"
+    if evidence.risk == "tokens":
+        promised = f"at most {bound} of tokens differ from the unmodified model's at the same place"
+    elif evidence.dissimilarity == "differs":
+        promised = f"at most {bound} of answers differ from the unmodified model's"
+    else:
+        promised = (
+            f"the mean distance of answers from the unmodified model's ({evidence.dissimilarity}) "
+            f"is at most {bound}"
+        )
+    return (
+        f"{promised}, on prompts like those of calibration, certified with "
+        f"{100 * evidence.confidence_level:g} % confidence on {evidence.prompts:,} prompts "
+        f"({100 * evidence.observed:.3g} % observed there)"
+    )
