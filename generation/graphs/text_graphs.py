@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import onnx
 
@@ -151,7 +151,7 @@ def cut_export(
         made[stage.file] = segment_graph(cut, start, end, previous=compares)
         if exit_ is not None:
             own["propagation"] = propagation_graph(cut, end, count)
-            files = {kind: f"{kind}/{index:02d}.onnx" for kind in own}
+            files: dict[str, Any] = {kind: f"{kind}/{index:02d}.onnx" for kind in own}
             stage = replace(stage, threshold=exit_.threshold, **files)
             made |= {files[kind]: graph for kind, graph in own.items()}
         stages.append(stage)
