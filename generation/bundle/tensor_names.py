@@ -40,9 +40,10 @@ def new_name(layer: int, kind: CacheKind) -> str:
 
 
 def stacked_name(heads: int, size: int) -> str:
-    """Name the output with new keys and values of one size, [layers * 2 * n, heads, tokens, size].
+    """Name the output with all new keys and values of one size.
 
-    Keys of the first layer of that size, its values, keys of the next one, and so on.
+    It is [layers * 2 * n, heads, tokens, size]: keys of the first layer of that size, its values,
+    keys of the next one, and so on.
     """
     return f"new.{heads}x{size}"
 

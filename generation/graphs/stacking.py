@@ -32,12 +32,8 @@ def stacked(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, int]]) -> onn
         graph.node.append(helper.make_node("Concat", names, [joined], name=joined, axis=0))
         kind = given[names[0]].type.tensor_type
         tokens = kind.shape.dim[2]
-        shape: list[str | int | None] = [
-            "rows",
-            size[0],
-            tokens.dim_param or tokens.dim_value or None,
-            size[1],
-        ]
+        places = tokens.dim_param or tokens.dim_value or None
+        shape: list[str | int | None] = ["rows", size[0], places, size[1]]
         outputs.append(helper.make_tensor_value_info(joined, kind.elem_type, shape))
     refill(graph.output, outputs)
     return model

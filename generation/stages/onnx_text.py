@@ -51,20 +51,20 @@ class _Graph:
     """A loaded graph, which takes of its inputs what it reads."""
 
     def __init__(self, graph: LoadedGraph) -> None:
-        self.read = tuple(graph.read)
+        self.read = frozenset(graph.read)
         self.sizes = tuple(s for s in ("tokens", "past", "source") if size_name(s) in graph.read)
         """Sizes that it reads from inputs of their own."""
-        self._given, self._execute = list(graph.given), graph.execute
+        self._fed, self._given, self._execute = tuple(graph.read), list(graph.given), graph.execute
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
-        outputs = self._execute(self._given, {name: feeds[name] for name in self.read}, None)
+        outputs = self._execute(self._given, {name: feeds[name] for name in self._fed}, None)
         return dict(zip(self._given, outputs, strict=True))
 
 
 class _Source(NamedTuple):
     """What a stage last read of prompts: it stays the same while the rows do."""
 
-    slots: IntArray
+    slots: list[int]
     feeds: Arrays
 
 
@@ -195,8 +195,8 @@ class OnnxTextBackend:
                 self._encode(Span(rows, zeros, counts))
                 return
             span = Span(rows, zeros, counts - 1).part(np.flatnonzero(counts > 1))
-            for part in self._alike(span):
-                self._prefill(span.part(part))
+            for _, part in self._alike(span):
+                self._prefill(part)
 
     def run(
         self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
@@ -207,9 +207,10 @@ class OnnxTextBackend:
             self._check_room(rows)
             starts = self._filled[stage, rows]
             span = Span(rows, starts, self._place[rows] + 1 - starts)
-            parts = [(part, self._advance(stage, span.part(part))) for part in self._alike(span)]
+            parts = [(part, self._advance(stage, alike)) for part, alike in self._alike(span)]
             self._run_rows[stage] += len(rows)
-            self._counts["caught_up"] += int(span.counts.sum()) - len(rows)
+            if self._catches_up:
+                self._counts["caught_up"] += int(span.counts.sum()) - len(rows)
             return self._answer(stage, _joined(parts, len(rows)), limits)
 
     def states_behind(self, stage: int, slots: Sequence[int]) -> NDArray[np.float32]:
@@ -228,8 +229,8 @@ class OnnxTextBackend:
             rows = np.array(slots, np.int64)
             places = self._place[rows]
             span = Span(rows, places, np.ones_like(rows))
-            for part in self._alike(span):
-                self._fill(graph, stage, span.part(part))
+            for _, part in self._alike(span):
+                self._fill(graph, stage, part)
             self._filled[stage + 1 :, rows] = places + 1
             self._counts["propagated"] += len(rows)
 
@@ -352,7 +353,9 @@ class OnnxTextBackend:
         """
         graph, layers = self._segments[stage], self._layers[stage]
         past, tokens = int(span.starts.max()), next(iter(fed.values())).shape[1]
-        feeds = fed | self._caches.read(layers, span.slots, past) | self._sizes(graph, span, tokens)
+        feeds = {**fed, **self._caches.read(layers, span.slots, past)}
+        if graph.sizes:
+            feeds |= self._sizes(graph, span, tokens)
         if self._encoder is not None:
             feeds |= self._source_feeds(stage, span.slots)
         if MASK in graph.read:
@@ -365,23 +368,23 @@ class OnnxTextBackend:
 
     def _source_feeds(self, stage: int, slots: IntArray) -> Arrays:
         """Return the keys and values of prompts, and their mask, copied where the rows changed."""
-        known = self._sources.get(stage)
-        if known is None or not np.array_equal(known.slots, slots):
+        known, rows = self._sources.get(stage), slots.tolist()
+        if known is None or known.slots != rows:
             counts = self._source[slots]
             longest = int(counts.max())
             feeds = self._cross.read(self._layers[stage], slots, longest)
-            known = _Source(slots, {**feeds, SOURCE_MASK: _filled_mask(counts, longest)})
+            known = _Source(rows, {**feeds, SOURCE_MASK: _filled_mask(counts, longest)})
             self._sources[stage] = known
         return known.feeds
 
     def _forget_sources(self, slots: Sequence[int]) -> None:
         """Forget what stages read of prompts that change."""
-        kept = self._sources.items()
-        self._sources = {n: one for n, one in kept if not np.isin(one.slots, slots).any()}
+        changed, known = set(slots), self._sources.items()
+        self._sources = {n: one for n, one in known if changed.isdisjoint(one.slots)}
 
     def _fill(self, graph: _Graph, stage: int, span: Span) -> None:
         """Make keys and values of the state that left behind a stage, in all later layers."""
-        feeds = self._sizes(graph, span, 1)
+        feeds = self._sizes(graph, span, 1) if graph.sizes else {}
         feeds |= {STATE: self._states[stage][span.slots], POSITIONS: span.starts[:, None]}
         layers = range(self.model.stages[stage].end, len(self.model.layers))
         self._caches.write(layers, span, graph.run(feeds))
@@ -413,16 +416,17 @@ class OnnxTextBackend:
             states = adapter.run({STATE: states})[NEXT_STATE]
         return self._head.run({STATE: states})
 
-    def _alike(self, span: Span) -> Iterator[NDArray[np.intp] | slice]:
-        """Yield the rows that may share a step: all, or those of equal lengths."""
+    def _alike(self, span: Span) -> Iterator[tuple[NDArray[np.intp] | slice, Span]]:
+        """Yield the rows that may share a step, and their span: all, or those of equal lengths."""
+        if not len(span.slots):
+            return
         keys = [] if self.ragged else [span.starts]
         keys += [] if self.ragged and self.model.several else [span.counts]
-        yield from _equal_rows(*keys) if len(span.slots) else []
+        for rows in _equal_rows(*keys):
+            yield rows, span if isinstance(rows, slice) else span.part(rows)
 
     def _sizes(self, graph: _Graph, span: Span, tokens: int) -> Arrays:
         """Return the sizes that a graph reads from inputs of their own."""
-        if not graph.sizes:
-            return {}
         past, source = int(span.starts.max()), int(self._source[span.slots].max())
         sizes = {"tokens": tokens, "past": past, "source": source}
         return {size_name(name): np.array([sizes[name]]) for name in graph.sizes}
@@ -432,11 +436,12 @@ class OnnxTextBackend:
         self._counts["padding"] += int((span.counts.max() - span.counts).sum())
 
     def _check_room(self, rows: IntArray) -> None:
-        places = self._place[rows]
-        if places.min() <= _CLOSED or places.max() >= self.length:
-            slot = int(rows[np.argmax(places if places.max() >= self.length else -places)])
+        places = self._place[rows].tolist()
+        wrong = [n for n, place in enumerate(places) if not 0 <= place < self.length]
+        if wrong:
+            slot, place = int(rows[wrong[0]]), places[wrong[0]]
             raise BackendError(
-                f"the token of slot {slot} is at place {int(self._place[slot])}, expected 0 to "
+                f"the token of slot {slot} is at place {place}, expected 0 to "
                 f"{self.length - 1}: end sequences that have no room left, and run opened slots"
             )
 
@@ -464,9 +469,10 @@ def _filled_mask(counts: IntArray, width: int) -> IntArray:
 
 def _step_mask(span: Span, past: int, tokens: int) -> IntArray:
     """Return int64 [n, past + tokens]: 1 for what is filled, and for the new positions."""
-    mask = np.empty((len(span.slots), past + tokens), np.int64)
+    mask = np.ones((len(span.slots), past + tokens), np.int64)
     np.less(np.arange(past), span.starts[:, None], out=mask[:, :past])
-    np.less(np.arange(tokens), span.counts[:, None], out=mask[:, past:])
+    if tokens > 1:
+        np.less(np.arange(tokens), span.counts[:, None], out=mask[:, past:])
     return mask
 
 
