@@ -7,8 +7,10 @@ longer than to compute them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import onnx
+from numpy.typing import NDArray
 from onnx import helper
 
 from offramp.compiler.graphs.graph import refill
@@ -37,6 +39,18 @@ def stacked(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, int]]) -> onn
         outputs.append(helper.make_tensor_value_info(joined, kind.elem_type, shape))
     refill(graph.output, outputs)
     return model
+
+
+def unstacked(
+    given: Mapping[str, NDArray[Any]], sizes: Mapping[str, tuple[int, int]]
+) -> dict[str, NDArray[Any]]:
+    """Part what graphs with :func:`stacked` outputs return; by name [n, heads, tokens, size]."""
+    found: dict[str, NDArray[Any]] = {}
+    for size in dict.fromkeys(sizes.values()):
+        names = [name for name, own in sizes.items() if own == size]
+        joined = given[stacked_name(*size)]
+        found |= zip(names, joined.reshape(len(names), -1, *joined.shape[1:]), strict=True)
+    return found
 
 
 def return_input(model: onnx.ModelProto, name: str, output: str) -> None:

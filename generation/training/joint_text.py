@@ -49,6 +49,7 @@ from offramp.generation.bundle.tensor_names import (
 )
 from offramp.generation.graphs.decoder_cut import DecoderCut
 from offramp.generation.graphs.padding_check import takes_several
+from offramp.generation.graphs.stacking import unstacked
 from offramp.generation.graphs.text_graphs import TextExport, logits_graph, segment_graph
 
 _POOL = 50
@@ -224,18 +225,19 @@ class _Texts:
         groups = [np.arange(len(prompts))]
         if MASK not in encoder.inputs:
             groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
-        layers = enumerate(self.export.decoder.layers)
-        feeds = {
-            cross_name(number, kind): torch.zeros(
-                len(prompts), layer.cache.cross_heads, longest, layer.cache.cross_size
-            )
-            for number, layer in layers
+        sizes = {
+            cross_name(number, kind): (layer.cache.cross_heads, layer.cache.cross_size)
+            for number, layer in enumerate(self.export.decoder.layers)
             for kind in KINDS
+        }
+        feeds = {
+            name: torch.zeros(len(prompts), heads, longest, size)
+            for name, (heads, size) in sizes.items()
         }
         for group in groups:
             ids = _padded([prompts[row] for row in group.tolist()], 0)
             mask = (np.arange(ids.shape[1]) < lengths[group, None]).astype(np.int64)
-            found = encoder.run({IDS: ids, MASK: mask})
+            found = unstacked(encoder.run({IDS: ids, MASK: mask}), sizes)
             for name, given in feeds.items():
                 given[torch.from_numpy(group), :, : ids.shape[1]] = torch.from_numpy(found[name])
         counted = (np.arange(longest) < lengths[:, None]).astype(np.int64)

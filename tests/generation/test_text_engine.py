@@ -213,7 +213,7 @@ def test_more_than_may_wait_are_refused() -> None:
 def test_a_replaced_model_answers_what_it_has() -> None:
     async def test() -> None:
         first = ScriptedTextBackend(length=10_000)
-        engine = await engine_with(first, longest_answer=50, stop_tokens=())
+        engine = await engine_with(first, longest_answer=3_000, stop_tokens=())
         results = engine.infer_stream("text", text("ca"))
         tokens = [int((await anext(results)).outputs["output_ids"][0])]
         engine.put("text", await served_text(ScriptedTextBackend(), stop_tokens=()).open())
@@ -222,7 +222,7 @@ def test_a_replaced_model_answers_what_it_has() -> None:
         assert totals_of(statistics).in_flight == 1
         assert not first.closed
         tokens += [int(result.outputs["output_ids"][0]) async for result in results]
-        assert tuple(tokens) == expected((2, 0), 50, stop=())[0]
+        assert tuple(tokens) == expected((2, 0), 3_000, stop=())[0]
         await until(lambda: first.closed)
         await asyncio.sleep(0)
         await engine.infer("text", text("ca", 2))
