@@ -90,7 +90,9 @@ def _of_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
         names = {field.name for field in fields(extension.settings)}
         own = {name: value for name, value in given.items() if name in names}
         if own:
-            found |= extension.engine_options({}, own, None)
+            made = extension.engine_options({}, own, None)
+            extended = {**found.get("extensions", {}), **made.get("extensions", {})}
+            found |= {**made, "extensions": extended}
     return found
 
 

@@ -68,7 +68,7 @@ class EngineKeywords(TypedDict, total=False):
 
 
 class ServerKeywords(EngineKeywords, total=False):
-    """Options of a server: those of the engine, and of its network."""
+    """Options of a server: those of the engine, of its network, and of generating models."""
 
     host: str
     max_message_mib: int
@@ -77,6 +77,8 @@ class ServerKeywords(EngineKeywords, total=False):
     frontends: int
     max_connections: int
     shutdown_timeout_s: float
+    text_slots: int
+    text_length: int | None
 
 
 def check_keywords(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from offramp.proto.descriptors import FILE, SERVICE
-from offramp.server.rest.routes import INFER_PATHS, ROUTES
+from offramp.server.rest.routes import GENERATE_PATHS, INFER_PATHS, ROUTES
 
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "protocol.md"
 
@@ -23,13 +23,14 @@ REMARKS: Final[Mapping[str, str]] = {
     "ModelReady": "as Triton: `false`, not an error, for a model that is not there",
     "ServerMetadata": "extensions are those that are implemented",
     "ModelMetadata": "as Triton; the platform is `offramp_` and the backend",
-    "ModelConfig": "the fields that clients read: name, platform, batch size, inputs, outputs. The "
-    "others describe Triton's own scheduling",
+    "ModelConfig": "the fields that clients read: name, platform, batch size, inputs, outputs, "
+    "decoupled or not. The others describe Triton's own scheduling",
     "ModelInfer": "as Triton, with `offramp_exits`, `offramp_confidences` and "
-    "`offramp_policy_version` among the parameters. No BF16 and no strings as inputs: no model "
-    "that Offramp compiles has them. Sequence parameters are not read: no model has a state",
+    "`offramp_policy_version` among the parameters. No BF16 as inputs: no model that Offramp "
+    "compiles has them; strings (BYTES) are the prompts of models that generate text. Sequence parameters are not read: no model has a state",
     "ModelStreamInfer": "one response a request, in their order, as Triton; with "
-    "`offramp_decoupled` an early answer and a final one",
+    "`offramp_decoupled` an early answer and a final one. Models that generate text are decoupled: a "
+    "response a token, the last with `offramp_end`",
     "ModelStatistics": "`response_stats` by exit; `compute_infer` is the time from a request's "
     "first batch to its answer. `batch_stats` is empty: batches shrink from stage to stage",
     "RepositoryIndex": "as Triton; states READY, LOADING, UNLOADING, UNAVAILABLE",
@@ -60,6 +61,9 @@ def methods() -> str:
 def routes() -> str:
     """Return the table of HTTP routes."""
     rows = [f"| POST | `{path}` | `ModelInfer` |" for path in INFER_PATHS]
+    for path in GENERATE_PATHS:
+        rows.append(f"| POST | `{path}` | `ModelInfer` |")
+        rows.append(f"| POST | `{path}_stream` | `ModelStreamInfer` |")
     rows += [f"| {route.verb} | `{route.path}` | `{route.method}` |" for route in ROUTES]
     return "\n".join(["| | route | method |", "|---|---|---|", *rows])
 

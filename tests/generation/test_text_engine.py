@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from offramp.api.engine_options import engine_options
+from offramp.api.keywords import ServerKeywords
 from offramp.engine.common.errors import (
     BadInputError,
     DeadlineExceededError,
@@ -26,8 +30,10 @@ from offramp.engine.serving.totals import totals_of
 from offramp.engine.stages.plan import Mode
 from offramp.generation.scheduling import TokenThresholds
 from offramp.generation.serving.served_text import audit_share, default_length, thresholds_of
+from offramp.generation.serving.serving_options import TextServingOptions, text_options
 from offramp.generation.serving.text_engine import TextEngine
 from offramp.generation.serving.text_status import describe_evidence, text_status
+from offramp.server.arguments import parse_arguments
 from offramp.server.pages.metrics import render_metrics
 from offramp.server.pages.status import render_status
 from tests.generation.scripted_backend import ScriptedTextBackend, Tokens
@@ -212,8 +218,14 @@ def test_more_than_may_wait_are_refused() -> None:
 
 def test_a_replaced_model_answers_what_it_has() -> None:
     async def test() -> None:
-        first = ScriptedTextBackend(length=10_000)
-        engine = await engine_with(first, longest_answer=3_000, stop_tokens=())
+        go_on, calls = threading.Event(), []
+
+        def wait(method: str, _slots: Sequence[int]) -> None:
+            calls.append(method)
+            assert calls.count("run") < 9 or go_on.wait(WAIT_S)
+
+        first = ScriptedTextBackend(length=10_000, on_call=wait)
+        engine = await engine_with(first, longest_answer=50, stop_tokens=())
         results = engine.infer_stream("text", text("ca"))
         tokens = [int((await anext(results)).outputs["output_ids"][0])]
         engine.put("text", await served_text(ScriptedTextBackend(), stop_tokens=()).open())
@@ -221,8 +233,9 @@ def test_a_replaced_model_answers_what_it_has() -> None:
         assert statistics.version == 2 and statistics.answered == 0
         assert totals_of(statistics).in_flight == 1
         assert not first.closed
+        go_on.set()
         tokens += [int(result.outputs["output_ids"][0]) async for result in results]
-        assert tuple(tokens) == expected((2, 0), 3_000, stop=())[0]
+        assert tuple(tokens) == expected((2, 0), 50, stop=())[0]
         await until(lambda: first.closed)
         await asyncio.sleep(0)
         await engine.infer("text", text("ca", 2))
@@ -354,6 +367,23 @@ def test_clients_are_told_what_it_takes() -> None:
         await engine.close()
 
     run(test())
+
+
+def test_settings_are_options_of_the_engine(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        '[engine]\ntext_slots = 3\n[models.text]\npath = "text.ee"\nmax_batch_size = 2\n'
+    )
+    arguments = parse_arguments([f"--config={file}", "--text-length=64", "--profile-window-s=9"])
+    asked = TextServingOptions(text_slots=3, text_length=64)
+    assert text_options(arguments.engine) == asked
+    assert arguments.engine.of("text").max_batch_size == 2
+    keywords = {"text_slots": 3, "text_length": 64, "profile_window_s": 9.0}
+    assert engine_options("serve", keywords, [], ServerKeywords) == replace(
+        arguments.engine, models={}
+    )
+    with pytest.raises(ValueError, match="text_slots is 0, expected 1 to"):
+        TextServingOptions(text_slots=0)
 
 
 def test_options_follow_from_the_model() -> None:
