@@ -31,13 +31,20 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class BrittleTextBackend:
-    """An ONNX backend of which calls fail, before or after they did their work."""
+    """An ONNX backend of which calls fail: before their work, after it, or amid it.
+
+    Amid it means that keys or values of a layer were just written, and nothing was counted yet.
+    """
 
     def __init__(self, backend: OnnxTextBackend, alone: OnnxTextBackend, seed: int) -> None:
         """``alone`` is the same model, and answers one sequence at a time."""
         self.inner, self._alone = backend, alone
         self.on_call: OnCall = lambda _method, _slots: None
         self._draw = random.Random(seed)
+        self._amid: tuple[str, Sequence[int]] | None = None
+        """The call that may fail when it next writes to the caches."""
+        self.failed_amid = 0
+        self._write, backend._caches.write = backend._caches.write, self._write_and_fail
         self.used: set[int] = set()
         self.stages, self.slots, self.length = backend.stages, backend.slots, backend.length
         self.ragged, self.vocabulary = backend.ragged, backend.vocabulary
@@ -93,13 +100,23 @@ class BrittleTextBackend:
         return tuple(tokens), tuple(depths)
 
     def _call(self, method: str, slots: Sequence[int], *arguments: Any) -> Any:
-        before = self._draw.random() < 0.5
-        if before:
+        when = self._draw.choice(["before", "amid", "after"])
+        if when == "before":
             self.on_call(method, slots)
+        self._amid = (method, slots) if when == "amid" else None
         found = getattr(self.inner, method)(*arguments)
-        if not before:
+        if when == "after" or self._amid is not None:  # it wrote nothing
+            self._amid = None
             self.on_call(method, slots)
         return found
+
+    def _write_and_fail(self, *arguments: Any) -> None:
+        self._write(*arguments)
+        if self._amid is not None:
+            call, self._amid = self._amid, None
+            self.failed_amid += 1
+            self.on_call(*call)
+            self.failed_amid -= 1
 
 
 @pytest.mark.parametrize("policy", ["refill", "together"])
@@ -130,6 +147,7 @@ def test_sequences_in_onnx_runtime_leave_empty_caches(name: str, skipped: Any) -
     assert ends[SequenceEnd.CANCELLED] > 3, ends
     assert ends[SequenceEnd.EXPIRED] > 3, ends
     assert life.scheduler.retried > 3
+    assert backend.failed_amid > 0
     assert len({depth for depths in life.depths.values() for depth in depths}) > 1
     assert inner.statistics()["slots_used"] == 0
     assert not inner._prompts
