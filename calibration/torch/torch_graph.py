@@ -139,18 +139,20 @@ class TorchGraph(nn.Module):
                 values.pop(name, None)
         return {name: values[name] for name in self.outputs}
 
+    def share(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Take other graphs' parameters for the initialisers of the same names.
+
+        Graphs that are parts of one model then train one weight where the model has one.
+        """
+        for name in self.weights.keys() & weights.keys():
+            self.register_parameter(self._key(name), weights[name])
+
     def write_back(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Give a copy of a model that has these weights in the places of its initialisers.
 
         The types of the initialisers stay what they are.
         """
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        places = {tensor.name: tensor for tensor in copy.graph.initializer}
-        for name, weight in self.weights.items():
-            place = places[name]
-            place.CopyFrom(to_onnx(weight.to(DTYPES[place.data_type]), name))
-        return copy
+        return with_weights(model, self.weights)
 
     def _add_initialiser(
         self, name: str, tensor: onnx.TensorProto | None, uses: frozenset[str]
@@ -178,6 +180,17 @@ class TorchGraph(nn.Module):
         for name, key in self._keys.items():
             values[name] = getattr(self, key)
         return values
+
+
+def with_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor]) -> onnx.ModelProto:
+    """Return a copy of a model with other values in some initialisers, whose types stay."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    places = {tensor.name: tensor for tensor in copy.graph.initializer}
+    for name, weight in weights.items():
+        place = places[name]
+        place.CopyFrom(to_onnx(weight.to(DTYPES[place.data_type]), name))
+    return copy
 
 
 def check_trainable(model: onnx.ModelProto, remedy: str = REMEDY) -> None:

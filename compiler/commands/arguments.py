@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -60,6 +60,8 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace, Console], int]
     summary: str
     """A line for the list of commands."""
+    task: bool = False
+    """Whether ``eecompile MODEL --task NAME`` runs it as well, by its name."""
 
 
 class CompilerExtension(Protocol):
@@ -76,6 +78,20 @@ def commands_of_extensions() -> dict[str, Command]:
         for extension in extensions_for("compiler")
         for name, command in extension.commands.items()
     }
+
+
+def command_of(
+    given: Sequence[str], commands: Mapping[str, Command]
+) -> tuple[Command | None, Sequence[str]]:
+    """Return the command that a command line names, in front or as its task, and the others."""
+    if given and given[0] in commands:
+        return commands[given[0]], given[1:]
+    for place, word in enumerate(given):
+        flag, _, joined = word.partition("=")
+        name = joined or next(iter(given[place + 1 :]), "")
+        if flag == "--task" and name in commands and commands[name].task:
+            return commands[name], [*given[:place], *given[place + (1 if joined else 2) :]]
+    return None, given
 
 
 def make_parser(name: str, description: str, **layers: Any) -> LayeredParser:

@@ -24,6 +24,7 @@ from offramp.compiler.commands import arguments
 from offramp.compiler.commands.arguments import (
     SUMMARIES,
     Command,
+    command_of,
     commands_of_extensions,
     compile_parser,
 )
@@ -45,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``eecompile``; return the exit status."""
     complete(COMPILE.parser, {name: command.parser for name, command in COMMANDS.items()})
     given = list(sys.argv[1:] if argv is None else argv)
-    named = COMMANDS.get(given[0]) if given else None
+    named, words = command_of(given, COMMANDS)
     command = named or COMPILE
-    options = command.parser().parse_args(given[1:] if named else given)
+    options = command.parser().parse_args(words)
     console = Console(stderr=True)
     logging.basicConfig(
         level=logging.WARNING,

@@ -16,6 +16,8 @@ STATE: Final = "state"
 """float32 [n, tokens, width]: what enters a decoder layer."""
 NEXT_STATE: Final = "next_state"
 """The same behind the last layer of a segment."""
+PREVIOUS_STATE: Final = "previous_state"
+"""The same before the last layer of a segment; only graphs whose exit reads it return it."""
 ANSWER: Final = "answer"
 """int64 [n]: the most likely next token."""
 CONFIDENCE: Final = "confidence"
@@ -33,8 +35,16 @@ def past_name(layer: int, kind: CacheKind) -> str:
 
 
 def new_name(layer: int, kind: CacheKind) -> str:
-    """Name the output with the keys or values of the tokens of a step, [n, heads, tokens, size]."""
+    """Name a layer's keys or values of the tokens of a step, [n, heads, tokens, size]."""
     return f"new.{layer}.{kind}"
+
+
+def stacked_name(heads: int, size: int) -> str:
+    """Name the output with new keys and values of one size, [layers * 2 * n, heads, tokens, size].
+
+    Keys of the first layer of that size, its values, keys of the next one, and so on.
+    """
+    return f"new.{heads}x{size}"
 
 
 def cross_name(layer: int, kind: CacheKind) -> str:

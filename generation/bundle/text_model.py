@@ -144,6 +144,11 @@ class TextModel:
                 f"start and stop tokens {tokens} must be in the vocabulary, 0 to "
                 f"{self.vocabulary - 1}"
             )
+        judged = self.criterion in {"state similarity", "learned classifier"}
+        if judged and not all(stage.judge for stage in self.stages[:-1]):
+            raise ValueError(
+                f"each exit needs the graph of its judge: the criterion is {self.criterion!r}"
+            )
         if self.skipped == "propagation" and not all(s.propagation for s in self.stages[:-1]):
             raise ValueError("each exit needs a propagation graph where skipped layers are filled")
 

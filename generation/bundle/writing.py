@@ -23,6 +23,12 @@ from offramp.generation.bundle.generating_bundle import (
 from offramp.generation.bundle.text_model import TextModel
 
 
+def check_place(path: Path, *, overwrite: bool) -> None:
+    """Check that a bundle may be written somewhere; BundleExistsError if not."""
+    marks = (GENERATION, GENERATION_HASH)
+    check_target(path, overwrite=overwrite, marks=marks, kind="generating bundle")
+
+
 def write_generating_bundle(
     path: str | os.PathLike[str],
     model: TextModel,
@@ -39,8 +45,7 @@ def write_generating_bundle(
     still there: BundleWriteError. Gives the bundle, opened.
     """
     target = Path(path)
-    marks = (GENERATION, GENERATION_HASH)
-    check_target(target, overwrite=overwrite, marks=marks, kind="generating bundle")
+    check_place(target, overwrite=overwrite)
     missing = sorted({*model.graphs} - graphs.keys())
     if missing:
         raise ValueError(f"the model names graphs that are not given: {missing}")

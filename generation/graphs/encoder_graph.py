@@ -24,6 +24,7 @@ from offramp.generation.graphs.decoder_export import (
 )
 from offramp.generation.graphs.extraction import extract
 from offramp.generation.graphs.sizes import measure
+from offramp.generation.graphs.stacking import stacked
 
 _STATES = ("last_hidden_state", SOURCE_STATES)
 
@@ -34,7 +35,8 @@ def encoder_graph(
     """Join the encoder with the projections of its output in each layer of the decoder.
 
     ``first`` is the decoder without a past, which has them: outputs ``present.N.encoder.key``. The
-    graph reads ``input_ids`` and ``attention_mask`` int64 [n, source]. ModelError if names lack.
+    graph reads ``input_ids`` and ``attention_mask`` int64 [n, source]. Keys and values of one size
+    are one output. ModelError if names lack.
     """
     encoder = hoisted(inliner.inline_local_functions(encoder) if encoder.functions else encoder)
     names = [info.name for info in encoder.graph.input]
@@ -68,7 +70,12 @@ def encoder_graph(
     masked = any(info.name == MASK for info in joined.input)
     # A projection may read the mask of the encoder's output, which is that of the prompt.
     rename_graph(joined, lambda name: MASK if masked and name == SOURCE_MASK else name)
-    return crossed
+    sizes = {
+        cross_name(number, kind): (layer.cache.cross_heads, layer.cache.cross_size)
+        for number, layer in enumerate(decoder.layers)
+        for kind in KINDS
+    }
+    return stacked(crossed, sizes)
 
 
 def _projections(first: onnx.ModelProto, decoder: DecoderExport) -> onnx.ModelProto:

@@ -1,4 +1,4 @@
-"""Token and confidence of logits: the end of every exit."""
+"""The end of every exit: token and confidence of logits, or the confidence of states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import onnx
 from onnx import helper, numpy_helper
 
 from offramp.compiler.graphs.graph import default_opset
-from offramp.generation.bundle.tensor_names import ANSWER, CONFIDENCE, LOGITS
+from offramp.generation.bundle.tensor_names import (
+    ANSWER,
+    CONFIDENCE,
+    LOGITS,
+    PREVIOUS_STATE,
+    STATE,
+)
 from offramp.generation.bundle.text_model import TextCriterion
 
 
@@ -18,7 +24,8 @@ def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelPr
 
     It is changed in place, and gives these two alone. The token is the first of the largest logits,
     as a greedy loop takes it. Probabilities are measured from the largest logit, so that none
-    overflows; the margin of the two largest is p1 (1 - exp(l2 - l1)).
+    overflows; the margin of the two largest is p1 (1 - exp(l2 - l1)). With a criterion that reads
+    states the confidence is the largest probability.
     """
     nodes = _Nodes(head)
     float32 = nodes.add("Cast", [LOGITS], "head/logits", to=onnx.TensorProto.FLOAT)
@@ -37,7 +44,7 @@ def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelPr
     if criterion == "softmax margin":
         second = nodes.add("Slice", ["head/top", "head/one", "head/two", "head/one"], "head/second")
         gap = nodes.add("Exp", [nodes.add("Sub", [second, first], "head/gap")], "head/ratio")
-        share = nodes.add("Sub", [nodes.float32("head/whole", [1.0]), gap], "head/share")
+        share = nodes.add("Sub", [nodes.float32("head/whole", 1.0), gap], "head/share")
         largest = nodes.add("Mul", [largest, share], "head/margin")
     nodes.add("Squeeze", [largest, "head/one"], CONFIDENCE)
     del head.graph.output[:]
@@ -48,6 +55,51 @@ def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelPr
         ]
     )
     return head
+
+
+def state_similarity(width: int) -> onnx.ModelProto:
+    """Make the judge of "state similarity" (CALM 3.5): how little the last layer changed the state.
+
+    It reads ``state`` and ``previous_state`` float32 [n, 1, width] and returns their cosine as
+    ``confidence`` float32 [n]; 0 in place of a negative one, NaN if a state is 0.
+    """
+    model = helper.make_model(
+        helper.make_graph(
+            [],
+            "state similarity",
+            [
+                helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 1, width])
+                for name in (STATE, PREVIOUS_STATE)
+            ],
+            [helper.make_tensor_value_info(CONFIDENCE, onnx.TensorProto.FLOAT, ["batch"])],
+        ),
+        producer_name="offramp",
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    nodes = _Nodes(model)
+    axes = nodes.integers("judge/axes", [1, 2])
+
+    def product(one: str, other: str, name: str) -> str:
+        both = nodes.add("Mul", [one, other], f"judge/{name}/both")
+        return nodes.add("ReduceSum", [both, axes], f"judge/{name}", keepdims=0)
+
+    lengths = [
+        nodes.add("Sqrt", [product(state, state, f"{state}/square")], f"judge/{state}/length")
+        for state in (STATE, PREVIOUS_STATE)
+    ]
+    dot = product(STATE, PREVIOUS_STATE, "dot")
+    # One length after the other: the product of two long states could overflow.
+    share = nodes.add("Div", [dot, lengths[0]], "judge/share")
+    cosine = nodes.add("Div", [share, lengths[1]], "judge/cosine")
+    bounds = [nodes.float32("judge/least", 0.0), nodes.float32("judge/most", 1.0)]
+    nodes.add("Clip", [cosine, *bounds], CONFIDENCE)
+    return model
+
+
+def reads_previous(judge: onnx.ModelProto) -> bool:
+    """Whether a judge reads the state before the last layer of its stage."""
+    return any(info.name == PREVIOUS_STATE for info in judge.graph.input)
 
 
 class _Nodes:
@@ -70,6 +122,6 @@ class _Nodes:
         self._graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), name))
         return name
 
-    def float32(self, name: str, values: list[float]) -> str:
-        self._graph.initializer.append(numpy_helper.from_array(np.array(values, np.float32), name))
+    def float32(self, name: str, value: float) -> str:
+        self._graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
         return name

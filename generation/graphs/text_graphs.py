@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import onnx
 
@@ -20,6 +20,7 @@ from offramp.generation.bundle.tensor_names import (
     KINDS,
     LOGITS,
     NEXT_STATE,
+    PREVIOUS_STATE,
     STATE,
     new_name,
 )
@@ -38,8 +39,9 @@ from offramp.generation.graphs.decoder_export import (
 )
 from offramp.generation.graphs.encoder_graph import encoder_graph
 from offramp.generation.graphs.extraction import extract
-from offramp.generation.graphs.heads import with_answer
+from offramp.generation.graphs.heads import reads_previous, state_similarity, with_answer
 from offramp.generation.graphs.padding_check import takes_padding, takes_several
+from offramp.generation.graphs.stacking import return_input, stacked
 
 ENCODER_FILE: Final = "encoder_model.onnx"
 FIRST_FILE: Final = "decoder_model.onnx"
@@ -75,6 +77,12 @@ class TextExit:
     """Least confidence that a token leaves with."""
     adapter: onnx.ModelProto | None = None
     """From ``state`` to ``next_state``, float32 [n, tokens, width]; ``None`` for the state."""
+    head: onnx.ModelProto | None = None
+    """From ``state`` float32 [n, 1, width] to ``answer`` int64 [n] and ``confidence`` float32 [n],
+    in place of adapter and shared head; ``None`` for these."""
+    judge: onnx.ModelProto | None = None
+    """From ``state``, and ``previous_state`` if it reads that, to ``confidence`` float32 [n];
+    ``None`` for the criterion's own."""
 
 
 def read_export(path: Path) -> TextExport:
@@ -114,8 +122,8 @@ def cut_export(
 ) -> TextGraphs:
     """Make the graphs of a generating model with some exits, in the order of their layers.
 
-    ModelError if the decoder cannot be cut, an exit is not between layers, or an encoder-decoder
-    has no ``start_token``.
+    ModelError if the decoder cannot be cut, an exit is not between layers or lacks the classifier
+    that is its criterion, or an encoder-decoder has no ``start_token``.
     """
     decoder = export.decoder
     count = len(decoder.layers)
@@ -131,27 +139,24 @@ def cut_export(
             "(decoder_start_token_id in config.json)"
         )
     cut = DecoderCut(decoder)
+    width = decoder.sizes.shapes[cut.borders[0]][2]
+    assert isinstance(width, int), "states have a fixed width"
     made = {"head.onnx": head_graph(cut, criterion)}
     stages: list[TextStage] = []
     for index, exit_ in enumerate([*exits, None]):
         start, end = layers[index - 1] if index else 0, exit_.layer if exit_ else count
         stage = TextStage(end=end, file=f"stages/{index:02d}.onnx")
-        made[stage.file] = segment_graph(cut, start, end)
+        own = {} if exit_ is None else _own_graphs(exit_, criterion, width)
+        compares = "judge" in own and reads_previous(own["judge"])
+        made[stage.file] = segment_graph(cut, start, end, previous=compares)
         if exit_ is not None:
-            stage = replace(
-                stage,
-                threshold=exit_.threshold,
-                propagation=f"propagation/{index:02d}.onnx",
-                adapter="" if exit_.adapter is None else f"adapters/{index:02d}.onnx",
-            )
-            made[stage.propagation] = propagation_graph(cut, end, count)
-            if exit_.adapter is not None:
-                made[stage.adapter] = exit_.adapter
+            own["propagation"] = propagation_graph(cut, end, count)
+            files: dict[str, Any] = {kind: f"{kind}/{index:02d}.onnx" for kind in own}
+            stage = replace(stage, threshold=exit_.threshold, **files)
+            made |= {files[kind]: graph for kind, graph in own.items()}
         stages.append(stage)
     if export.encoder is not None:
         made["encoder.onnx"] = export.encoder
-    width = decoder.sizes.shapes[cut.borders[0]][2]
-    assert isinstance(width, int), "states have a fixed width"
     model = TextModel(
         kind="decoder" if export.encoder is None else "encoder-decoder",
         layers=tuple(layer.cache for layer in decoder.layers),
@@ -170,10 +175,30 @@ def cut_export(
     return TextGraphs(model=model, graphs={name: serialised(g) for name, g in made.items()})
 
 
-def segment_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
+def _own_graphs(
+    exit_: TextExit, criterion: TextCriterion, width: int
+) -> dict[str, onnx.ModelProto]:
+    """Return the graphs of an exit itself, by the field of its stage."""
+    judge = exit_.judge
+    if judge is None and criterion == "state similarity":
+        judge = state_similarity(width)
+    if judge is None and criterion == "learned classifier":
+        raise ModelError(
+            f"the exit behind layer {exit_.layer} has no classifier, and the criterion is "
+            f"{criterion!r}: give its graph, or choose another criterion"
+        )
+    own = {"adapter": exit_.adapter, "head": exit_.head, "judge": judge}
+    return {kind: graph for kind, graph in own.items() if graph is not None}
+
+
+def segment_graph(
+    cut: DecoderCut, start: int, end: int, *, previous: bool = False
+) -> onnx.ModelProto:
     """Extract layers ``start`` to ``end``: state, or tokens, to next state and new keys and values.
 
-    Beside these it reads masks, positions and the caches of its own layers.
+    In addition it reads masks, positions and the caches of its own layers. With ``previous`` it
+    returns the state before its last layer too: if that is its only layer, what enters it, which
+    before layer 0 is the embedding.
     """
     export, borders = cut.export, cut.borders
     own = export.layers[start:end]
@@ -181,8 +206,11 @@ def segment_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
     for number, layer in enumerate(own, start):
         outputs |= {layer.new[kind]: new_name(number, kind) for kind in KINDS}
     starts = [borders[start]] if start else []
+    enters = borders[end - 1] in starts
+    if previous and not enters:
+        outputs[borders[end - 1]] = PREVIOUS_STATE
     caches = [tensor for layer in own for tensor in layer.inputs]
-    return extract(
+    graph = extract(
         cut,
         cut.needed(outputs, stop=starts),
         starts=starts or [export.ids],
@@ -191,6 +219,9 @@ def segment_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
         renamed={**export.own_names, **dict.fromkeys(starts, STATE)},
         name=f"layers {start} to {end}",
     )
+    if previous and enters:
+        return_input(graph, STATE, PREVIOUS_STATE)
+    return stacked(graph, _caches(cut, start, end))
 
 
 def propagation_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
@@ -206,7 +237,7 @@ def propagation_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
         outputs |= {new[kind]: new_name(number, kind) for kind in KINDS}
         operators |= {op.index: op for op in cut.needed(new.values(), stop=[borders[number]])}
     starts = borders[start:end]
-    return extract(
+    graph = extract(
         cut,
         [operators[index] for index in sorted(operators)],
         starts=starts,
@@ -215,6 +246,17 @@ def propagation_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
         renamed={**export.own_names, **dict.fromkeys(starts, STATE)},
         name=f"keys and values of layers {start} to {end}",
     )
+    return stacked(graph, _caches(cut, start, end))
+
+
+def _caches(cut: DecoderCut, start: int, end: int) -> dict[str, tuple[int, int]]:
+    """Return heads and size of new keys and values of some layers, by their names, in order."""
+    caches = {n: cut.export.layers[n].cache for n in range(start, end)}
+    return {
+        new_name(n, kind): (cache.heads, cache.size)
+        for n, cache in caches.items()
+        for kind in KINDS
+    }
 
 
 def logits_graph(cut: DecoderCut) -> onnx.ModelProto:

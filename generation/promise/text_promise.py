@@ -1,8 +1,9 @@
 """The two promises about generated text, and thresholds that are certified to keep one.
 
-* ``tokens``: P(the next token differs from the model's at the same prefix) ≤ ε. Prompts are drawn
-  at random, and tokens of one are not independent; so a prompt is one observation: of w wrong
-  tokens in n it has w − ε·n, whose mean is at most 0 if, and only if, the promise holds.
+* ``tokens``: P(the next token differs from the model's at the same prefix) ≤ ε. Answers have the
+  model's prefix up to the first token that differs, so an answer has at most one such token, w,
+  among the n up to it. Prompts are drawn at random, and tokens of one are not independent; so a
+  prompt is one observation: w − ε·n, whose mean is at most 0 if, and only if, the promise holds.
 * ``texts``: E[dissimilarity of the whole output and the model's] ≤ ε, a number from 0 to 1 for each
   prompt, for instance 1 where anything differs, or the edit distance over the longer length.
 
@@ -25,7 +26,6 @@ import numpy as np
 
 from offramp.certify.binomial import allowed_errors, check_promise
 from offramp.certify.decision import FloatArray, IntArray
-from offramp.generation.promise.text_records import TextRecords
 
 _PRIOR: Final = 20.0
 """Prompts that the first bets count as seen, at half of the bound; a bad guess only slows."""
@@ -48,10 +48,29 @@ class TextPromise:
     bound: float
     confidence_level: float = 0.95
     most_tokens: int = 64
-    """Of an output, at most; the closer to their lengths, the fewer prompts ``tokens`` takes."""
+    """Of an answer, at most; ``tokens`` needs to know it before prompts are seen."""
 
     def __post_init__(self) -> None:
         check_promise(self.bound, self.confidence_level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextLosses:
+    """What one level of a path does to some prompts."""
+
+    losses: FloatArray
+    """float64[prompts], 0 to 1: whether a token differs, or how unlike the answers are."""
+    tokens: IntArray
+    """int64[prompts]: tokens that were chosen at the model's prefix, the first that differs too."""
+
+    def take(self, prompts: IntArray) -> TextLosses:
+        """Return those of some prompts."""
+        return TextLosses(losses=self.losses[prompts], tokens=self.tokens[prompts])
+
+    def risk(self, risk: TextRisk) -> float:
+        """Return the risk as observed."""
+        total = self.tokens.sum() if risk is TextRisk.TOKENS else len(self.losses)
+        return float(self.losses.sum() / total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,46 +79,43 @@ class TextCertificate:
 
     level: int
     risk: float
-    """As observed: mean loss of prompts, or wrong tokens over all tokens."""
+    """As observed."""
     prompts: int
 
 
-def certify_levels(
-    losses: Iterable[FloatArray], promise: TextPromise, lengths: IntArray
-) -> TextCertificate | None:
+def certify_levels(levels: Iterable[TextLosses], promise: TextPromise) -> TextCertificate | None:
     """Test the levels of a path in turn; ``None`` if not even the first passes.
 
-    ``losses`` gives float64[prompts] for each level, from conservative to aggressive, and is asked
-    for no more once a level fails: wrong tokens of each prompt, or the dissimilarity of its output,
-    from 0 to 1. ``lengths`` are the tokens of the model's output, int64[prompts].
+    ``levels`` are asked for from conservative to aggressive, and no more once one fails.
     """
     found: TextCertificate | None = None
-    for level, of_prompts in enumerate(losses):
-        if not keeps(of_prompts, promise, lengths):
+    for number, level in enumerate(levels):
+        if not keeps(level, promise):
             return found
-        total = lengths.sum() if promise.risk is TextRisk.TOKENS else len(lengths)
-        found = TextCertificate(
-            level=level, risk=float(of_prompts.sum() / total), prompts=len(lengths)
-        )
+        risk, prompts = level.risk(promise.risk), len(level.losses)
+        found = TextCertificate(level=number, risk=risk, prompts=prompts)
     return found
 
 
-def keeps(losses: FloatArray, promise: TextPromise, lengths: IntArray) -> bool:
+def keeps(level: TextLosses, promise: TextPromise) -> bool:
     """Whether the losses of prompts certify a promise, at its confidence level."""
-    bound, level = promise.bound, promise.confidence_level
-    if promise.risk is TextRisk.TOKENS:
-        if not (lengths <= promise.most_tokens).all():
-            raise ValueError(
-                f"an output has {lengths.max()} tokens, most_tokens of the promise is "
-                f"{promise.most_tokens}: what they may have has to be said before"
-            )
-        # From 0 to 1; the mean is below the bound exactly where that of wrong − ε · n is below 0.
-        return rejects((losses - bound * lengths) / promise.most_tokens + bound, bound, level)
+    losses, bound, most = level.losses, promise.bound, promise.most_tokens
     if not ((losses >= 0) & (losses <= 1)).all():
-        raise ValueError("dissimilarities must be from 0 to 1")
+        raise ValueError("losses must be from 0 to 1")
+    if promise.risk is TextRisk.TOKENS:
+        if not (level.tokens <= most).all():
+            raise ValueError(
+                f"an answer has {level.tokens.max()} tokens, most_tokens of the promise is {most}: "
+                "what they may have has to be said before"
+            )
+        # w − ε·n is from −ε·most to 1; brought to 0 to 1, what was 0 is at ε·most of that range.
+        least = bound * most
+        losses = (losses - bound * level.tokens + least) / (1 + least)
+        return rejects(losses, least / (1 + least), promise.confidence_level)
     if np.isin(losses, (0.0, 1.0)).all():
-        return int(losses.sum()) <= allowed_errors(len(losses), bound, level)
-    return rejects(losses, bound, level)
+        allowed = allowed_errors(len(losses), bound, promise.confidence_level)
+        return int(losses.sum()) <= allowed
+    return rejects(losses, bound, promise.confidence_level)
 
 
 def rejects(losses: FloatArray, bound: float, confidence_level: float) -> bool:
@@ -116,19 +132,3 @@ def rejects(losses: FloatArray, bound: float, confidence_level: float) -> bool:
     bets = np.clip((bound - mean) / np.maximum(spread, 1e-12), 0.0, _LARGEST_BET / (1 - bound))
     wealth = np.cumsum(np.log1p(bets * (bound - losses)))
     return bool(wealth.max(initial=0.0) >= -np.log(1 - confidence_level))
-
-
-def records_losses(
-    records: TextRecords, path: Iterable[FloatArray], risk: TextRisk
-) -> Iterable[FloatArray]:
-    """Give the losses of a path's levels by records: wrong tokens, or 1 where an output differs.
-
-    They are what :func:`certify_levels` takes. A dissimilarity other than "differs" has to be
-    decoded.
-    """
-    for thresholds in path:
-        at = records.answered_at(thresholds)
-        if risk is TextRisk.TOKENS:
-            yield records.by_prompt(records.wrong(at))
-        else:
-            yield records.differs(at).astype(np.float64)

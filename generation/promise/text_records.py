@@ -10,6 +10,7 @@ decoding tells.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +80,13 @@ class TextRecords:
             agrees=self.agrees[:, tokens],
         )
 
+    def of_exits(self, exits: Sequence[int]) -> TextRecords:
+        """Return the records of some exits, in their order."""
+        chosen = list(exits)
+        return TextRecords(
+            starts=self.starts, confidences=self.confidences[chosen], agrees=self.agrees[chosen]
+        )
+
     def answered_at(self, thresholds: FloatArray) -> IntArray:
         """int64[tokens]: the exit that gives each token; ``MODEL_END`` where none does.
 
@@ -98,6 +106,11 @@ class TextRecords:
     def by_prompt(self, values: NDArray[np.generic]) -> FloatArray:
         """float64[prompts]: sums of what is given for each token."""
         return np.add.reduceat(values.astype(np.float64), self.starts[:-1])
+
+    def at_prefix(self, wrong: BoolArray) -> IntArray:
+        """int64[prompts]: tokens at the model's prefix, up to the first of bool[tokens] wrong."""
+        places = np.where(wrong, self.places, np.repeat(self.lengths, self.lengths) - 1)
+        return np.minimum.reduceat(places, self.starts[:-1]) + 1
 
     def differs(self, answered_at: IntArray) -> BoolArray:
         """bool[prompts]: whether the whole output is another one than the model's."""

@@ -245,7 +245,8 @@ class TextScheduler:
         rows = choice.most_urgent(self.limits.rows)
         for state in rows:
             self._groups.discard(state)
-        return TokenStep(choice.stage, _numbers(rows), _slots(rows))
+        limits = tuple(state.limit for state in rows)
+        return TokenStep(choice.stage, _numbers(rows), _slots(rows), limits)
 
     def _start(self, waiting: list[SequenceState], yielding: list[SequenceState]) -> PrefillStep:
         """Assign slots to the first sequences of the queue that may share a prefill."""

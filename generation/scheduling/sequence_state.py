@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from offramp.generation.scheduling.steps import EndedSequence, GivenToken, NewSequence, SequenceEnd
-from offramp.generation.scheduling.thresholds import TokenThresholds
+from offramp.generation.scheduling.thresholds import OFF, TokenThresholds
 
 PREFILL = -1
 """The "stage" of a prompt's prefill."""
@@ -72,6 +72,14 @@ class SequenceState:
         """Note that its step succeeded."""
         if self.suspect_until is not None and (self.at, self.stage) >= self.suspect_until:
             self.suspect_until = None
+
+    @property
+    def limit(self) -> float:
+        """The least confidence with which its token leaves at the stage that it runs next."""
+        if self.replays:
+            return 0.0 if self.stage == self.depths[self.at] else OFF
+        assert self.thresholds is not None
+        return self.thresholds.at(self.stage, self.at)
 
     def leaves(self, confidence: float) -> bool:
         """Whether its token leaves at the stage that it has just run."""

@@ -163,6 +163,8 @@ class TokenStep(NamedTuple):
     stage: int
     sequences: tuple[int, ...]
     slots: tuple[int, ...]
+    limits: tuple[float, ...]
+    """Least confidence that each token leaves with, 0 at the model's end; above 1 it stays."""
 
 
 class TextDecision(NamedTuple):

@@ -53,7 +53,9 @@ class TokenThresholds:
         return len(self.by_stage) + 1
 
     def at(self, stage: int, token: int) -> float:
-        """Return the threshold of a stage but the last for a token's number in its answer."""
+        """Return the threshold of a stage for a token's number in its answer; 0 at the last."""
+        if stage == len(self.by_stage):
+            return 0.0
         value = self.by_stage[stage]
         if self.decay is None or value > 1.0:
             return value

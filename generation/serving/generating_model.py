@@ -37,13 +37,12 @@ from offramp.generation.scheduling import (
     SequenceEnd,
     StepPolicy,
     TextCounts,
-    TextLimits,
     TextOutcome,
     TextQueueFullError,
     TextScheduler,
     TokenThresholds,
 )
-from offramp.generation.serving.step_loop import StepLoop
+from offramp.generation.serving.step_loop import StepLoop, limits_of
 from offramp.generation.serving.text_audits import TextAuditCounts, TextAudits
 from offramp.generation.serving.text_thread import TextThread
 from offramp.generation.stages.text_backend import TextBackend
@@ -137,15 +136,7 @@ class GeneratingModel:
         ValueError if the thresholds are for another number of stages.
         """
         options = options or TextOptions()
-        limits = TextLimits(
-            stages=backend.stages,
-            slots=backend.slots,
-            length=backend.length,
-            batch=options.batch,
-            ragged=backend.ragged,
-            longest_prompt=backend.longest_prompt,
-            prompt_in_slot=backend.prompt_in_slot,
-        )
+        limits = limits_of(backend, batch=options.batch)
         self._scheduler = TextScheduler(limits, options.policy, thresholds, queue=options.queue)
         self._steps = StepLoop(backend, self._scheduler, self._publish, clock)
         self._thread = TextThread(self._steps, self._break)

@@ -21,6 +21,7 @@ from offramp.generation.scheduling import (
     NewSequence,
     PrefillStep,
     TextCounter,
+    TextLimits,
     TextOutcome,
     TextScheduler,
     TokenStep,
@@ -34,6 +35,19 @@ _NEVER_S = float("inf")
 
 Publish: TypeAlias = Callable[[TextOutcome, EngineError | None], None]
 """Takes outcomes in order, and the error that made sequences fail; the lock is held."""
+
+
+def limits_of(backend: TextBackend, *, batch: int) -> TextLimits:
+    """Return what a scheduler has to know of a backend, for steps of at most ``batch`` rows."""
+    return TextLimits(
+        stages=backend.stages,
+        slots=backend.slots,
+        length=backend.length,
+        batch=batch,
+        ragged=backend.ragged,
+        longest_prompt=backend.longest_prompt,
+        prompt_in_slot=backend.prompt_in_slot,
+    )
 
 
 class StepLoop:
@@ -123,7 +137,7 @@ class StepLoop:
                 self._backend.open(slot, prompt)
             self._backend.prefill(step.slots)
             return (), ()
-        answers = self._backend.run(step.stage, step.slots)
+        answers = self._backend.run(step.stage, step.slots, step.limits)
         tokens, confidences = answers.tokens.tolist(), answers.confidences.tolist()
         if not len(tokens) == len(confidences) == len(step.slots):
             raise BackendError(

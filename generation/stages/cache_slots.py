@@ -7,13 +7,13 @@ Layers are filled to different lengths where tokens left before the deeper ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.generation.bundle.tensor_names import KINDS, CacheKind
+from offramp.generation.bundle.tensor_names import KINDS, CacheKind, stacked_name
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float32]
@@ -39,38 +39,97 @@ class Span(NamedTuple):
         return self.starts + self.counts
 
 
-class CacheSlots:
-    """Keys and values float32 [slots, heads, length, size] of some layers."""
+class _Part(NamedTuple):
+    """Caches of some layers of equal heads and size."""
 
-    def __init__(self, sizes: Sequence[tuple[int, int]], *, slots: int, length: int) -> None:
-        """Allocate them; ``sizes`` are heads and size of each layer."""
+    names: tuple[str, ...]
+    """Inputs that read them: keys and values of each layer in turn."""
+    output: str
+    """Output with what is new of all of them."""
+    held: FloatArray
+    """A view, [layers * 2, slots, heads, length, size]."""
+    firsts: IntArray
+    """[layers * 2, 1]: row of each one's slot 0 where both first axes are one."""
+
+
+class CacheSlots:
+    """Keys and values float32 [slots, heads, length, size] of some layers.
+
+    Those of equal heads and size are one array: to read or to write all of a stage is then one call
+    of numpy. One call for each layer took longer than the layers themselves.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        name: Callable[[int, CacheKind], str],
+        *,
+        slots: int,
+        length: int,
+    ) -> None:
+        """Allocate them; ``sizes`` are heads and size of each layer, ``name`` names inputs."""
         self.length = length
-        self._held: list[dict[CacheKind, FloatArray]] = [
-            {kind: np.zeros((slots, heads, length, size), np.float32) for kind in KINDS}
-            for heads, size in sizes
-        ]
+        self._sizes, self._name = tuple(sizes), name
+        self._held: dict[tuple[int, int], FloatArray] = {
+            size: np.zeros(
+                (2 * self._sizes.count(size), slots, size[0], length, size[1]), np.float32
+            )
+            for size in dict.fromkeys(sizes)
+        }
+        self._known: dict[range, list[_Part]] = {}
 
     @property
     def size_bytes(self) -> int:
         """Memory that all slots take."""
-        return sum(array.nbytes for layer in self._held for array in layer.values())
+        return sum(held.nbytes for held in self._held.values())
 
-    def read(self, layer: int, kind: CacheKind, slots: IntArray, longest: int) -> FloatArray:
-        """Copy the first positions of some slots: float32 [n, heads, longest, size].
+    def read(self, layers: range, slots: IntArray, longest: int) -> dict[str, FloatArray]:
+        """Copy the first positions of some slots: float32 [n, heads, longest, size] by input.
 
         What is beyond a slot's filled length is 0, or what a later position was.
         """
-        # Whole slots would be copied by held[slots] first, however short the sequences are.
-        return self._held[layer][kind][slots, :, :longest]
+        read: dict[str, FloatArray] = {}
+        for part in self._parts(layers):
+            count, _, heads, length, size = part.held.shape
+            flat = part.held.reshape(-1, heads, length, size)
+            # Whole slots would be copied by flat[rows] first, however short the sequences are.
+            copied = flat[(part.firsts + slots).reshape(-1), :, :longest]
+            each = copied.reshape(count, len(slots), heads, longest, size)
+            read |= zip(part.names, each, strict=True)
+        return read
 
-    def write(self, layer: int, kind: CacheKind, span: Span, new: FloatArray) -> None:
-        """Write new positions [n, heads, tokens, size], of each slot as many as the span has."""
-        held = self._held[layer][kind]
-        if np.all(span.counts == 1):
-            held[span.slots, :, span.starts] = new[:, :, 0]
-            return
-        for row, (slot, start, count) in enumerate(zip(*span, strict=True)):
-            held[slot, :, start : start + count] = new[row, :, :count]
+    def write(self, layers: range, span: Span, new: Mapping[str, FloatArray]) -> None:
+        """Write new positions of some layers, of each slot as many as the span has.
+
+        ``new`` has them as :func:`.stacked_name` tells.
+        """
+        for part in self._parts(layers):
+            stacked = new[part.output]
+            rows = stacked.reshape(len(part.held), len(span.slots), *stacked.shape[1:])
+            if rows.shape[3] == 1:
+                part.held[:, span.slots, :, span.starts] = rows[:, :, :, 0].swapaxes(0, 1)
+                continue
+            for row, (slot, start, count) in enumerate(zip(*span, strict=True)):
+                part.held[:, slot, :, start : start + count] = rows[:, row, :, :count]
+
+    def _parts(self, layers: range) -> list[_Part]:
+        """Return the caches of some layers, by their sizes."""
+        if layers not in self._known:
+            self._known[layers] = [
+                self._part(size, [n for n in layers if self._sizes[n] == size])
+                for size in dict.fromkeys(self._sizes[n] for n in layers)
+            ]
+        return self._known[layers]
+
+    def _part(self, size: tuple[int, int], layers: Sequence[int]) -> _Part:
+        first = 2 * self._sizes[: layers[0]].count(size)
+        held = self._held[size][first : first + 2 * len(layers)]
+        return _Part(
+            names=tuple(self._name(layer, kind) for layer in layers for kind in KINDS),
+            output=stacked_name(*size),
+            held=held,
+            firsts=(np.arange(len(held)) * held.shape[1])[:, None],
+        )
 
     def clear(self, slot: int, filled: int) -> None:
         """Set the first positions of a slot to 0.
@@ -78,9 +137,8 @@ class CacheSlots:
         Padding is masked, but 0 times what is no number is none: what a failed sequence left would
         spoil the next one of its slot.
         """
-        for layer in self._held:
-            for held in layer.values():
-                held[slot, :, :filled] = 0
+        for held in self._held.values():
+            held[:, slot, :, :filled] = 0
 
 
 def padded_rows(rows: Sequence[IntArray], width: int) -> IntArray:

@@ -1,10 +1,12 @@
 """The backend of generating models on ONNX Runtime, on the CPU.
 
-A stage is a session of its layers; all exits share one session of norm and LM head. Slots know how
-far each stage has come: a token of a stage is at its sequence's place, and every position between
-what the stage has filled and that place runs with it. With state propagation that is the token
-alone, as what it skips is filled when it leaves. With catch-up those are the earlier tokens that
-left before, whose states are kept.
+A stage is a session of its layers; exits share one session of norm and LM head, unless they have a
+head of their own. Where an exit has a judge, only tokens that leave run the head.
+
+Slots know how far each stage has come: a token of a stage is at its sequence's place, and every
+position between what the stage has filled and that place runs with it. With state propagation that
+is the token alone, as what it skips is filled when it leaves. With catch-up those are the earlier
+tokens that left before, whose states are kept.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,22 +28,44 @@ from offramp.generation.bundle.tensor_names import (
     ANSWER,
     CONFIDENCE,
     IDS,
-    KINDS,
     MASK,
     NEXT_STATE,
     POSITIONS,
+    PREVIOUS_STATE,
     SOURCE_MASK,
     STATE,
     cross_name,
-    new_name,
     past_name,
     size_name,
 )
 from offramp.generation.bundle.text_model import TextModel
 from offramp.generation.stages.cache_slots import CacheSlots, IntArray, Span, padded_rows
-from offramp.generation.stages.text_backend import TokenAnswers
+from offramp.generation.stages.text_backend import NO_TOKEN, TokenAnswers
 
 _CLOSED: Final = -1
+_ZERO: Final = np.float32(0)
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+
+
+class _Graph:
+    """A loaded graph, which takes of its inputs what it reads."""
+
+    def __init__(self, graph: LoadedGraph) -> None:
+        self.read = tuple(graph.read)
+        self.sizes = tuple(s for s in ("tokens", "past", "source") if size_name(s) in graph.read)
+        """Sizes that it reads from inputs of their own."""
+        self._given, self._execute = list(graph.given), graph.execute
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
+        outputs = self._execute(self._given, {name: feeds[name] for name in self.read}, None)
+        return dict(zip(self._given, outputs, strict=True))
+
+
+class _Source(NamedTuple):
+    """What a stage last read of prompts: it stays the same while the rows do."""
+
+    slots: IntArray
+    feeds: Arrays
 
 
 class OnnxTextBackend:
@@ -79,25 +103,30 @@ class OnnxTextBackend:
         self._catches_up = model.skipped == "catch-up"
         runtime = OnnxRuntimeBackend(threads=threads)
 
-        def load(name: str) -> LoadedGraph | None:
+        def load(name: str) -> _Graph | None:
             if not name:
                 return None
             try:
-                return runtime.load(read(name), weights)
+                return _Graph(runtime.load(read(name), weights))
             except Exception as error:  # ONNX Runtime's own classes derive from Exception only
                 reason = " ".join(str(error).split())
                 raise BackendError(f"{name} cannot be loaded: {reason}") from error
 
         self._segments = [_present(load(stage.file)) for stage in model.stages]
+        self._layers = [model.layers_of(stage) for stage in range(self.stages)]
         self._adapters = [load(stage.adapter) for stage in model.stages]
+        self._heads = [load(stage.head) for stage in model.stages]
+        self._judges = [load(stage.judge) for stage in model.stages]
         self._fills = [
             None if self._catches_up else load(stage.propagation) for stage in model.stages
         ]
         self._head, self._encoder = _present(load(model.head)), load(model.encoder)
-        self._caches = CacheSlots([(x.heads, x.size) for x in model.layers], slots=slots,
-                                  length=length)  # fmt: skip
+        self._caches = CacheSlots([(x.heads, x.size) for x in model.layers], past_name,
+                                  slots=slots, length=length)  # fmt: skip
         crossed = [(x.cross_heads, x.cross_size) for x in model.layers if x.cross_heads]
-        self._cross = CacheSlots(crossed, slots=slots, length=source_length)
+        self._cross = CacheSlots(crossed, cross_name, slots=slots, length=source_length)
+        self._sources: dict[int, _Source] = {}
+        """By stage."""
         self._source = np.zeros(slots, np.int64)
         """Tokens of the prompt of an encoder-decoder."""
         kept = length if self._catches_up else 1
@@ -109,7 +138,9 @@ class OnnxTextBackend:
         """Positions that have keys and values in the layers of a stage."""
         self._next = np.zeros(slots, np.int64)
         self._prompts: dict[int, IntArray] = {}
-        self._counts = dict.fromkeys(("prefilled", "propagated", "caught_up", "padding"), 0)
+        self._counts = dict.fromkeys(
+            ("prefilled", "propagated", "caught_up", "padding", "headed"), 0
+        )
         self._run_rows = [0] * self.stages
 
     @classmethod
@@ -167,19 +198,26 @@ class OnnxTextBackend:
             for part in self._alike(span):
                 self._prefill(span.part(part))
 
-    def run(self, stage: int, slots: Sequence[int]) -> TokenAnswers:
+    def run(
+        self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
+    ) -> TokenAnswers:
         """Run a stage for one token of each slot, and for those that have to catch up with it."""
         with _failures(f"stage {stage} on {len(slots)} rows"):
             rows = np.array(slots, np.int64)
             self._check_room(rows)
             starts = self._filled[stage, rows]
             span = Span(rows, starts, self._place[rows] + 1 - starts)
-            last = np.empty((len(rows), 1, self.model.width), np.float32)
-            for part in self._alike(span):
-                last[part] = self._advance(stage, span.part(part))
+            parts = [(part, self._advance(stage, span.part(part))) for part in self._alike(span)]
             self._run_rows[stage] += len(rows)
-            self._counts["caught_up"] += int((span.counts - 1).sum())
-            return self._answer(stage, last)
+            self._counts["caught_up"] += int(span.counts.sum()) - len(rows)
+            return self._answer(stage, _joined(parts, len(rows)), limits)
+
+    def states_behind(self, stage: int, slots: Sequence[int]) -> NDArray[np.float32]:
+        """Return the states behind a stage, but the last, that slots have just run: [n, width]."""
+        rows = np.array(slots, np.int64)
+        places = self._place[rows] if self._catches_up else 0
+        states: NDArray[np.float32] = self._states[stage][rows, places]
+        return states
 
     def leave(self, stage: int, slots: Sequence[int]) -> None:
         """Fill the layers that the tokens skip, unless later tokens catch up with them."""
@@ -207,6 +245,7 @@ class OnnxTextBackend:
         written = int(max(self._filled[:, slot].max(), self._place[slot] + 1))
         self._caches.clear(slot, written)
         self._cross.clear(slot, int(self._source[slot]))
+        self._forget_sources([slot])
         for states in self._states:
             states[slot, :written] = 0
         self._source[slot] = 0
@@ -217,13 +256,16 @@ class OnnxTextBackend:
     def close(self) -> None:
         """Free all graphs and caches; nothing can be run any more."""
         self._segments, self._adapters, self._fills, self._states = [], [], [], []
+        self._heads, self._judges = [], []
         del self._head, self._encoder
-        self._caches = self._cross = CacheSlots([], slots=0, length=0)
+        self._sources = {}
+        self._caches = self._cross = CacheSlots([], past_name, slots=0, length=0)
 
     def statistics(self) -> dict[str, Any]:
         """Return counts of tokens: prefilled, propagated and caught up with, and rows by stage.
 
-        ``padding`` are places of shorter prompts that ran beside longer ones.
+        ``padding`` are places of shorter prompts that ran next to longer ones, ``headed`` the rows
+        that a head ran for.
         """
         used = int((self._place != _CLOSED).sum())
         held = self._caches.size_bytes + self._cross.size_bytes
@@ -242,9 +284,9 @@ class OnnxTextBackend:
         for start in range(0, longest, width):  # of prompts of one length, where that is 1
             counts = np.minimum(span.counts - start, width)
             now = Span(span.slots, span.starts + start, counts)
-            fed: dict[str, NDArray[Any]] = {IDS: ids[:, start : start + width]}
+            fed: Arrays = {IDS: ids[:, start : start + width]}
             for stage in range(self.stages):
-                fed = {STATE: self._step(stage, now, fed)}
+                fed = {STATE: self._step(stage, now, fed)[NEXT_STATE]}
         self._filled[:, span.slots] = span.ends
         self._count_padded(span)
 
@@ -256,25 +298,33 @@ class OnnxTextBackend:
             self._source[part.slots] = part.counts
             longest = int(part.counts.max())
             ids = padded_rows([self._prompts[slot] for slot in part.slots], longest)
-            new = _run(self._encoder, {IDS: ids, MASK: _filled_mask(part.counts, longest)})
-            for layer in range(len(self.model.layers)):
-                for kind in KINDS:
-                    self._cross.write(layer, kind, part, new[cross_name(layer, kind)])
+            new = self._encoder.run({IDS: ids, MASK: _filled_mask(part.counts, longest)})
+            self._forget_sources(part.slots.tolist())
+            self._cross.write(range(len(self.model.layers)), part, new)
             self._count_padded(part)
 
-    def _advance(self, stage: int, span: Span) -> NDArray[np.float32]:
-        """Run a stage up to the token of each slot; gives the states of those [n, 1, width]."""
+    def _advance(self, stage: int, span: Span) -> Arrays:
+        """Run a stage up to the token of each slot; return the states of those [n, 1, width].
+
+        Under ``state``, and ``previous_state`` where the exit reads that.
+        """
         width = int(span.counts.max())
         for start in range(0, width, 1 if not self.model.several else width):
             now = span
             if not self.model.several:
                 now = Span(span.slots, span.starts + start, np.ones_like(span.counts))
-            states = self._step(stage, now, self._entering(stage, now))
-            self._keep(stage, now, states)
+            given = self._step(stage, now, self._entering(stage, now))
+            self._keep(stage, now, given[NEXT_STATE])
         self._filled[stage, span.slots] = span.ends
-        return states[np.arange(len(now.slots)), now.counts - 1][:, None]
+        ends = {STATE: given[NEXT_STATE]}
+        if PREVIOUS_STATE in given:
+            ends[PREVIOUS_STATE] = given[PREVIOUS_STATE]
+        if ends[STATE].shape[1] == 1:
+            return ends
+        places = np.arange(len(now.slots)), now.counts - 1
+        return {name: states[places][:, None] for name, states in ends.items()}
 
-    def _entering(self, stage: int, span: Span) -> dict[str, NDArray[Any]]:
+    def _entering(self, stage: int, span: Span) -> Arrays:
         """Gather what enters a stage; behind a row's last position that one again, as padding."""
         if stage == 0:
             return {IDS: self._next[span.slots][:, None]}
@@ -294,55 +344,74 @@ class OnnxTextBackend:
         for row, (slot, start, count) in enumerate(zip(*span, strict=True)):
             kept[slot, start : start + count] = states[row, :count]
 
-    def _step(self, stage: int, span: Span, fed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    def _step(self, stage: int, span: Span, fed: Arrays) -> Arrays:
         """Run the layers of a stage on a span of new positions, and write their caches.
 
-        ``fed`` are tokens or states [n, tokens, ...] of which each row has its count. Gives the
-        next states, of which those of padding mean nothing.
+        ``fed`` are tokens or states [n, tokens, ...] of which each row has its count. Returns what
+        the graph does; of states, those of padding mean nothing.
         """
-        graph, layers = self._segments[stage], self.model.layers_of(stage)
+        graph, layers = self._segments[stage], self._layers[stage]
         past, tokens = int(span.starts.max()), next(iter(fed.values())).shape[1]
-        feeds = self._sizes(span, tokens) | dict(fed)
+        feeds = fed | self._caches.read(layers, span.slots, past) | self._sizes(graph, span, tokens)
+        if self._encoder is not None:
+            feeds |= self._source_feeds(stage, span.slots)
         if MASK in graph.read:
-            masks = _filled_mask(span.starts, past), _filled_mask(span.counts, tokens)
-            feeds[MASK] = np.concatenate(masks, 1)
+            feeds[MASK] = _step_mask(span, past, tokens)
         if POSITIONS in graph.read:
             feeds[POSITIONS] = _places(span, tokens)
-        source = int(self._source[span.slots].max())
-        feeds[SOURCE_MASK] = _filled_mask(self._source[span.slots], source)
-        for layer in layers:
-            for kind in KINDS:
-                feeds[past_name(layer, kind)] = self._caches.read(layer, kind, span.slots, past)
-                if self._encoder is not None:
-                    keys = self._cross.read(layer, kind, span.slots, source)
-                    feeds[cross_name(layer, kind)] = keys
-        given = _run(graph, feeds)
-        self._write(layers, span, given)
-        states: NDArray[np.float32] = given[NEXT_STATE]
-        return states
+        given = graph.run(feeds)
+        self._caches.write(layers, span, given)
+        return given
 
-    def _fill(self, graph: LoadedGraph, stage: int, span: Span) -> None:
+    def _source_feeds(self, stage: int, slots: IntArray) -> Arrays:
+        """Return the keys and values of prompts, and their mask, copied where the rows changed."""
+        known = self._sources.get(stage)
+        if known is None or not np.array_equal(known.slots, slots):
+            counts = self._source[slots]
+            longest = int(counts.max())
+            feeds = self._cross.read(self._layers[stage], slots, longest)
+            known = _Source(slots, {**feeds, SOURCE_MASK: _filled_mask(counts, longest)})
+            self._sources[stage] = known
+        return known.feeds
+
+    def _forget_sources(self, slots: Sequence[int]) -> None:
+        """Forget what stages read of prompts that change."""
+        kept = self._sources.items()
+        self._sources = {n: one for n, one in kept if not np.isin(one.slots, slots).any()}
+
+    def _fill(self, graph: _Graph, stage: int, span: Span) -> None:
         """Make keys and values of the state that left behind a stage, in all later layers."""
-        feeds = self._sizes(span, 1)
+        feeds = self._sizes(graph, span, 1)
         feeds |= {STATE: self._states[stage][span.slots], POSITIONS: span.starts[:, None]}
         layers = range(self.model.stages[stage].end, len(self.model.layers))
-        self._write(layers, span, _run(graph, feeds))
+        self._caches.write(layers, span, graph.run(feeds))
 
-    def _write(self, layers: range, span: Span, given: Mapping[str, NDArray[Any]]) -> None:
-        for layer in layers:
-            for kind in KINDS:
-                self._caches.write(layer, kind, span, given[new_name(layer, kind)])
+    def _answer(self, stage: int, ends: Arrays, limits: Sequence[float] | None) -> TokenAnswers:
+        """Ask the exit of a stage, or the model's end, what the states [n, 1, width] say."""
+        judge, states = self._judges[stage], ends[STATE]
+        if judge is None:
+            given = self._read_off(stage, states)
+            # What is no number is never sure.
+            sure = np.fmax(given[CONFIDENCE], _ZERO)
+            if stage == self.stages - 1:
+                sure = np.ones_like(sure)
+            return TokenAnswers(given[ANSWER], sure)
+        sure = np.fmax(judge.run(ends)[CONFIDENCE], _ZERO)
+        leaving = np.flatnonzero(sure >= np.asarray(0.0 if limits is None else limits))
+        tokens = np.full(len(sure), NO_TOKEN)
+        if leaving.size:
+            tokens[leaving] = self._read_off(stage, states[leaving])[ANSWER]
+        return TokenAnswers(tokens, sure)
 
-    def _answer(self, stage: int, last: NDArray[np.float32]) -> TokenAnswers:
-        """Run the head on the state of the last token [n, 1, width]."""
-        adapter = self._adapters[stage]
-        state = last if adapter is None else _run(adapter, {STATE: last})[NEXT_STATE]
-        given = _run(self._head, {STATE: state})
-        # What is no number is never sure.
-        sure = np.fmax(given[CONFIDENCE], np.float32(0))
-        if stage == self.stages - 1:
-            sure = np.ones_like(sure)
-        return TokenAnswers(given[ANSWER], sure)
+    def _read_off(self, stage: int, states: NDArray[np.float32]) -> Arrays:
+        """Run the head of an exit, or the shared one on what its adapter makes of the states."""
+        self._counts["headed"] += len(states)
+        head, adapter = self._heads[stage], self._adapters[stage]
+        if head is not None:
+            return head.run({STATE: states})
+        if adapter is not None:
+            states = adapter.run({STATE: states})[NEXT_STATE]
+        return self._head.run({STATE: states})
 
     def _alike(self, span: Span) -> Iterator[NDArray[np.intp] | slice]:
         """Yield the rows that may share a step: all, or those of equal lengths."""
@@ -350,11 +419,13 @@ class OnnxTextBackend:
         keys += [] if self.ragged and self.model.several else [span.counts]
         yield from _equal_rows(*keys) if len(span.slots) else []
 
-    def _sizes(self, span: Span, tokens: int) -> dict[str, NDArray[Any]]:
-        """Return the sizes that some graphs read from inputs of their own."""
-        source = int(self._source[span.slots].max())
-        sizes = {"tokens": tokens, "past": int(span.starts.max()), "source": source}
-        return {size_name(k): np.array([v], np.int64) for k, v in sizes.items()}
+    def _sizes(self, graph: _Graph, span: Span, tokens: int) -> Arrays:
+        """Return the sizes that a graph reads from inputs of their own."""
+        if not graph.sizes:
+            return {}
+        past, source = int(span.starts.max()), int(self._source[span.slots].max())
+        sizes = {"tokens": tokens, "past": past, "source": source}
+        return {size_name(name): np.array([sizes[name]]) for name in graph.sizes}
 
     def _count_padded(self, span: Span) -> None:
         self._counts["prefilled"] += int(span.counts.sum())
@@ -391,13 +462,26 @@ def _filled_mask(counts: IntArray, width: int) -> IntArray:
     return (np.arange(width) < counts[:, None]).astype(np.int64)
 
 
-def _run(graph: LoadedGraph, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    names = list(graph.given)
-    outputs = graph.execute(names, {name: feeds[name] for name in graph.read}, None)
-    return dict(zip(names, outputs, strict=True))
+def _step_mask(span: Span, past: int, tokens: int) -> IntArray:
+    """Return int64 [n, past + tokens]: 1 for what is filled, and for the new positions."""
+    mask = np.empty((len(span.slots), past + tokens), np.int64)
+    np.less(np.arange(past), span.starts[:, None], out=mask[:, :past])
+    np.less(np.arange(tokens), span.counts[:, None], out=mask[:, past:])
+    return mask
 
 
-def _present(graph: LoadedGraph | None) -> LoadedGraph:
+def _joined(parts: Sequence[tuple[NDArray[np.intp] | slice, Arrays]], rows: int) -> Arrays:
+    """Put rows that ran apart in their order again."""
+    if len(parts) == 1:
+        return parts[0][1]
+    joined = {k: np.empty((rows, *v.shape[1:]), v.dtype) for k, v in parts[0][1].items()}
+    for part, arrays in parts:
+        for name, array in arrays.items():
+            joined[name][part] = array
+    return joined
+
+
+def _present(graph: _Graph | None) -> _Graph:
     assert graph is not None, "a manifest names the graphs of layers and head"
     return graph
 

@@ -14,17 +14,20 @@ and no tensors. All methods are called from one thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+NO_TOKEN: Final = -1
+"""In the place of a token that was not computed."""
 
 
 class TokenAnswers(NamedTuple):
     """What a stage says of the next token of each row."""
 
     tokens: NDArray[np.int64]
-    """[n]: the most likely next token."""
+    """[n]: the most likely next token; may be ``NO_TOKEN`` where the row does not leave."""
     confidences: NDArray[np.float32]
     """[n]: how sure the exit is, 0 to 1; 1 at the model's end."""
 
@@ -68,8 +71,14 @@ class TextBackend(Protocol):
         """
         ...
 
-    def run(self, stage: int, slots: Sequence[int]) -> TokenAnswers:
-        """Run a stage for one token of each slot: each has come to it, and is there once."""
+    def run(
+        self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
+    ) -> TokenAnswers:
+        """Run a stage for one token of each slot: each has come to it, and is there once.
+
+        ``limits`` are the least confidence that each leaves with, by which an exit that knows it
+        before the token need not compute the others; ``None`` asks for all tokens.
+        """
         ...
 
     def leave(self, stage: int, slots: Sequence[int]) -> None:

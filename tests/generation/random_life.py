@@ -19,14 +19,13 @@ from offramp.generation.scheduling import (
     NewSequence,
     RefillPolicy,
     SequenceEnd,
-    TextLimits,
     TextOutcome,
     TextQueueFullError,
     TextScheduler,
     TogetherPolicy,
     TokenThresholds,
 )
-from offramp.generation.serving.step_loop import StepLoop
+from offramp.generation.serving.step_loop import StepLoop, limits_of
 from offramp.generation.stages.text_backend import TextBackend
 from tests.generation.scripted_backend import ScriptedTextBackend, Tokens
 
@@ -63,6 +62,7 @@ def drawn_backend(draw: random.Random, batch: int) -> ScriptedTextBackend:
         ragged=draw.random() < 0.5,
         prompt_in_slot=draw.random() < 0.5,
         batch=batch,
+        judges=draw.random() < 0.5,
     )
 
 
@@ -88,14 +88,7 @@ class Life:
         batch = draw.randint(1, 6)
         self.backend = backend = backend or drawn_backend(draw, batch)
         backend.on_call = self.call
-        self.limits = TextLimits(
-            stages=backend.stages,
-            slots=backend.slots,
-            length=backend.length,
-            batch=batch,
-            ragged=backend.ragged,
-            prompt_in_slot=backend.prompt_in_slot,
-        )
+        self.limits = limits_of(backend, batch=batch)
         refill = RefillPolicy(patience=draw.choice([1, 3, 64]))
         self.scheduler = TextScheduler(
             self.limits,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.engine.common.errors import BackendError
 from offramp.generation.scheduling import TokenThresholds
-from offramp.generation.stages.text_backend import TokenAnswers
+from offramp.generation.stages.text_backend import NO_TOKEN, TokenAnswers
 
 VOCABULARY = 12
 Tokens = tuple[int, ...]
@@ -50,6 +50,8 @@ class ScriptedTextBackend:
     vocabulary: int = VOCABULARY
     batch: int = 4
     """Rows that a call must not exceed."""
+    judges: bool = False
+    """Whether tokens below their limits are left out."""
     propagates: bool = True
     """Whether where tokens left changes what follows."""
     on_call: Callable[[str, Sequence[int]], None] = lambda _method, _slots: None
@@ -108,7 +110,9 @@ class ScriptedTextBackend:
         for row in rows:
             row.ready = True
 
-    def run(self, stage: int, slots: Sequence[int]) -> TokenAnswers:
+    def run(
+        self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
+    ) -> TokenAnswers:
         rows = self._rows(slots)
         for row in rows:
             assert row.ready and row.stage == stage, (row, stage)
@@ -119,6 +123,11 @@ class ScriptedTextBackend:
         self._may_fail("run", slots)
         self.calls.append(("run", stage, len(slots)))
         said = [self.say(row.prompt, tuple(row.tokens), tuple(row.depths), stage) for row in rows]
+        if self.judges and limits is not None:
+            said = [
+                (token if confidence >= limit else NO_TOKEN, confidence)
+                for (token, confidence), limit in zip(said, limits, strict=True)
+            ]
         for row, (token, confidence) in zip(rows, said, strict=True):
             row.stage = stage + 1
             row.answered = TokenAnswers(np.array([token]), np.array([confidence], np.float32))
@@ -140,6 +149,7 @@ class ScriptedTextBackend:
     def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         rows = self._rows(slots)
         assert len(tokens) == len(slots)
+        assert NO_TOKEN not in tokens, "a token that was not computed"
         for row in rows:
             assert row.answered is not None
         self._may_fail("accept", slots)

@@ -6,11 +6,27 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offramp.generation.bundle.tensor_names import KINDS
+from offramp.generation.bundle.tensor_names import KINDS, past_name, stacked_name
 from offramp.generation.stages.cache_slots import CacheSlots, Span, padded_rows
 
-SIZES = ((2, 3), (1, 4))
+SIZES = ((2, 3), (1, 4), (2, 3), (2, 3))
 SLOTS, LENGTH = 5, 9
+
+PARTS = (range(1), range(1, 3), range(3, 4))
+"""Layers that are written and read together."""
+
+
+def slots_of(count: int = SLOTS) -> CacheSlots:
+    return CacheSlots(SIZES, past_name, slots=count, length=LENGTH)
+
+
+def stacked(layers: range, new: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """What is new of some layers, as graphs return it."""
+    alike: dict[str, list[NDArray[np.float32]]] = {}
+    for layer in layers:
+        for kind in KINDS:
+            alike.setdefault(stacked_name(*SIZES[layer]), []).append(new[past_name(layer, kind)])
+    return {name: np.concatenate(arrays) for name, arrays in alike.items()}
 
 
 def drawn(rng: np.random.Generator, filled: NDArray[np.int64]) -> Span:
@@ -25,7 +41,7 @@ def drawn(rng: np.random.Generator, filled: NDArray[np.int64]) -> Span:
 @pytest.mark.parametrize("seed", range(5))
 def test_slots_hold_what_was_written(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    cache = CacheSlots(SIZES, slots=SLOTS, length=LENGTH)
+    cache = slots_of()
     filled = np.zeros(SLOTS, np.int64)
     right = {
         (layer, kind): np.zeros((SLOTS, heads, LENGTH, size), np.float32)
@@ -41,34 +57,42 @@ def test_slots_hold_what_was_written(seed: int) -> None:
                 array[slot] = 0
             continue
         span = drawn(rng, filled)
+        new: dict[str, NDArray[np.float32]] = {}
         for (layer, kind), array in right.items():
             heads, size = SIZES[layer]
             shape = (len(span.slots), heads, int(span.counts.max()), size)
-            new = rng.standard_normal(shape).astype(np.float32)
-            cache.write(layer, kind, span, new)
+            rows = rng.standard_normal(shape).astype(np.float32)
+            new[past_name(layer, kind)] = rows
             for row, slot in enumerate(span.slots):
                 count = span.counts[row]
-                array[slot, :, filled[slot] : filled[slot] + count] = new[row, :, :count]
+                array[slot, :, filled[slot] : filled[slot] + count] = rows[row, :, :count]
+        for layers in PARTS:
+            cache.write(layers, span, stacked(layers, new))
         filled[span.slots] = span.ends
         slots = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)]
         longest = int(filled[slots].max())
+        found = {}
+        for layers in PARTS:
+            part = cache.read(layers, slots, longest)
+            assert part.keys() == {past_name(layer, kind) for layer in layers for kind in KINDS}
+            found |= part
         for (layer, kind), array in right.items():
-            found = cache.read(layer, kind, slots, longest)
-            assert found.flags.c_contiguous
-            np.testing.assert_array_equal(found, array[slots, :, :longest])
+            one = found[past_name(layer, kind)]
+            assert one.flags.c_contiguous
+            np.testing.assert_array_equal(one, array[slots, :, :longest])
 
 
 def test_what_is_read_is_a_copy() -> None:
-    cache = CacheSlots(SIZES, slots=2, length=LENGTH)
+    cache = slots_of(2)
     slots = np.array([0, 1])
-    cache.read(0, "key", slots, 4)[:] = 1
-    assert not cache.read(0, "key", slots, 4).any()
-    assert cache.read(0, "key", slots, 0).shape == (2, 2, 0, 3)
+    cache.read(range(1), slots, 4)["past.0.key"][:] = 1
+    assert not cache.read(range(1), slots, 4)["past.0.key"].any()
+    assert cache.read(range(1), slots, 0)["past.0.key"].shape == (2, 2, 0, 3)
 
 
 def test_sizes_are_those_of_both_kinds() -> None:
-    cache = CacheSlots(SIZES, slots=SLOTS, length=LENGTH)
-    assert cache.size_bytes == 2 * 4 * SLOTS * LENGTH * (2 * 3 + 1 * 4)
+    cache = slots_of()
+    assert cache.size_bytes == 2 * 4 * SLOTS * LENGTH * (3 * 2 * 3 + 1 * 4)
     assert cache.length == LENGTH
 
 

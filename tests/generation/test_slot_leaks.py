@@ -58,8 +58,10 @@ class BrittleTextBackend:
     def prefill(self, slots: Sequence[int]) -> None:
         self._call("prefill", slots, slots)
 
-    def run(self, stage: int, slots: Sequence[int]) -> TokenAnswers:
-        answers: TokenAnswers = self._call("run", slots, stage, slots)
+    def run(
+        self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
+    ) -> TokenAnswers:
+        answers: TokenAnswers = self._call("run", slots, stage, slots, limits)
         return answers
 
     def leave(self, stage: int, slots: Sequence[int]) -> None:
@@ -151,5 +153,5 @@ def test_sequences_in_onnx_runtime_leave_empty_caches(name: str, skipped: Any) -
     assert len({depth for depths in life.depths.values() for depth in depths}) > 1
     assert inner.statistics()["slots_used"] == 0
     assert not inner._prompts
-    caches = [a for slots in (inner._caches, inner._cross) for x in slots._held for a in x.values()]
+    caches = [a for slots in (inner._caches, inner._cross) for a in slots._held.values()]
     assert not any(array.any() for array in (*caches, *inner._states))

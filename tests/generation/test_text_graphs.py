@@ -24,6 +24,7 @@ from offramp.generation.bundle.tensor_names import (
     cross_name,
     new_name,
     past_name,
+    stacked_name,
 )
 from offramp.generation.graphs.decoder_cut import DecoderCut
 from offramp.generation.graphs.decoder_export import decoder_of
@@ -62,6 +63,15 @@ def run(model: onnx.ModelProto | bytes, feeds: dict[str, Any]) -> dict[str, NDAr
     taken = {i.name: feeds[i.name] for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     return dict(zip(names, session.run(None, taken), strict=True))
+
+
+def parted(given: dict[str, NDArray[Any]], start: int, end: int) -> dict[str, NDArray[Any]]:
+    """Outputs of layers, with keys and values of each."""
+    rest = dict(given)
+    names = [new_name(n, kind) for n in range(start, end) for kind in KINDS]
+    return rest | dict(
+        zip(names, np.split(rest.pop(stacked_name(HEADS, SIZE)), len(names)), strict=True)
+    )
 
 
 def feeds_of(*, encodes: bool) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def test_segments_chained_compute_what_the_model_does(made_with: dict[str, Any])
     for ends in ([1, 2, 3, 4], [2, 4], [4]):
         fed = dict(feeds)
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            given = run(segment_graph(cut, start, end), fed)
+            given = parted(run(segment_graph(cut, start, end), fed), start, end)
             layers = [new_name(n, kind) for n in range(start, end) for kind in KINDS]
             assert sorted(given) == sorted([NEXT_STATE, *layers])
             for name in layers:
@@ -145,15 +155,17 @@ def test_propagation_of_true_states_gives_the_true_keys_and_values(
     cut = cut_of(made_with)
     feeds, right = truth(made_with)
     for n in range(1, LAYERS):
-        given = run(propagation_graph(cut, n, n + 1), feeds | {STATE: right[f"state {n}"]})
+        fed = feeds | {STATE: right[f"state {n}"]}
+        given = parted(run(propagation_graph(cut, n, n + 1), fed), n, n + 1)
         assert sorted(given) == [new_name(n, kind) for kind in KINDS]
         for name, new in given.items():
             np.testing.assert_allclose(new, right[name], atol=TOLERANCE)
     state = feeds | {STATE: right["state 1"]}
-    whole = run(propagation_graph(cut, 1, LAYERS), state)
+    whole = parted(run(propagation_graph(cut, 1, LAYERS), state), 1, LAYERS)
     assert len(whole) == 2 * (LAYERS - 1)
     for n in range(1, LAYERS):
-        for name, new in run(propagation_graph(cut, n, n + 1), state).items():
+        one = run(propagation_graph(cut, n, n + 1), state)
+        for name, new in parted(one, n, n + 1).items():
             np.testing.assert_array_equal(whole[name], new)
 
 
@@ -200,7 +212,7 @@ def adapter(scale: float) -> onnx.ModelProto:
 def test_an_adapter_changes_its_exit_and_nothing_else(tmp_path: Path) -> None:
     path = write(exported(), tmp_path)
     graphs = cut_at(path, adapters=[adapter(-1.0), None])
-    assert graphs.model.stages[0].adapter == "adapters/00.onnx"
+    assert graphs.model.stages[0].adapter == "adapter/00.onnx"
     told = []
     for one in (graphs, graphs_of()):
         backend = backend_of(one, slots=3)

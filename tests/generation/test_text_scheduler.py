@@ -19,6 +19,7 @@ from offramp.generation.scheduling import (
     TokenStep,
     TokenThresholds,
 )
+from offramp.generation.scheduling.thresholds import OFF
 
 SURE, UNSURE = 0.9, 0.1
 
@@ -92,7 +93,7 @@ def test_prompts_run_apart_from_tokens_and_tokens_leave_by_confidence() -> None:
     driven.submit(0, 1, most=2)
     assert driven.prefill().sequences == (0, 1)
     first = driven.next()
-    assert first == TokenStep(0, (0, 1), (0, 1))
+    assert first == TokenStep(0, (0, 1), (0, 1), (0.5, 0.5))
     assert isinstance(first, TokenStep)
     outcome = driven.answer(first, SURE, UNSURE, token=5)
     assert [(row.sequence, row.slot, row.token) for row in outcome.accepted] == [(0, 0, 5)]
@@ -100,6 +101,7 @@ def test_prompts_run_apart_from_tokens_and_tokens_leave_by_confidence() -> None:
     second = driven.next()
     assert isinstance(second, TokenStep)
     assert (second.stage, second.sequences) == (1, (1,))  # the deepest of equals
+    assert second.limits == (0.0,)
     outcome = driven.answer(second, UNSURE, token=6)  # all leave at the model's end
     assert outcome.left_at is None
     assert outcome.accepted[0].token == 6
@@ -279,12 +281,13 @@ def test_a_batch_that_failed_runs_again_alone_and_who_breaks_it_fails_alone() ->
     assert driven.prefill().sequences == (1,)
     again = driven.next()
     assert isinstance(again, TokenStep)
-    assert again.sequences == (0,)
+    assert (again.sequences, again.limits) == ((0,), (0.0,))  # it left here
     replayed = driven.answer(again, UNSURE, token=9)
     assert replayed.left_at == 0  # as before, and with the token of then
     assert [row.token for row in replayed.accepted] == [5]
     assert replayed.given == ()
-    assert driven.stage(SURE, token=9).sequences == (1,)  # went on before
+    went_on = driven.stage(SURE, token=9)
+    assert (went_on.sequences, went_on.limits) == ((1,), (OFF,))
     assert driven.stage(token=9).stage == 1
     alone = driven.stage(token=7)
     assert (alone.stage, alone.sequences) == (0, (0,))
@@ -417,7 +420,8 @@ def test_sequences_keep_the_thresholds_that_they_began_under() -> None:
     driven.scheduler.swap(TokenThresholds(version=8, by_stage=(0.95,)))
     driven.submit(1, most=1)
     driven.prefill()
-    assert driven.stage(SURE, SURE).stage == 0
+    both = driven.stage(SURE, SURE)
+    assert (both.stage, both.limits) == (0, (0.5, 0.95))
     assert driven.tokens == {0: [(1, 0)]}
     driven.stage(), driven.stage()
     assert driven.versions == {0: 7, 1: 8}

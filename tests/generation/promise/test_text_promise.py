@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from offramp.certify.decision import MODEL_END, NEVER, FloatArray
+from offramp.certify.decision import MODEL_END, NEVER, FloatArray, IntArray
 from offramp.generation.promise.dissimilarity import differs, edit_distance
 from offramp.generation.promise.text_promise import (
+    TextLosses,
     TextPromise,
     TextRisk,
     certify_levels,
     keeps,
-    records_losses,
 )
 from offramp.generation.promise.text_records import TextRecords
 
@@ -58,78 +58,80 @@ def test_prompts_have_to_fill_the_tokens(starts: list[int]) -> None:
         TextRecords(starts=np.array(starts), confidences=whole.confidences, agrees=whole.agrees)
 
 
+def level(losses: FloatArray, tokens: int | IntArray = 20) -> TextLosses:
+    """Losses of prompts with so many tokens."""
+    counts = np.broadcast_to(np.asarray(tokens, np.int64), losses.shape)
+    return TextLosses(losses=losses, tokens=counts)
+
+
 def test_whole_outputs_are_certified_as_the_binomial_tail_says() -> None:
     promise = TextPromise(risk=TextRisk.TEXTS, bound=0.01)
-    lengths = np.full(2000, 20)
     losses = np.zeros(2000)
     losses[:12] = 1.0
-    assert keeps(losses, promise, lengths)
+    assert keeps(level(losses), promise)
     losses[12] = 1.0
-    assert not keeps(losses, promise, lengths), "2,000 prompts allow 12 at 1 % and 95 %"
+    assert not keeps(level(losses), promise), "2,000 prompts allow 12 at 1 % and 95 %"
 
 
 def test_the_last_level_that_passes_in_turn_is_taken() -> None:
     promise = TextPromise(risk=TextRisk.TEXTS, bound=0.1)
-    lengths = np.full(400, 5)
     counts = iter((0, 10, 200, 0))
     asked = []
 
-    def losses() -> Iterator[FloatArray]:
+    def levels() -> Iterator[TextLosses]:
         for count in counts:
             asked.append(count)
-            yield (np.arange(400) < count).astype(np.float64)
+            yield level((np.arange(400) < count).astype(np.float64))
 
-    found = certify_levels(losses(), promise, lengths)
+    found = certify_levels(levels(), promise)
     assert found is not None
     assert (found.level, found.risk, found.prompts) == (1, 10 / 400, 400)
     assert asked == [0, 10, 200], "nothing is tested behind a level that failed"
-    assert certify_levels([np.ones(400)], promise, lengths) is None
+    assert certify_levels([level(np.ones(400))], promise) is None
 
 
 @pytest.mark.parametrize("risk", list(TextRisk))
 def test_a_risk_at_the_bound_passes_in_no_more_than_delta(risk: TextRisk) -> None:
-    """2,000 draws of 300 prompts whose true risk is the bound, with tokens that fail together."""
+    """2,000 draws of 300 prompts whose true risk is the bound; wrong answers are longer ones."""
     rng = np.random.default_rng(0)
     promise = TextPromise(risk=risk, bound=0.05, confidence_level=0.9, most_tokens=30)
     passed = 0
     for _ in range(2000):
-        lengths = rng.integers(1, 30, 300)
-        bad = rng.random(300) < 0.1
         if risk is TextRisk.TOKENS:
-            losses = np.where(bad, 0.5 * lengths, 0.0)
+            bad = rng.random(300) < 0.5
+            tokens = np.where(bad, rng.integers(8, 14, 300), rng.integers(7, 13, 300))
+            passed += keeps(level(bad.astype(np.float64), tokens), promise)
         else:
-            losses = np.where(bad, 0.5, 0.0)
-        passed += keeps(losses, promise, lengths)
+            passed += keeps(level(np.where(rng.random(300) < 0.1, 0.5, 0.0)), promise)
     assert 0 < passed <= 0.1 * 2000
 
 
 def test_a_small_risk_is_certified_with_few_prompts() -> None:
     rng = np.random.default_rng(1)
-    lengths = rng.integers(10, 40, 2000)
-    wrong = rng.binomial(lengths, 0.004).astype(np.float64)
-    assert keeps(wrong, TextPromise(risk=TextRisk.TOKENS, bound=0.01), lengths)
-    assert not keeps(3 * wrong, TextPromise(risk=TextRisk.TOKENS, bound=0.01), lengths)
+    promise = TextPromise(risk=TextRisk.TOKENS, bound=0.01)
+    tokens = rng.integers(10, 40, 400)
+    wrong = (rng.random(400) < 0.004 * tokens).astype(np.float64)
+    assert keeps(level(wrong, tokens), promise)
+    assert not keeps(level((rng.random(400) < 0.02 * tokens).astype(np.float64), tokens), promise)
     small = np.where(rng.random(2000) < 0.05, 0.1, 0.0)
-    assert keeps(small, TextPromise(risk=TextRisk.TEXTS, bound=0.01), lengths)
+    assert keeps(level(small), TextPromise(risk=TextRisk.TEXTS, bound=0.01))
+
+
+def test_the_risk_is_by_tokens_or_by_answers() -> None:
+    seen = level(np.array([1.0, 0.0]), np.array([4, 6]))
+    assert (seen.risk(TextRisk.TOKENS), seen.risk(TextRisk.TEXTS)) == (0.1, 0.5)
+    assert seen.take(np.array([1])).risk(TextRisk.TEXTS) == 0
 
 
 def test_lengths_beyond_what_was_said_are_refused() -> None:
     promise = TextPromise(risk=TextRisk.TOKENS, bound=0.1, most_tokens=9)
     with pytest.raises(ValueError, match=r"10 tokens.*9"):
-        keeps(np.zeros(2), promise, np.array([3, 10]))
+        keeps(level(np.zeros(2), np.array([3, 10])), promise)
 
 
-def test_losses_of_a_path_follow_from_records() -> None:
-    path = [np.array([NEVER, NEVER]), np.array([0.75, 0.7])]
-    told = [loss.tolist() for loss in records_losses(records(), path, TextRisk.TOKENS)]
-    assert told == [[0.0, 0.0], [1.0, 0.0]]
-    told = [loss.tolist() for loss in records_losses(records(), path, TextRisk.TEXTS)]
-    assert told == [[0.0, 0.0], [1.0, 0.0]]
-
-
-def test_dissimilarities_must_be_shares() -> None:
+def test_losses_must_be_shares() -> None:
     with pytest.raises(ValueError, match="from 0 to 1"):
-        keeps(np.array([2.0]), TextPromise(risk=TextRisk.TEXTS, bound=0.1), np.array([1]))
+        keeps(level(np.array([2.0])), TextPromise(risk=TextRisk.TEXTS, bound=0.1))
 
 
 @pytest.mark.parametrize(

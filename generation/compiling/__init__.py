@@ -1,0 +1,1 @@
+"""Compiling a model that generates text: prompts in, a generating bundle out."""

@@ -1,0 +1,113 @@
+"""Answers to many prompts, by the scheduler and the loop that serve, without a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from offramp.compiler.common.progress import Advance
+from offramp.engine.common.errors import BackendError, EngineError
+from offramp.generation.compiling.prompts import Tokens
+from offramp.generation.promise.dissimilarity import Dissimilarity
+from offramp.generation.promise.text_promise import TextLosses, TextRisk
+from offramp.generation.scheduling import (
+    NewSequence,
+    RefillPolicy,
+    StepPolicy,
+    TextOutcome,
+    TextScheduler,
+    TokenThresholds,
+)
+from offramp.generation.serving.step_loop import StepLoop, limits_of
+from offramp.generation.serving.text_differences import compare_texts
+from offramp.generation.stages.text_backend import TextBackend
+
+BATCH: Final = 16
+"""Rows of a step."""
+
+
+@dataclass(slots=True, eq=False)
+class DecodedText:
+    """An answer."""
+
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    """The stage that gave each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decoded:
+    """Answers to prompts, in their order."""
+
+    texts: list[DecodedText]
+    seconds: float
+    """That decoding them took."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the tokens of all answers by the second."""
+        return sum(len(text.tokens) for text in self.texts) / self.seconds
+
+    def layers_run(self, ends: Sequence[int]) -> float:
+        """Return the mean share of the decoder's layers that a token ran, of stages' ends."""
+        depths = np.concatenate([text.depths for text in self.texts])
+        return float(np.asarray(ends)[depths.astype(np.int64)].mean() / ends[-1])
+
+
+def decode(
+    backend: TextBackend,
+    prompts: Sequence[Tokens],
+    thresholds: TokenThresholds,
+    *,
+    stop: Sequence[int],
+    most_tokens: int,
+    batch: int = BATCH,
+    policy: StepPolicy | None = None,
+    advance: Advance = lambda _: None,
+) -> Decoded:
+    """Answer all prompts, each with ``most_tokens`` at most; BackendError if one fails."""
+    limits = limits_of(backend, batch=batch)
+    scheduler = TextScheduler(limits, policy or RefillPolicy(), thresholds, queue=len(prompts))
+    texts = [DecodedText() for _ in prompts]
+
+    def publish(outcome: TextOutcome, error: EngineError | None) -> None:
+        if error is not None and outcome.ended:
+            raise BackendError(f"a prompt could not be answered: {error}") from error
+        for given in outcome.given:
+            texts[given.sequence].tokens.append(given.token)
+            texts[given.sequence].depths.append(given.stage)
+        advance(len(outcome.ended))
+
+    loop = StepLoop(backend, scheduler, publish, time.monotonic)
+    ends = frozenset(stop)
+    for number, prompt in enumerate(prompts):
+        new = NewSequence(
+            number=number, prompt_tokens=len(prompt), most_tokens=most_tokens, stop=ends
+        )
+        loop.submit(new, prompt)
+    begun = time.perf_counter()
+    while loop.turn():
+        pass
+    return Decoded(texts=texts, seconds=time.perf_counter() - begun)
+
+
+def losses_of(
+    found: Sequence[DecodedText],
+    wanted: Sequence[DecodedText],
+    risk: TextRisk,
+    dissimilarity: Dissimilarity,
+) -> TextLosses:
+    """Return what answers lose against the model's own."""
+    pairs = [(a.tokens, b.tokens) for a, b in zip(found, wanted, strict=True)]
+    compared = [compare_texts(*pair) for pair in pairs]
+    losses: list[Any] = [difference.differs for difference in compared]
+    if risk is TextRisk.TEXTS:
+        losses = [a != b and dissimilarity(a, b) for a, b in pairs]
+    return TextLosses(
+        losses=np.array(losses, np.float64),
+        tokens=np.array([difference.compared for difference in compared], np.int64),
+    )

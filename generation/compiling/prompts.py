@@ -1,0 +1,72 @@
+"""Prompts from any data that ``eecompile`` reads, and their split in three."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import TensorSpec
+from offramp.calibration.data.data_sources import DataSource
+from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.scratch import ScratchSpace
+from offramp.generation.bundle.tensor_names import IDS, MASK
+
+Tokens: TypeAlias = NDArray[np.int64]
+"""int64[tokens]."""
+_SHARES: Final = (0.3, 0.2)
+"""Of the prompts, for training and for tuning; the others certify."""
+_LEAST: Final = 30
+"""Prompts, so that each part has some."""
+
+
+class PromptSplit(NamedTuple):
+    """Prompts that exits learn on, that exits and thresholds are chosen on, and that certify."""
+
+    train: list[Tokens]
+    tune: list[Tokens]
+    certify: list[Tokens]
+
+
+def read_prompts(source: DataSource, scratch: ScratchSpace) -> list[Tokens]:
+    """Read the tokens of all prompts: ``input_ids``, where ``attention_mask`` is 1.
+
+    DataError if the source has none, or tokens are not whole numbers in rows.
+    """
+    specs = [TensorSpec(name=n, dtype="int64", shape=("batch", "tokens")) for n in (IDS, MASK)]
+    arrays, _ = source.load(specs, scratch)
+    ids = arrays.get(IDS)
+    if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu":
+        found = "nothing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
+        raise DataError(
+            f"{source.name}: prompts are {IDS}, whole numbers of shape [prompts, tokens], padded "
+            f"where {MASK} is 0; found {found}. Of texts, --tokenizer makes them"
+        )
+    mask = arrays.get(MASK)
+    if mask is None:
+        mask = np.ones(ids.shape, np.int64)
+    if mask.shape != ids.shape:
+        raise DataError(
+            f"{source.name}: {MASK} has shape {list(mask.shape)}, expected that of {IDS}, "
+            f"{list(ids.shape)}"
+        )
+    rows = (row[kept != 0].astype(np.int64) for row, kept in zip(ids, mask, strict=True))
+    return [row for row in rows if row.size]
+
+
+def split_prompts(prompts: Sequence[Tokens], seed: int) -> PromptSplit:
+    """Draw the three parts; a prompt that is there several times is in one part, and counts once.
+
+    DataError if there are too few.
+    """
+    unique = list({prompt.tobytes(): prompt for prompt in prompts}.values())
+    if len(unique) < _LEAST:
+        raise DataError(
+            f"{len(unique)} different prompts are too few: at least {_LEAST} are split in three, "
+            "and a bound of 1 % takes about 600 or more; prompts need no labels"
+        )
+    order = np.random.default_rng(seed).permutation(len(unique))
+    ends = np.round(np.cumsum(_SHARES) * len(unique)).astype(int)
+    return PromptSplit(*([unique[i] for i in part] for part in np.split(order, ends)))

@@ -1,0 +1,154 @@
+"""Options of compiling a model that generates text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from offramp.bundle.schema.serde import check_numbers
+from offramp.calibration.data.data_sources import DataSource
+from offramp.compiler.common.errors import CompileError
+from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion
+
+TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
+"""What learns: a small adapter an exit, a copy of the decoder with its exits, or nothing."""
+TRAININGS: Final = ("adapters", "joint", "none")
+TextHead: TypeAlias = Literal["full", "subset", "low-rank"]
+HEADS: Final = ("full", "subset", "low-rank")
+SKIPPED: Final = ("auto", "propagation", "catch-up")
+CRITERIA: Final[dict[str, TextCriterion]] = {
+    "softmax-margin": "softmax margin",
+    "max-probability": "max probability",
+    "state-similarity": "state similarity",
+    "learned-classifier": "learned classifier",
+}
+"""By their names on the command line."""
+_CONFIGS: Final = ("generation_config.json", "config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextCompileOptions:
+    """Options of :func:`.compile_text`."""
+
+    model: Path
+    """File of a decoder, or folder of an encoder-decoder."""
+    data: DataSource
+    """Prompts."""
+    output: Path
+    overwrite: bool = False
+    promise: Literal["tokens", "texts"] = "texts"
+    """What the bound is about."""
+    dissimilarity: str = "edit-distance"
+    """Of whole answers: a name of ``DISSIMILARITIES``, or FILE.py:NAME of a function."""
+    exact: str | None = None
+    """Regular expression of parts of the text that have to be the same, all of them."""
+    max_disagreement: float = 0.01
+    confidence_level: float = 0.95
+    exits: tuple[int, ...] = ()
+    """Layers in front of exits, to choose from; by default up to seven, evenly spread."""
+    train: TextTraining = "adapters"
+    criterion: TextCriterion = "softmax margin"
+    head: TextHead = "full"
+    """Of exits: the model's own, or a smaller one that learns."""
+    head_size: int = 1024
+    """Tokens of a subset, or the rank."""
+    skipped: SkippedLayers | Literal["auto"] = "auto"
+    decay: float | None = None
+    """τ of CALM's thresholds, which fall along an answer."""
+    most_tokens: int | None = None
+    """Of an answer; by default what the model's configuration says, or 128."""
+    start_token: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+    tokenizer: Path | None = None
+    """A ``tokenizer.json``; by default the one beside the model, if there is one."""
+    batch: int = 16
+    """Rows of a step that is measured."""
+    minutes: float = 5.0
+    """Most processor time of ``train="joint"``."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
+        check_numbers(self, "batch", "head_size", "most_tokens", "exits", least=1)
+        check_numbers(self, "minutes", above=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """What options leave open, from the files beside a model."""
+
+    start_token: int | None
+    stop_tokens: tuple[int, ...]
+    most_tokens: int
+    tokenizer: bytes | None
+
+
+def settle(options: TextCompileOptions) -> TextSettings:
+    """Fill in what the model's configuration says; CompileError if a file cannot be read."""
+    folder = options.model if options.model.is_dir() else options.model.parent
+    known: dict[str, Any] = {}
+    for name in reversed(_CONFIGS):
+        known |= _config(folder / name)
+    stops = known.get("eos_token_id")
+    ends = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
+    length = known.get("max_new_tokens") or known.get("max_length") or 128
+    beside = folder / "tokenizer.json"
+    tokenizer = options.tokenizer or (beside if beside.is_file() else None)
+    return TextSettings(
+        start_token=_first(options.start_token, known.get("decoder_start_token_id")),
+        stop_tokens=options.stop_tokens or ends,
+        most_tokens=options.most_tokens or int(length),
+        tokenizer=None if tokenizer is None else _read(tokenizer),
+    )
+
+
+def exact_parts(pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression; CompileError if it is none."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CompileError(f"--exact {pattern!r} is no regular expression: {error}") from error
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except ValueError as error:
+        raise CompileError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CompileError(f"{path} holds {type(found).__name__}, expected an object")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CompileError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def layers_to_try(count: int, asked: Sequence[int], most: int = 7) -> tuple[int, ...]:
+    """Return layers in front of exits: those asked for, or ``most`` evenly spread.
+
+    CompileError if one is not inside the decoder.
+    """
+    wrong = [layer for layer in asked if not 0 < layer < count]
+    if wrong:
+        raise CompileError(
+            f"exits behind layers {wrong}: the decoder has {count} layers, so expected are 1 to "
+            f"{count - 1}"
+        )
+    if asked:
+        return tuple(sorted(set(asked)))
+    steps = min(most, count - 1)
+    return tuple(sorted({round(count * (n + 1) / (steps + 1)) for n in range(steps)}))
