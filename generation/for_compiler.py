@@ -74,10 +74,10 @@ def generation_parser() -> argparse.ArgumentParser:
                          help="the bound")  # fmt: skip
     promise.add_argument("--confidence", dest="confidence_level", type=values.share, default=0.95,
                          metavar="SHARE", help="certainty of that on unseen prompts")  # fmt: skip
-    promise.add_argument("--dissimilarity", default="edit-distance", metavar="NAME",
-                         help="of two answers, 0 to 1: edit-distance, by the tokens of the longer "
-                         "one; differs, 1 where anything does; or FILE.py:NAME, a function of two "
-                         "lists of tokens")  # fmt: skip
+    promise.add_argument("--dissimilarity", default="differs", metavar="NAME",
+                         help="of two answers, 0 to 1: differs, 1 where anything does; "
+                         "edit-distance, by the tokens of the longer one; or FILE.py:NAME, a "
+                         "function of two lists of tokens")  # fmt: skip
     promise.add_argument("--exact", metavar="REGEX",
                          help="parts of the text that must be the same, such as '[0-9]+': where "
                          "they are not, the answer counts as wholly different")  # fmt: skip

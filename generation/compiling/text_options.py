@@ -42,7 +42,7 @@ class TextCompileOptions:
     overwrite: bool = False
     promise: Literal["tokens", "texts"] = "texts"
     """What the bound is about."""
-    dissimilarity: str = "edit-distance"
+    dissimilarity: str = "differs"
     """Of whole answers: a name of ``DISSIMILARITIES``, or FILE.py:NAME of a function."""
     exact: str | None = None
     """Regular expression of parts of the text that have to be the same, all of them."""

@@ -83,6 +83,7 @@ def asked(folder: Path, *, encodes: bool = False, **more: Any) -> TextCompileOpt
     source.mkdir(exist_ok=True)
     defaults: dict[str, Any] = {
         "train": "none",
+        "dissimilarity": "edit-distance",
         "max_disagreement": 0.3,
         "most_tokens": MOST,
         "start_token": START,
@@ -376,7 +377,8 @@ def test_the_command_writes_a_bundle_and_tells_of_it(
     options = asked(tmp_path)
     words = [str(options.model), "--task", "generation", "--data", str(tmp_path / "prompts.npz"),
              "--output", str(tmp_path / "text.ee"), "--train", "none", "--most-tokens", "8",
-             "--max-disagreement", "0.3", "--batch", "4"]  # fmt: skip
+             "--max-disagreement", "0.3", "--batch", "4",
+             "--dissimilarity", "edit-distance"]  # fmt: skip
     assert main(words) == 0
     printed = capsys.readouterr().out
     evidence = GeneratingBundle.open(tmp_path / "text.ee").model.evidence
