@@ -145,6 +145,8 @@ def test_only_training_names_torch() -> None:
     names += [f"calibration.torch.{name}" for name in torch_files]
     elastic = ("elastic_layers", "space", "supernet", "sandwich_rule", "supernet_export")
     names += [f"supernet.training.{name}" for name in elastic]
+    exits = ("fitting", "adapters", "small_heads", "judges", "joint_text")
+    names += [f"generation.training.{name}" for name in exits]
     training = {f"offramp.{name}" for name in names}
     training |= {"offramp.api.compiling", "offramp.api.torch_export"}  # of the user's own modules
     operators = {m for m in modules() if is_within(m, "offramp.calibration.torch_operators")}
