@@ -45,8 +45,8 @@ class ExitTraining:
     """Epochs without a smaller loss on the tuning tokens, after which training ends."""
     batch_size: int = 256
     """Tokens of a step."""
-    learning_rate: float = 1e-2
-    """At its peak, of what begins as nothing; the model's own weights learn at a tenth of it."""
+    learning_rate: float = 5e-2
+    """At its peak, of what begins as nothing; the model's own weights learn at a fiftieth of it."""
     seed: int = 0
 
     def __post_init__(self) -> None:

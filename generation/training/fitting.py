@@ -18,7 +18,7 @@ _JUDGED = 1024
 """Tokens that are answered at once where nothing is learned."""
 _MEASURED = 65_536
 """Tokens of which means and deviations are taken."""
-OWN_RATE = 0.1
+_OWN_RATE = 0.02
 """Learning rate of weights that the model has, as a share of that of new ones."""
 
 
@@ -87,7 +87,7 @@ def fit(
         # The model's weights are good, and do not decay.
         {
             "params": [p for p in learned if id(p) in slow],
-            "lr": options.learning_rate * OWN_RATE,
+            "lr": options.learning_rate * _OWN_RATE,
             "weight_decay": 0.0,
         },
     ]

@@ -75,7 +75,8 @@ def train_judge(
 ) -> TrainedJudge:
     """Train a judge of an exit on whether its token was the model's, bool [tokens].
 
-    ``state`` is [n, 1, width] in its graph: the exit's own, in front of its adapter.
+    ``state`` is [n, 1, width] in its graph: the exit's own, in front of its adapter. Let the judge
+    learn from other prompts than the adapter, which agrees more often on those that it learned.
     """
     judge = _Judge(samples.width)
     before, after = fit(

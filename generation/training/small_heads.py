@@ -27,7 +27,7 @@ from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.generation.bundle.tensor_names import ANSWER, CONFIDENCE, LOGITS, STATE
 from offramp.generation.bundle.text_model import TextCriterion
 from offramp.generation.graphs.heads import with_answer
-from offramp.generation.training.adapters import LinearAdapter
+from offramp.generation.training.adapters import ResidualAdapter
 from offramp.generation.training.exit_samples import ExitSamples, ExitTraining, TrainedExit
 from offramp.generation.training.fitting import Examples, TokenLesson, fit
 
@@ -51,7 +51,7 @@ class SmallHead(TrainedExit):
 class _Trained(nn.Module):
     """The adapter and the small head."""
 
-    def __init__(self, adapter: LinearAdapter, head: onnx.ModelProto) -> None:
+    def __init__(self, adapter: ResidualAdapter, head: onnx.ModelProto) -> None:
         super().__init__()
         self.adapter, self.head = adapter, TorchGraph(head)
 
@@ -68,7 +68,7 @@ def train_small_head(
     criterion: TextCriterion,
     tokens: int | None = None,
     rank: int | None = None,
-    adapter_rank: int | None = None,
+    hidden: int | None = None,
     options: ExitTraining,
 ) -> SmallHead:
     """Train a head of an exit; its loss before is that of the model's own columns.
@@ -81,7 +81,7 @@ def train_small_head(
         tokens: Number of tokens that it can answer, those that ``samples`` have most; all by
             default.
         rank: Of the product with the vocabulary; as it is by default.
-        adapter_rank: Of the adapter in front of it, as of :func:`.adapters.train_adapter`.
+        hidden: Of the adapter in front of it, as of :func:`.adapters.train_adapter`.
         options: How long and how fast.
 
     Raises:
@@ -97,7 +97,7 @@ def train_small_head(
         head = _with_columns(logits, vocabulary, np.append(answers, others), samples.states)
     if rank is not None:
         head = _with_rank(head, vocabulary if tokens is None else len(answers) + 1, rank)
-    adapter = LinearAdapter(samples.states, adapter_rank, options.seed)
+    adapter = ResidualAdapter(samples.states, hidden, options.seed)
     module = _Trained(adapter, head)
     before, after = fit(
         module,
@@ -218,7 +218,7 @@ def _with_rank(head: onnx.ModelProto, columns: int, rank: int) -> onnx.ModelProt
     return head
 
 
-def _with_adapter(adapter: LinearAdapter, head: onnx.ModelProto) -> onnx.ModelProto:
+def _with_adapter(adapter: ResidualAdapter, head: onnx.ModelProto) -> onnx.ModelProto:
     """Put an adapter in front of a head, in place."""
     graph = head.graph
     nodes, weights = adapter.nodes(STATE, _ADAPTED)

@@ -66,10 +66,10 @@ def planted(rank: int = WIDTH) -> tuple[ExitSamples, ExitSamples]:
     )
 
 
-@pytest.mark.parametrize("rank", [None, 2])
-def test_an_adapter_undoes_what_mixes_states(rank: int | None) -> None:
-    samples, tuning = planted(rank or WIDTH)
-    trained = train_adapter(samples, tuning, head(), rank=rank, options=OPTIONS)
+@pytest.mark.parametrize("hidden", [None, 8])
+def test_an_adapter_undoes_what_mixes_states(hidden: int | None) -> None:
+    samples, tuning = planted(WIDTH if hidden is None else 2)
+    trained = train_adapter(samples, tuning, head(), hidden=hidden, options=OPTIONS)
     assert trained.after.loss < 0.8 * trained.before.loss
     assert trained.after.agreement > trained.before.agreement + 0.15
     told = run(head(), run(trained.graph, tuning.states)[NEXT_STATE][:, 0])[LOGITS][:, 0]
@@ -79,10 +79,10 @@ def test_an_adapter_undoes_what_mixes_states(rank: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize("rank", [None, 2])
-def test_an_adapter_begins_as_identity(rank: int | None) -> None:
+@pytest.mark.parametrize("hidden", [None, 4])
+def test_an_adapter_begins_as_identity(hidden: int | None) -> None:
     samples, tuning = planted()
-    trained = train_adapter(samples, tuning, head(), rank=rank, options=UNTRAINED)
+    trained = train_adapter(samples, tuning, head(), hidden=hidden, options=UNTRAINED)
     assert trained.after == trained.before
     given = run(trained.graph, tuning.states)[NEXT_STATE][:, 0]
     np.testing.assert_array_equal(given, tuning.states)

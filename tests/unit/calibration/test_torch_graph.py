@@ -206,6 +206,7 @@ def test_weights_go_back_into_the_model() -> None:
     model = bert_like()
     before = model.SerializeToString()
     graph = TorchGraph(model)
+    torch.manual_seed(0)
     with torch.no_grad():
         for weight in graph.weights.values():
             weight.add_(torch.randn_like(weight), alpha=0.1)
@@ -428,3 +429,30 @@ def test_onnx_runtime_loads_what_is_written_back(tmp_path: Path) -> None:
     onnx.save(TorchGraph(model).write_back(model), path)
 
     assert ort.InferenceSession(path).get_outputs()[0].name == model.graph.output[0].name
+
+
+def test_parts_of_a_model_share_their_weights() -> None:
+    """A weight that two graphs read is trained by both; others stay each graph's own."""
+    parts = []
+    for wanted in ("first", "second"):
+        b = Builder()
+        x = b.input("x", ["batch", 4])
+        b.node("MatMul", x, "table", out="first")
+        b.node("Mul", b.node("MatMul", x, "table", out="again"), "scale", out="second")
+        b.output(wanted, ["batch", 4])
+        model = b.build()
+        for name, value in (("table", np.eye(4)), ("scale", np.full(4, 2.0))):
+            model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))
+        parts.append(model)
+    first, second = (TorchGraph(part) for part in parts)
+    second.share(first.weights)
+    assert second.weights["table"] is first.weights["table"]
+    assert set(second.weights) == {"table", "scale"}
+    with torch.no_grad():
+        first.weights["table"].mul_(3)
+    feeds = {"x": torch.ones(1, 4)}
+    assert second(feeds)["second"].tolist() == [[6.0] * 4]
+    written = {
+        t.name: numpy_helper.to_array(t) for t in second.write_back(parts[1]).graph.initializer
+    }
+    np.testing.assert_array_equal(written["table"], 3 * np.eye(4))
