@@ -27,10 +27,11 @@ REMARKS: Final[Mapping[str, str]] = {
     "decoupled or not. The others describe Triton's own scheduling",
     "ModelInfer": "as Triton, with `offramp_exits`, `offramp_confidences` and "
     "`offramp_policy_version` among the parameters. No BF16 as inputs: no model that Offramp "
-    "compiles has them; strings (BYTES) are the prompts of models that generate text. Sequence parameters are not read: no model has a state",
+    "compiles has them; strings (BYTES) are the prompts of models that generate text. Sequence "
+    "parameters are not read: no model has a state",
     "ModelStreamInfer": "one response a request, in their order, as Triton; with "
-    "`offramp_decoupled` an early answer and a final one. Models that generate text are decoupled: a "
-    "response a token, the last with `offramp_end`",
+    "`offramp_decoupled` an early answer and a final one. Models that generate text are decoupled: "
+    "a response a token, the last with `offramp_end`",
     "ModelStatistics": "`response_stats` by exit; `compute_infer` is the time from a request's "
     "first batch to its answer. `batch_stats` is empty: batches shrink from stage to stage",
     "RepositoryIndex": "as Triton; states READY, LOADING, UNLOADING, UNAVAILABLE",
