@@ -161,3 +161,15 @@ def test_a_damaged_bundle_is_named(refused: Callable[..., tuple[int, str]], tmp_
     code, told = refused(bundle.path, "--grpc-port=0", "--http-port=0")
     assert code == 1
     assert "head.onnx" in told
+
+
+def test_caches_beyond_the_memory_are_refused(
+    refused: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    bundle = write_text(tmp_path / "text.ee")
+    code, told = refused(
+        bundle.path, "--text-slots=65536", "--text-length=16777216", "--grpc-port=0",
+        "--http-port=0",
+    )  # fmt: skip
+    assert code == 1
+    assert "caches of 65536 sequences of 16777216 tokens do not fit into memory" in told

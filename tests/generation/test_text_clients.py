@@ -26,7 +26,6 @@ from offramp.client import (
 )
 from offramp.generation.serving.text_engine import TextEngine
 from offramp.generation.serving.text_status import text_status
-from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 from tests.e2e.conftest import wait_until
 from tests.generation.scripted_backend import ScriptedTextBackend
@@ -249,13 +248,3 @@ def test_generate_refuses_and_fails(endless: FakeServer[TextEngine]) -> None:
     assert slots_in_use(endless) == 1
     response.close()
     wait_until(lambda: slots_in_use(endless) == 0)
-
-
-def test_generate_serves_other_models() -> None:
-    with FakeServer(FakeEngine()) as other:
-        with post(other, "fake/generate", x=[1.0, 2.0, 3.0, 0.95]) as response:
-            told = json.load(response)
-        assert told["logits"] == [1.0, 2.0, 3.0] and told["offramp_exits"] == "0"
-        with post(other, "fake/generate_stream", x=[1.0, 2.0, 3.0, 0.5]) as response:
-            (event,) = events_of(response)
-        assert event["offramp_answer"] == "answer"

@@ -27,6 +27,7 @@ from tritonclient.utils import InferenceServerException
 from offramp.bundle import TensorSpec
 from offramp.engine.common import errors as engine_errors
 from offramp.engine.requests.results import EngineResult, StringSpec
+from offramp.engine.stages.plan import Mode
 from offramp.proto.request_bytes import MAX_FIELDS
 from offramp.proto.tensors import DATATYPES
 from offramp.server.arguments.options import ServerOptions
@@ -454,3 +455,27 @@ def test_outputs_in_shared_memory_have_neither_data_nor_parameters(client: Any) 
     finally:
         region.close()
         region.unlink()
+
+
+def generated(server: FakeServer[Any], path: str, body: dict[str, Any]) -> bytes:
+    request = urllib.request.Request(f"{server.url}/v2/models/{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        content: bytes = response.read()
+        return content
+
+
+def test_generate_has_a_field_an_input_and_an_output() -> None:
+    with FakeServer(FakeEngine(mode=Mode.RELEASE)) as server:
+        told = json.loads(generated(server, "fake/generate", {"x": [1, 2, 3, 0.95], "id": "7"}))
+        assert told["logits"] == [1.0, 2.0, 3.0]
+        assert (told["id"], told["offramp_exits"], told["model_version"]) == ("7", "0", "1")
+        events = generated(server, "fake/versions/1/generate_stream", {"x": [1, 2, 3, 0.95]})
+        *parts, rest = events.decode().split("\n\n")
+        found = [json.loads(part.removeprefix("data: ")) for part in parts]
+        assert [each["offramp_answer"] for each in found] == ["early", "confirmation"]
+        assert [each["triton_final_response"] for each in found] == [False, True]
+        assert rest == ""
+        with pytest.raises(urllib.error.HTTPError) as error:
+            generated(server, "fake/generate_stream", {"y": 1})
+        assert error.value.code == 400
+        assert "input 'x' is missing" in json.load(error.value)["error"]

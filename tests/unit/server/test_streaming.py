@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import queue
 import socket
 import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from tests.facts import facts
 
 from offramp.client import (
@@ -36,7 +39,8 @@ from offramp.proto.descriptors import method_path
 from offramp.server.common.errors import UndecodableError
 from offramp.server.requests.reception import Reception
 from offramp.server.requests.streaming import MAX_IN_FLIGHT, RequestStream
-from offramp.testing.engine import FakeEngine
+from offramp.testing.engine import FakeEngine, fake_model
+from offramp.testing.server import FakeServer
 
 X = np.array([[1, 2, 3, 0.95], [4, 5, 6, 0.25], [7, 8, 9, 0.99], [3, 2, 1, 0.92]], np.float32)
 
@@ -725,3 +729,20 @@ def test_who_leaves_early_withdraws_what_runs_on() -> None:
         assert (engine.auditing, engine.cancelled) == (0, 3)
 
     asyncio.run(run())
+
+
+def test_all_requests_to_a_decoupled_model_are() -> None:
+    model = replace(fake_model(), decoupled=True)
+    with FakeServer(FakeEngine(served=(model,), mode=Mode.RELEASE)) as server:
+        arrived: queue.Queue[Any] = queue.Queue()
+        tensor = triton.InferInput("x", list(X.shape), "FP32")
+        tensor.set_data_from_numpy(X)
+        with triton.InferenceServerClient(server.address) as client:
+            client.start_stream(lambda result, error: arrived.put((result, error)))
+            client.async_stream_infer("fake", [tensor])
+            answers = [arrived.get(timeout=20) for _ in range(2)]
+            client.stop_stream()
+            assert client.get_model_config("fake").config.model_transaction_policy.decoupled
+        parameters = [result.get_response().parameters for result, error in answers]
+        assert [p["offramp_answer"].string_param for p in parameters] == ["early", "confirmation"]
+        assert [p["triton_final_response"].bool_param for p in parameters] == [False, True]
