@@ -1,5 +1,4 @@
-"""Apparate's controller as published (3.2, 3.3): tunes after accuracy loss, adjusts exits
-regularly.
+"""Apparate's controller as published (3.2, 3.3): tunes after accuracy loss, adjusts exits.
 
     the last 16 samples agree less than required:  tune thresholds on the window
     every 128 samples:                             adjust the exits in use

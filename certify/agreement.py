@@ -52,8 +52,10 @@ class AgreementCurve:
         return _sigmoid(self.slope * _feature(confidence) + self.intercept)
 
     def threshold(self, probability: FloatArray) -> FloatArray:
-        """Return the least float32 confidence with that P(agree) or more, or NEVER:
-        float64[...]."""
+        """Return the least float32 confidence with P(agree) of at least that: float64[...].
+
+        NEVER where there is none.
+        """
         with np.errstate(divide="ignore"):
             logit = np.log(probability) - np.log1p(-np.asarray(probability, dtype=np.float64))
         feature = (logit - self.intercept) / self.slope

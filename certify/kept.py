@@ -1,5 +1,4 @@
-"""Reads values of a saved state, which is not trusted: a value that does not fit is a
-ValueError."""
+"""Reads values of a saved state, which is not trusted: values that do not fit are ValueErrors."""
 
 from __future__ import annotations
 
