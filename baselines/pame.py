@@ -10,8 +10,8 @@ This needs feedback on answers that were given early, which PAME itself does not
 samples that run on after their answer: all of them in release mode, a part of them where answers
 are audited. Without any, only latency is controlled.
 
-Batches are formed of n consecutive samples in the order in which they were started, whatever
-batches the scheduler formed: the question is whether the load would fit the inference time matrix.
+Batches are formed of n consecutive samples in the order in which they were started, not as the
+scheduler formed them: the question is whether the load would fit the inference time matrix.
 
 ``eeserve --controller pame`` uses it.
 

@@ -71,7 +71,7 @@ class Bundle:
     _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
     """Identity of the file of weights when it was opened and hashed."""
     _held: HeldFolder | None = field(default=None, compare=False, repr=False)
-    """Files that are read whatever is at the path by then, if they are held."""
+    """Files that are read even if the path names another bundle, if they are held."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:

@@ -162,20 +162,19 @@ def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
     told = _told_place(tensor, fields, name)
     if told["location"] != WEIGHTS:
         raise WireError(
-            f"the weight {name} is said to be in the file {told['location']!r:.100}, expected "
-            f"{WEIGHTS}"
+            f"the weight {name} is in the file {told['location']!r:.100}, expected {WEIGHTS}"
         )
     if not size_bytes:
-        raise WireError(f"the weight {name} is said to be in {WEIGHTS}, which is not there")
+        raise WireError(f"the weight {name} is in {WEIGHTS}, which is not there")
     offset, length = (_number(told[key], key, name) for key in ("offset", "length"))
     expected = _tensor_bytes(tensor, fields, name)
     if length != expected:
         raise WireError(
-            f"the weight {name} is said to have {length} bytes, its shape and type make {expected}"
+            f"the weight {name} has {length} bytes in {WEIGHTS}, its shape and type make {expected}"
         )
     if offset % PAGE or offset + length > size_bytes:
         raise WireError(
-            f"the weight {name} is said to be at bytes {offset} to {offset + length} of {WEIGHTS}; "
+            f"the weight {name} is at bytes {offset} to {offset + length} of {WEIGHTS}; "
             f"expected a multiple of {PAGE}, and no more than its {size_bytes} bytes"
         )
     return Place(offset, length)
@@ -212,7 +211,7 @@ def _told_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> d
         told[key] = value
     if not located or len(told) != 3:
         raise WireError(
-            f"the weight {name} says where it is by {sorted(told)} only, expected data_location 1, "
+            f"the weight {name} names its place by {sorted(told)} only, expected data_location 1, "
             "and location, offset and length"
         )
     return told
@@ -312,8 +311,8 @@ def _check_inside(message: memoryview, field: WireField, kind: str) -> None:
         fields = list(graph_fields(tensor))
         if any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
             raise WireError(
-                f"the tensor {_tensor_name(tensor, fields)} is said to be in a file, expected that "
-                "of initializers of the graph alone"
+                f"the tensor {_tensor_name(tensor, fields)} names a file, expected that of "
+                "initializers of the graph alone"
             )
 
 

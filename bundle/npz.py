@@ -74,7 +74,7 @@ class _Member:
 
     @property
     def packed(self) -> bool:
-        """Whether the array is compressed."""
+        """True if the array is compressed."""
         return self.info.compress_type != zipfile.ZIP_STORED
 
 

@@ -11,7 +11,7 @@ Why: let j be the first policy whose null hypothesis is true. A wrong one can pa
 test passed, and that happens with probability at most δ. So no correction for the number of levels
 is needed, however many there are.
 
-Several bounds at once need no correction either: a policy's null hypothesis is then "one of its
+Several bounds together need no correction either: a policy's null hypothesis is then "one of its
 risks exceeds its bound", which is rejected where each risk's own p-value is at most δ (an
 intersection-union test, Berger 1982).
 

@@ -2,7 +2,7 @@
 
 As the thresholds of a path only fall, each (exit, sample) has one first level at which its
 confidence suffices. So exit e answers a sample from that level on, up to the level at which an
-earlier exit does: two entries in a difference array, whatever the number of levels.
+earlier exit does: two entries in a difference array, for any number of levels.
 """
 
 from __future__ import annotations

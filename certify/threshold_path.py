@@ -8,7 +8,7 @@ else 0. π is the probability that the sample ran to the end: q if the policy th
 answered it early, else 1. The mean of X^j is level j's risk, whichever policy served the sample.
 
 Theorem. Let W^j be the wealth of bets against "level j's risk is ε or more" (:mod:`.betting`), and
-let a level pass once W^i has reached 1/α, at whatever time, for every level i up to and with j.
+let a level pass once W^i has reached 1/α, at any time, for every level i up to and with j.
 With probability at least 1 − α, no level whose risk is ε or more ever passes.
 
 Why: let j be the first level whose risk is ε or more. A wrong level can pass only if W^j reached
