@@ -94,8 +94,8 @@ _LEAST_ROWS: Final = 4 * max(_COMPARED_LAGS)
 _DECAYED: Final = 0.9
 """Share of the largest distance at which rows of a film no longer count as similar."""
 _BLOCK_LAGS: Final = 2
-"""Length of a block, in lags at which the likeness has decayed: the row in its middle is so far
-from both of its ends."""
+"""Length of a block, in lags at which similarity has decayed: the row in its middle has this
+distance from both of its ends."""
 
 _LEAST_PAIRS: Final = 8
 """Fewest pairs for a median distance."""

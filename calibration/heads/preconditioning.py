@@ -79,11 +79,10 @@ class Preconditioner:
     def fold(
         self, weight: NDArray[np.floating], bias: NDArray[np.floating]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the layer on plain features that equals ``weight`` [j·k, m], ``bias`` [m] on
-        these.
+        """Fold this map into a layer: return weight and bias that act on plain features.
 
-        The layer reads the coordinates of j consecutive vectors. The result is float64, as large
-        terms may cancel.
+        ``weight`` [j·k, m] and ``bias`` [m] act on the coordinates of j consecutive vectors. The
+        result is float64, as large terms may cancel.
         """
         exact = self.matrix.astype(np.float64)
         blocks = weight.astype(np.float64).reshape(-1, self.width, weight.shape[1])
