@@ -93,9 +93,9 @@ def run_tuning(
 def run_adjustment(
     confidence: Float32Array, policy: ExitPolicy, costs: CostModel, tuning: _TuningArguments
 ) -> Adjustment:
-    """Adjust the exits in use; where needed, first tune them all with ``tuning``. Runs as a job.
+    """Adjust the exits in use, from float32[active, n] confidences; runs as a job.
 
-    Exits are judged by float32[active, n] confidences.
+    ``tuning`` are the arguments for tuning all exits in use, which runs if the adjustment needs it.
     """
     return adjust(
         confidence,

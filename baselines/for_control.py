@@ -49,9 +49,9 @@ EXTENSION: Final = (
     ),
     ControllerKind(
         name=PameController.name,
-        description="looks at the load again and again, as PAME does when it changes: moves exits "
-        "that make batches late towards the end, and raises thresholds where answers got worse, "
-        "never the other way round; promises nothing",
+        description="evaluates the load repeatedly, as PAME does when it changes: moves exits that "
+        "make batches late towards the end, and raises thresholds where answers got worse, never "
+        "in the other direction; promises nothing",
         make=_pame,
     ),
 )

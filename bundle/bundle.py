@@ -285,8 +285,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def _read_manifest(root: Path) -> Manifest:
     if not root.exists() and (kept := moved_aside(root)) is not None:
         raise BundleNotFoundError(
-            f"{root} is not there: its overwriting was killed before the new one took its place; "
-            f"the old one is whole, put it back: mv {kept} {root}"
+            f"{root} is not there: overwriting it was killed before the new one was in place; "
+            f"the old one is complete, put it back: mv {kept} {root}"
         )
     if root.is_file():
         raise BundleNotFoundError(

@@ -225,7 +225,7 @@ class EngineIndex:
         # Files that an index no longer names are deleted: a path could be any file of the user's.
         for name in sorted(self.files):
             if _FILE_NAME.fullmatch(name) is None or name.lower() == INDEX:
-                raise ValueError(f"{name!r} is no name of a file beside the {INDEX}")
+                raise ValueError(f"{name!r} is not the name of a file in the folder of {INDEX}")
 
     @property
     def files(self) -> set[str]:

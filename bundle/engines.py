@@ -326,7 +326,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 raise BundleBusyError(
                     f"another build is at work in {folder}; wait until it has ended"
                 ) from error
-            except OSError as error:  # as network file systems may give
+            except OSError as error:  # network file systems may raise it
                 _LOG.warning(
                     "%s cannot be locked (%s); do not start a second build there", folder, error
                 )

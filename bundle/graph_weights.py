@@ -59,7 +59,7 @@ _MOST_DEPTH: Final = 100
 """Limit on the nesting of messages, as in protobuf's parsers."""
 _MOST_DIGITS: Final = 19
 _ANY_SIZE: Final = 2**62
-"""Size of a file that is not looked up."""
+"""Size to assume for a file that is not examined."""
 
 
 def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:

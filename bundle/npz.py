@@ -211,7 +211,7 @@ def _members(archive: zipfile.ZipFile, max_bytes: int) -> list[_Member]:
         raise NpzError(f"{len(infos)} members are more than the {_MOST_MEMBERS} that are read")
     for info in infos:
         if not info.filename.endswith(".npy"):
-            raise NpzError(f"{info.filename!r} in it is no array; write it with numpy.savez")
+            raise NpzError(f"{info.filename!r} in it is not an array; write it with numpy.savez")
         _check_sizes(info)
     if len({info.filename for info in infos}) < len(infos):
         raise NpzError("two of its members have one name")
@@ -264,7 +264,7 @@ def _check_header(name: str, header: _Header, content_bytes: int) -> None:
     sizes_fit = all(0 <= size <= _MOST_SIZE for size in shape)
     if not sizes_fit or prod(shape) * dtype.itemsize != content_bytes:
         raise NpzError(
-            f"{name!r} says that it is {dtype} {list(shape)!s:.100}, but it has "
+            f"{name!r} is declared as {dtype} {list(shape)!s:.100}, but it has "
             f"{content_bytes:,} bytes"
         )
 

@@ -64,9 +64,9 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
             raise ValueError(f"{name!r} has values that are not in [0, 1]")
     for name in ("prediction", "final_prediction"):
         if not ((records[name] >= 0) & (records[name] < bound)).all():
-            raise ValueError(f"{name!r} has values that are none of the {bound} codes of answers")
+            raise ValueError(f"{name!r} has values that are not among the {bound} codes of answers")
     if "copies" in records and not (records["copies"] >= 1).all():
-        raise ValueError("'copies' has values below 1, expected the rows that a sample stands for")
+        raise ValueError("'copies' has values below 1, expected the rows that a sample represents")
     if not np.isin(records["split"], (TUNE, CERTIFY)).all():
         raise ValueError(f"'split' has values besides {TUNE} (tune) and {CERTIFY} (certify)")
     for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):
@@ -141,7 +141,7 @@ def count_losses(
 def count_label_losses(
     answer: Answer, labels: NDArray[np.integer[Any]] | None, differs: NDArray[np.bool_]
 ) -> tuple[ClassLoss, ...]:
-    """Count losses by the data's labels instead, for classification; labels must be classes.
+    """Count losses by the data's labels instead of the model's classes, for classification.
 
     ``labels`` is [samples]; the result is empty without them. Labels that are not classes of the
     model are left out.
@@ -184,8 +184,8 @@ def describe_harm(loss: ClassLoss, max_disagreement: float) -> str:
     """Return the warning about a class, without its full stop."""
     return (
         f"of the {loss.samples:,} samples that the model gives class {loss.number}, {loss.lost:,} "
-        f"({loss.share:.1%}) are answered otherwise, which the bound of {max_disagreement:.3g} on "
-        "all answers together allows; bound each class with --max-class-disagreement"
+        f"({loss.share:.1%}) are answered differently, which the bound of {max_disagreement:.3g} "
+        "on all answers together allows; bound each class with --max-class-disagreement"
     )
 
 

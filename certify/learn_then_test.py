@@ -149,7 +149,7 @@ def count_errors(
         shares = outlook(path, np.asarray(confidence), loss, copies.astype(np.float64)).risk
         rows = int(copies.sum())
         errors = np.rint(shares * rows).astype(np.int64)
-        unit = f"rows that certify samples{of} stand for"
+        unit = f"rows that certify samples{of} represent"
         counted.append(ErrorCount(errors, rows, unit, max_disagreement))
     return counted
 

@@ -71,7 +71,7 @@ class AnswerTask:
 
     @property
     def is_relative(self) -> bool:
-        """True if answers agree when they are close, so that equal codes do not define it."""
+        """True if answers that are close agree, not only those that are equal."""
         return self.is_dense or self.kind == "regression"
 
     def code_bound(self, classes: int) -> int:
@@ -113,7 +113,7 @@ PATIENCE: Final = "patience"
 :func:`.answers.criteria.patience`."""
 BUILT_IN: Final = (*IN_GRAPH, PATIENCE)
 LEARNED_WEIGHTS: Final = 4
-"""Weights of ``learned`` for each exit: of the three statistics' log-odds, and a constant."""
+"""Number of weights of ``learned`` for each exit: the three statistics' log-odds, a constant."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
@@ -200,7 +200,7 @@ class Answer:
     tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
     """Operators after the scores, with which the model and every exit end (Apparate 3.1)."""
     thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
-    """Least value of each label that is set; empty where the form determines it."""
+    """Least value at which each label counts as set; empty where the form determines it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)

@@ -91,7 +91,7 @@ class JointTraining:
 
 
 _STEPS = 10_000
-"""Steps of shares: they are rounded up to 0.01 %, so that the printed value is the one in use."""
+"""Steps to which shares are rounded up (0.01 %), so that the printed value is the one in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +135,9 @@ class BatchEffect:
         spent = self.spent(self.confidence_level)
         return (
             f"In batches of {', '.join(sizes)} and {last} the model itself answers "
-            f"{self.end_differs:,} of {self.samples:,} samples otherwise "
+            f"{self.end_differs:,} of {self.samples:,} samples differently "
             f"({self.end_differs / self.samples:.2%}), as {len(self.operators)} operators round by "
-            f"the range of the whole batch: at most {spent:.2%} of samples in batches as these at "
+            f"the range of the whole batch: at most {spent:.2%} of samples in such batches at "
             f"{half_risk(self.confidence_level):.2%} confidence, which is taken from the promise "
             f"({self.max_disagreement:.2%} at {self.confidence_level:.0%})"
         )

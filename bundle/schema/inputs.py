@@ -112,7 +112,7 @@ class ValueBound:
         """Return a sentence for reports and the command line."""
         where = f" at places {list(self.places)} of dimension {self.axis}" if self.places else ""
         return (
-            f"requests are refused whose {self.input!r}{where} is not {self.legal()}: the model "
+            f"requests whose {self.input!r}{where} is not {self.legal()} are refused: the model "
             f"fails on other values ({self.operator})"
         )
 
@@ -169,7 +169,7 @@ class Padding:
         """Return a sentence for reports and the command line."""
         return (
             f"samples of different `{self.size}` are padded into one batch, up to {self.longest}: "
-            f"under the mask {self.mask!r} that changed answers and confidences by "
+            f"with the mask {self.mask!r} this changed answers and confidences by "
             f"{self.difference:.0e} of their scale"
         )
 

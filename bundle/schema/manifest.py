@@ -203,7 +203,7 @@ class Manifest:
         _check_variants(self)
         _check_sharing(self)
         if last := self.segments[-1].row_bytes:
-            raise ValueError(f"segments: row_bytes {last} behind the last, expected 0")
+            raise ValueError(f"segments: row_bytes {last} after the last, expected 0")
 
     @property
     def declared(self) -> tuple[TensorSpec, ...]:
@@ -467,5 +467,5 @@ def _check_reads(
 
 def _refuse_reads(what: str, read: Sequence[str], given: Sequence[str]) -> None:
     cuts = " or ".join(map(repr, given[-_NAMED:]))
-    expected = f"{cuts:.100}, and graph inputs beside it" if given else "graph inputs"
+    expected = f"{cuts:.100}, and further graph inputs" if given else "graph inputs"
     raise ValueError(f"{what}: reads {list(read)!s:.200}, expected {expected}")

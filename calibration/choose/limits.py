@@ -94,8 +94,8 @@ def limit_of_rehearsal(max_violations: float, min_gain: float) -> str:
     return (
         "every exit made too many of the rehearsed batches later than the unmodified model would "
         f"(--max-violations {max_violations:g}), or shortened their mean latency by too little "
-        f"(--min-gain {min_gain:g}); a larger share of the one, a smaller one of the other, or "
-        "--selection savings, keeps exits"
+        f"(--min-gain {min_gain:g}); raise the first, lower the second, or use "
+        "--selection savings, to keep exits"
     )
 
 
@@ -151,9 +151,9 @@ def _overhead(
     return (
         f"--max-overhead {terms.max_overhead:g}: exits {names} would save "
         f"{candidates.savings(active, cost):.1%} of the model's time, but add "
-        f"{cost.overhead(active):.1%} (surely {sure:.1%}) at batch {terms.batch_size} where none "
-        f"is taken, and the cheapest exit alone surely adds {least:.1%}; without --max-overhead, "
-        f"or with --max-overhead {passing:g}, they would be used"
+        f"{cost.overhead(active):.1%} (certainly {sure:.1%}) at batch {terms.batch_size} where "
+        f"none is taken, and the cheapest exit alone certainly adds {least:.1%}; without "
+        f"--max-overhead, or with --max-overhead {passing:g}, they would be used"
     )
 
 
@@ -188,7 +188,7 @@ def limit_of_samples(samples: int, terms: PolicyTerms) -> str | None:
     return (
         f"{samples} certify samples are too few to certify disagreement ≤ "
         f"{terms.max_disagreement:g} with confidence {terms.confidence_level:g}: {needed} are the "
-        "least, if all of them agree; more --data lifts it, so does a larger --max-disagreement"
+        "least, if all of them agree; pass more --data, or a larger --max-disagreement"
     )
 
 
@@ -239,8 +239,8 @@ def limit_of_certificate(
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return (
         f"the data is too little to certify disagreement ≤ {bound:g} with "
-        f"confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, so does a "
-        f"larger {bounds} or a smaller --confidence"
+        f"confidence {terms.confidence_level:g}: {found}; pass more --data{more}, a larger "
+        f"{bounds} or a smaller --confidence"
     )
 
 

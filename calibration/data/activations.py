@@ -26,7 +26,7 @@ def activations(
     fails on a sample.
     """
     if not len(dataset):
-        raise DataError("no samples to measure the ranges of activations on; give some hundreds")
+        raise DataError("no samples to measure the ranges of activations on; pass some hundreds")
     given = {i.name for i in proto.graph.input}
     inner = [name for name in tensors if name not in given]
     session = make_session(_exposing(proto, inner), threads)

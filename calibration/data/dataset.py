@@ -226,8 +226,8 @@ def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArra
     if kind == "classification":
         if labels.ndim != 1 or labels.dtype.kind not in "iu":
             raise DataError(
-                f"{found}, expected classes as integers [n]; bring them into that form, or leave "
-                "them out: exits learn without"
+                f"{found}, expected classes as integers [n]; convert them, or omit "
+                "them: exits do not need labels"
             )
         if (
             answer is not None
@@ -245,16 +245,16 @@ def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArra
             labels = labels[:, None]
         if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
             raise DataError(
-                f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; leave "
-                "them out where there are none"
+                f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; omit "
+                "them if there are none"
             )
         if len(labels) and not 0 <= labels.min() <= labels.max() <= 1:
             raise DataError(
                 f"{where}: labels go from {labels.min()} to {labels.max()}, expected 0 or 1 each; "
-                "leave them out where there are none"
+                "omit them if there are none"
             )
         return agreement_of(answer).codes(np.asarray(labels) != 0).astype(np.int64)
-    _log.info("%s, and are left aside: accuracy is reported of classes and labels alone.", found)
+    _log.info("%s, and are ignored: accuracy is only reported for classes and labels.", found)
     return None
 
 
@@ -316,11 +316,11 @@ def _too_few(groups: Groups, needed: int, certify_at_least: int) -> str:
     if groups.joins:
         found = (
             f"{len(groups)} distinct calibration samples are too few ({groups.rows} rows, of which "
-            f"{'; '.join(groups.found)}, so that they are no evidence of their own)"
+            f"{'; '.join(groups.found)}, so that they are not independent)"
         )
         remedy = (
-            ". If rows that are nearly the same, overlap or resemble each other are independent "
-            "samples all the same, add --copies-within 0"
+            ". If rows that are nearly the same, overlap or resemble each other are nevertheless "
+            "independent samples, add --copies-within 0"
         )
     return (
         f"{found}: the promise alone needs {certify_at_least}, and heads must be trained on "

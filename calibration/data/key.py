@@ -53,7 +53,7 @@ def group_hint(arrays: Mapping[str, NDArray[Any]], inputs: Collection[str]) -> s
     for name, array in arrays.items():
         if name not in inputs and array.ndim == 1 and {len(array)} == rows and _names(array):
             return (
-                f"; if {name!r} says which rows belong together, name it: --group {name} "
+                f"; if {name!r} states which rows belong together, name it: --group {name} "
                 "(eecompile, eecompile rehearse, eebench load)"
             )
     return ""

@@ -62,7 +62,7 @@ class SampleWriter:
             if not column.takes(array):
                 raise DataError(
                     f"{where}: {name!r} is {_form(array)} for each sample, expected "
-                    f"{_form(column.first)} as in the samples before; bring all into one form"
+                    f"{_form(column.first)} as in the samples before; convert all to one form"
                 )
             try:
                 column.append(array)

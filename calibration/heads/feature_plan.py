@@ -63,9 +63,9 @@ def plan_features(sizes: Sequence[int], counts: SampleCounts, limit_bytes: int) 
         least = min(counts.train, FEWEST_SAMPLES) + counts.tune
         raise DataError(
             f"features of {least:,} samples, the fewest to train and tune on, take "
-            f"{describe_bytes(largest * least)} at once in {MOST_PASSES} passes, more than the "
+            f"{describe_bytes(largest * least)} together in {MOST_PASSES} passes, more than the "
             f"{describe_bytes(limit_bytes)} of --scratch-limit; raise it, ask for fewer exits "
-            "(--candidates), or give fewer or smaller samples"
+            "(--candidates), or pass fewer or smaller samples"
         )
     return FeaturePlan(groups=groups, counts=kept, size_bytes=largest * kept.total)
 

@@ -68,7 +68,7 @@ _FACTS = {
         operators=("Conv", *_PRODUCTS),
     ),
     CpuPrecision.ROWS: PrecisionFacts(
-        what="activations with a scale per row of its own, int8 weights with a scale per channel",
+        what="activations with a scale per row, int8 weights with a scale per channel",
         operators=_PRODUCTS,
     ),
     CpuPrecision.MIXED: PrecisionFacts(
@@ -100,8 +100,8 @@ def quantise(
 
     Inputs, outputs and every tensor of ``graph`` keep their names and types, so that the result can
     be cut at the same places; names that are added begin with ``offramp_cpu/``. The same graph and
-    data produce the same bytes, at least with one of ``threads`` (ranges are measured by running
-    the graph).
+    data produce the same bytes, at least if ``threads`` is 1 (ranges are measured by running the
+    graph).
 
     ``saturating`` is for CPUs that add products of uint8 and int8 in int16
     (:attr:`offramp.bundle.CpuFeatures.saturates`): weights that are multiplied by uint8 then have 7

@@ -261,7 +261,7 @@ class Rehearsed:
         return (
             f"{late:.1%} of the batches are predicted to be later than without exits, more than "
             f"the {tolerated:.3g} of --max-violations: thresholds that could be certified let more "
-            "samples go on than those rehearsed; give more calibration data, or a larger "
+            "samples go on than those rehearsed; pass more calibration data, or a larger "
             "--max-disagreement"
         )
 

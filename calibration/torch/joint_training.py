@@ -113,7 +113,7 @@ def train_jointly(
         ValueError: The teacher is labels, and the data has none.
     """
     if options.teacher == "labels" and (train.labels is None or tune.labels is None):
-        raise ValueError("labels are to teach, and the data has none; expected an array 'labels'")
+        raise ValueError("the teacher is labels, and the data has none; expected an array 'labels'")
     torch.set_num_threads(1)
     lesson = _Lesson(answer, source, joined.scores, options.teacher)
     module = TorchGraph(joined.proto, outputs=list(dict.fromkeys(joined.scores)))
@@ -310,11 +310,11 @@ class _Course:
         if not np.isfinite(mean).all():
             if not self.told:
                 raise UntrainableError(
-                    "the model cannot be trained: its loss on the tuning split is no finite number "
+                    "the model cannot be trained: its loss on the tuning split is not finite "
                     "before training; leave out --train joint"
                 )
             rate = self.options.learning_rate
-            _log.warning("Joint training left finite numbers at a learning rate of %g.", rate)
+            _log.warning("Joint training diverged at a learning rate of %g.", rate)
             self.diverged = True
             return
         self.epoch = len(self.told)
@@ -337,7 +337,7 @@ class _Course:
             JointEpoch(losses=tuple(losses), agreement=tuple(agreement))
             for losses, agreement in kept["told"]
         ]
-        _log.info("Joint training goes on after epoch %d.", self.epoch)
+        _log.info("Joint training continues after epoch %d.", self.epoch)
         return True
 
     def state(self) -> dict[str, Any]:
@@ -389,10 +389,14 @@ class JointState:
             digest, state = kept["digest"], kept["state"]
         except Exception as error:  # pickle, zip and torch have errors of many classes
             reason = str(error).splitlines()[0]
-            _log.warning("%s cannot be read (%s): training begins anew.", self.path, reason)
+            _log.warning(
+                "%s cannot be read (%s): training starts from the beginning.", self.path, reason
+            )
             return None
         if digest != self.digest:
-            _log.warning("%s is of another training: this one begins anew.", self.path)
+            _log.warning(
+                "%s is of another training: this one starts from the beginning.", self.path
+            )
             return None
         found: dict[str, Any] = state
         return found
