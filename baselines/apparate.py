@@ -1,21 +1,22 @@
-"""Apparate's controller as published (3.2, 3.3): tunes after lost accuracy, adjusts exits in turn.
+"""Apparate's controller as published (3.2, 3.3): tunes after accuracy loss, adjusts exits.
 
-    the answers of the last 16 samples agree less than asked for:  tune thresholds on the window
-    every 128 samples:                                             adjust the exits in use
+    the last 16 samples agree less than required:  tune thresholds on the window
+    every 128 samples:                             adjust the exits in use
 
-Made for release mode, where every sample runs to the end, so that all of them can be judged. It
-promises nothing about unseen samples: thresholds fit the window that they were tuned on. Its paper
-does not say how long that window is; its artifact takes the same 16 samples.
+It needs release mode, where every sample runs to the end, so that all answers can be compared. It
+promises nothing about unseen samples: thresholds fit the window that they were tuned on. The paper
+does not state the length of that window; the authors' artifact uses the same 16 samples.
 
-Chosen here, where the paper leaves it open:
+Decisions made here, where the paper leaves them open:
 
-* Agreement is that of the samples served by the policy in force; what was started under an older
-  one and comes in late does not count. A window that is not full yet counts as if the rest agreed.
-* A sample brings about one tuning: once tuning is asked for, agreement is counted anew.
+* Agreement is measured on samples served with the active policy; late results of samples that were
+  started with an older one do not count. In a window that is not full yet, the missing samples
+  count as agreeing.
+* A sample causes at most one tuning: once a tuning is requested, a new agreement window starts.
 * Tuning uses the last samples that every exit in use saw. While a new exit has seen fewer than the
-  window for agreement, the others are tuned without it, and it stays at NEVER. At the very start
+  agreement window, the others are tuned without it, and it stays at NEVER. At the very start
   tuning waits until there are as many: fewer would set more aggressive thresholds.
-* One job at a time; lost accuracy goes first.
+* One job runs at a time; accuracy loss has priority.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from offramp.engine.control.static import UncertifiedController, policy_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApparateSettings:
-    """What may be set; the defaults are those of paper and artifact."""
+    """Settings of the controller; the defaults are those of paper and artifact."""
 
     max_disagreement: float = 0.01
-    """The constraint, on every window."""
+    """Bound on the share of differing answers, in every window."""
     max_overhead: float = DEFAULT_MAX_OVERHEAD
-    """Ramp budget: how much later the model's end may come, as a share."""
+    """Ramp budget: largest delay of the model's end by ramps, as a share of its time."""
     agreement_window: int = 16
-    """Samples whose agreement is watched; also the fewest that are tuned on."""
+    """Samples whose agreement is monitored; also the fewest that thresholds are tuned on."""
     tuning_window: int = 16
-    """Samples to tune on; 512 is steadier."""
+    """Samples to tune on; results vary less with 512."""
     adjust_every: int = 128
-    """Samples from one adjustment of the exits in use to the next, and judged by each."""
+    """Samples between two adjustments of the exits in use, and evaluated by each."""
     method: str = "greedy"
-    """Of :func:`.thresholds.tune`."""
+    """Search method of :func:`.thresholds.tune`."""
     confidence_level: float = 0.95
-    """Only shown: nothing is certified."""
+    """Confidence level for display only: nothing is certified."""
 
     def __post_init__(self) -> None:
         count_allowed(self.max_disagreement, 1)
@@ -74,15 +75,16 @@ class ApparateSettings:
 
 
 _TuningArguments: TypeAlias = tuple[Weighted, FloatArray, float, ApparateSettings]
-"""Those of :func:`run_tuning`."""
+"""Arguments of :func:`run_tuning`."""
 
 
 def run_tuning(
     samples: Weighted, latency_ms: FloatArray, source_ms: float, settings: ApparateSettings
 ) -> Tuning:
-    """Tune elsewhere, for the exits that samples are of; a job.
+    """Tune the exits that ``samples`` has rows for; runs as a job.
 
-    ``latency_ms``, float64[exits + 1], is until each of them and the end, all exits in use paid.
+    ``latency_ms``, float64[exits + 1], is the time until each of them and the end, including the
+    time of all exits in use.
     """
     data = samples.confidence, samples.agrees, latency_ms
     return tune(*data, settings.max_disagreement, settings.method, vanilla_ms=source_ms)
@@ -91,9 +93,9 @@ def run_tuning(
 def run_adjustment(
     confidence: Float32Array, policy: ExitPolicy, costs: CostModel, tuning: _TuningArguments
 ) -> Adjustment:
-    """Adjust elsewhere, with the fast round of ``tuning`` of all exits in use if it comes to that.
+    """Adjust the exits in use, from float32[active, n] confidences; runs as a job.
 
-    A job. Exits are judged by float32[active, n] confidences.
+    ``tuning`` are the arguments for tuning all exits in use, which runs if the adjustment needs it.
     """
     return adjust(
         confidence,
@@ -111,14 +113,14 @@ class _Out:
 
     number: int
     tuned_exits: tuple[int, ...]
-    """Whose thresholds come back from a tuning; none for an adjustment."""
+    """Exits whose thresholds a tuning returns; none for an adjustment."""
     samples: int
 
 
 def evenly_spaced(costs: CostModel, max_overhead: float = DEFAULT_MAX_OVERHEAD) -> tuple[int, ...]:
-    """Choose exits for the start: as many as the budget allows, evenly spaced (Apparate 3.1).
+    """Return the exits for the start: as many as the budget allows, evenly spaced (Apparate 3.1).
 
-    Evenly by place among the exits; each is in the middle of its share of the model.
+    They are spaced by index among the exits; each is in the middle of its share of the model.
     """
     for count in range(costs.exits, 0, -1):
         spaced = tuple((2 * i + 1) * costs.exits // (2 * count) for i in range(count))
@@ -128,7 +130,7 @@ def evenly_spaced(costs: CostModel, max_overhead: float = DEFAULT_MAX_OVERHEAD) 
 
 
 class ApparateController(UncertifiedController):
-    """Keeps thresholds and exits in use to the last samples."""
+    """Keeps thresholds and the exits in use adapted to the last samples."""
 
     name = "apparate"
 
@@ -138,7 +140,8 @@ class ApparateController(UncertifiedController):
     ) -> Self:
         """Start with evenly spaced exits, none of which answers until the first tuning (3.1).
 
-        As many exits as the ramp budget of the settings allows; ``version`` is their policy's.
+        There are as many exits as the ramp budget of the settings allows; ``version`` is their
+        policy's.
         """
         settings = settings or ApparateSettings()
         exits = evenly_spaced(costs, settings.max_overhead)
@@ -147,7 +150,7 @@ class ApparateController(UncertifiedController):
     def __init__(
         self, policy: ExitPolicy, costs: CostModel, settings: ApparateSettings | None = None
     ) -> None:
-        """Start with a policy; :meth:`as_published` makes the published one."""
+        """Start with a policy; :meth:`as_published` builds the published one."""
         self._settings = settings = settings or ApparateSettings()
         super().__init__(
             policy,
@@ -163,7 +166,7 @@ class ApparateController(UncertifiedController):
         self._out: _Out | None = None
 
     def observe(self, seen: Observations) -> None:
-        """Record what is complete, and watch the agreement of what the policy in force served."""
+        """Record complete samples, and monitor the agreement of those of the active policy."""
         self._counters.add(seen, version=self.policy.version)
         self._recent.add(seen)
         self._since_adjustment += len(seen)
@@ -171,7 +174,7 @@ class ApparateController(UncertifiedController):
         self._watch(seen.loss[served] > 0)
 
     def take_job(self) -> Job | None:
-        """Ask for a tuning if accuracy was lost, or for the adjustment that is due."""
+        """Return a tuning if accuracy was lost, else an adjustment if one is due, else ``None``."""
         if self._out is not None:
             return None
         if self._violated:
@@ -181,7 +184,7 @@ class ApparateController(UncertifiedController):
         return None
 
     def finish(self, job: Job, result: Any) -> None:
-        """Put a tuning's or an adjustment's result in force; stay as it is after a failed job."""
+        """Apply the result of a tuning or an adjustment; a failed job changes nothing."""
         if self._out is None or job.number != self._out.number:
             return
         out, self._out = self._out, None
@@ -191,13 +194,13 @@ class ApparateController(UncertifiedController):
             self._take_adjustment(result)
 
     def state(self) -> Mapping[str, Any] | None:
-        """Policy and counts; the window fills again within as many samples as it holds."""
+        """Return policy and counts; the window fills again from the next samples."""
         counters = self._counters
         counts = {"tunings": counters.tunings, "adjustments": counters.adjustments}
         return {**self._kept_policy(), **counts, "counters": counters.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with a kept policy; a job that is out is not waited for any more."""
+        """Continue with a saved policy; the result of a running job will be ignored."""
         kept = self._kept(state, ("tunings", "adjustments"), exits=self._costs.exits)
         self.policy, (self._counters.tunings, self._counters.adjustments) = kept
         self._out, self._violated = None, False
@@ -212,7 +215,7 @@ class ApparateController(UncertifiedController):
         return tuple(a.threshold for a in self.policy.active)
 
     def _watch(self, wrong: BoolArray) -> None:
-        """Slide the window over every new sample, not only over where a chunk ends."""
+        """Move the window sample by sample, not only chunk by chunk."""
         window = self._settings.agreement_window
         joined = np.concatenate([self._wrong, wrong])
         total = np.concatenate([[0], np.cumsum(joined)])
@@ -223,7 +226,7 @@ class ApparateController(UncertifiedController):
         self._wrong = joined[max(len(joined) - window, 0) :]
 
     def _tuning_job(self) -> Job | None:
-        """Tune the exits in use; those that saw too few samples are left out, at NEVER."""
+        """Tune the exits in use, except those that saw too few samples, which stay at NEVER."""
         least = self._settings.agreement_window
         exits = self._exits
         task = self._tuning(exits)
@@ -264,7 +267,7 @@ class ApparateController(UncertifiedController):
         return Job(number=self._jobs, purpose=purpose, function=function, arguments=arguments)
 
     def _tuning(self, exits: tuple[int, ...]) -> _TuningArguments:
-        """Tune some of the exits in use; the others stay where they are, and cost their time."""
+        """Return arguments that tune some of the exits in use; the time of the others counts."""
         recent = self._recent.seen_by(exits).newest(self._settings.tuning_window)
         rows = [self._exits.index(e) for e in exits]
         latency_ms = self._costs.latency_ms(self._exits)[[*rows, -1]]
@@ -274,7 +277,7 @@ class ApparateController(UncertifiedController):
         self._counters.tunings += 1
         tuned = dict(zip(out.tuned_exits, tuning.thresholds.tolist(), strict=True))
         if self._replace(self._exits, [tuned.get(e, NEVER) for e in self._exits]):
-            self._violated = False  # whatever was lost meanwhile, the old policy lost
+            self._violated = False  # accuracy lost during the tuning was lost by the old policy
         self._counters.note(
             "tuning",
             f"thresholds tuned on {out.samples} samples: {tuning.savings:.1%} of the time "
@@ -290,7 +293,7 @@ class ApparateController(UncertifiedController):
         self._replace(found.active, found.thresholds)
 
     def _replace(self, exits: Sequence[int], thresholds: Sequence[float]) -> bool:
-        """Make a new policy, unless nothing would change; say whether it did."""
+        """Make a new policy, unless nothing would change; return whether it did."""
         if (tuple(exits), tuple(thresholds)) == (self._exits, self._thresholds):
             return False
         self.policy = policy_of(self.policy.version + 1, exits, thresholds)

@@ -1,4 +1,4 @@
-"""The controllers that baselines add to those that a served model may have."""
+"""Adds the controllers of baselines to those that a served model can have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offramp.engine.control.controller import Controller, ControllerKind, Contro
 
 
 def _apparate(task: ControlTask) -> Controller:
-    """Begin as published (3.1), whatever exits the bundle was compiled with."""
+    """Start as published (3.1), independent of the exits that the bundle was compiled with."""
     settings = ApparateSettings(
         max_overhead=task.max_overhead,
         max_disagreement=task.max_disagreement,
@@ -23,10 +23,10 @@ def _apparate(task: ControlTask) -> Controller:
 
 
 def _pame(task: ControlTask) -> Controller:
-    """Begin with the bundle's policy, for batches of the largest size.
+    """Start with the bundle's policy, for batches of the largest size.
 
-    A period is longer the fewer answers are audited, so that it has as many whose disagreement is
-    known: else a single one, counted for all that were not audited, would raise thresholds.
+    The period is longer the fewer answers are audited, so that it contains as many audited ones:
+    otherwise a single one, weighted for all that were not audited, would raise thresholds.
     """
     settings = PameSettings(
         batch_size=task.batch_size,
@@ -49,9 +49,9 @@ EXTENSION: Final = (
     ),
     ControllerKind(
         name=PameController.name,
-        description="looks at the load again and again, as PAME does when it changes: moves exits "
-        "that make batches late towards the end, and raises thresholds where answers got worse, "
-        "never the other way round; promises nothing",
+        description="evaluates the load repeatedly, as PAME does when it changes: moves exits that "
+        "make batches late towards the end, and raises thresholds where answers got worse, never "
+        "in the other direction; promises nothing",
         make=_pame,
     ),
 )

@@ -5,20 +5,20 @@
         too many answers differed:               thresholds are raised in steps of 0.05
 
 The paper re-tunes offline, on a data set of the new load
-(``offramp.calibration.rehearsal.adaptation``); here the last samples served stand in for it. That
-needs what PAME itself does not have: feedback on answers that were given early. It comes from
-samples that run on after their answer, all of them in release mode and a part where answers are
-audited; without any, only latency is kept.
+(``offramp.calibration.rehearsal.adaptation``); here the last samples served replace that data set.
+This needs feedback on answers that were given early, which PAME itself does not have. It comes from
+samples that run on after their answer: all of them in release mode, a part of them where answers
+are audited. Without any, only latency is controlled.
 
-Batches are made of samples as they were started, n after the other, whatever batches the
-scheduler formed: what counts is whether the load would fit the inference time matrix.
+Batches are formed of n consecutive samples in the order in which they were started, not as the
+scheduler formed them: the question is whether the load would fit the inference time matrix.
 
-It serves as ``eeserve --controller pame``.
+``eeserve --controller pame`` uses it.
 
-What to expect: there is no statement about unseen samples. The estimate of one period is as noisy
-as a period is short, thresholds never fall and exits never move back, so that under a load that
-changes to and fro it ends with less and less. Forced answers are outside of the estimate, and
-count as rows that went on, as they would have without the haste.
+Limits: nothing is promised about unseen samples. The estimate of one period is noisy if the period
+is short. Thresholds never fall and exits never move back, so that under a load that changes back
+and forth fewer and fewer samples exit. Forced answers are not part of the estimate of disagreement,
+and count as rows that ran on, as they would have done without a deadline.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from offramp.certify import MODEL_END, BoolArray, IntArray, Observations, first_
 from offramp.engine.control.static import UncertifiedController, policy_of
 
 PERIOD: Final = 1024
-"""Samples from one look to the next, where all of them run to the end."""
+"""Samples between two evaluations, where all of them run to the end."""
 _ROUNDING: Final = 1e-9
-"""By how much a threshold may miss 1 through sums of steps."""
+"""Tolerance for thresholds of 1 that are sums of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PameSettings:
-    """What may be set; bounds and step are those of the paper's evaluation."""
+    """Settings of the controller; bounds and step are those of the paper's evaluation."""
 
     max_disagreement: float = 0.01
-    """1 − η."""
+    """Bound on the share of differing answers, 1 − η."""
     max_violations: float = 0.02
     """τ_l: largest share of batches that an exit may make late."""
     batch_size: int = 32
-    """n: as rehearsed."""
+    """Samples in a batch, n, as in the rehearsal."""
     period: int = PERIOD
-    """Samples from one look to the next, and looked at."""
+    """Samples between two evaluations, and in each of them."""
     threshold_step: float = 0.05
-    """By which a confidence threshold is raised."""
+    """Step by which a confidence threshold is raised."""
     audit_probability: float = 1.0
-    """Of samples that leave early to run on; 1 is release mode."""
+    """Probability that a sample runs on after an early answer; 1 is release mode."""
     confidence_level: float = 0.95
-    """Only shown: nothing is certified."""
+    """Confidence level for display only: nothing is certified."""
 
     def __post_init__(self) -> None:
         for name in ("max_disagreement", "max_violations"):
@@ -81,7 +81,7 @@ class PameController(UncertifiedController):
     def __init__(
         self, policy: ExitPolicy, times: StageTimes, settings: PameSettings | None = None
     ) -> None:
-        """Start with a policy, the bundle's, as a rehearsal chose it, and times of all exits."""
+        """Start with the bundle's policy, as a rehearsal chose it, and times of all exits."""
         self.settings = settings = settings or PameSettings()
         super().__init__(
             policy,
@@ -91,11 +91,11 @@ class PameController(UncertifiedController):
         )
         self._times = times
         self._own = False
-        """Whether the policy in force is not the one given."""
+        """True if the active policy is not the one that was passed in."""
         self._recent: list[Observations] = []
 
     def observe(self, seen: Observations) -> None:
-        """Count, and look at a period once it is full: what the policy in force served."""
+        """Count samples; evaluate each full period of samples of the active policy."""
         self._counters.add(seen, version=self.policy.version)
         self._recent.append(seen.take(seen.policy_version == self.policy.version))
         if sum(map(len, self._recent)) >= self.settings.period:
@@ -103,7 +103,7 @@ class PameController(UncertifiedController):
             self._look(period)
 
     def state(self) -> Mapping[str, Any] | None:
-        """Policy and counts; a period begins anew."""
+        """Return policy and counts; a new period starts after a restart."""
         return {
             **self._kept_policy(),
             "own": self._own,
@@ -113,7 +113,7 @@ class PameController(UncertifiedController):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with a kept policy."""
+        """Continue with a saved policy."""
         own = state.get("own") is True
         kept = self._kept(state, ("moves", "raises"), exits=self._times.exits)
         policy, (self._counters.adjustments, self._counters.tunings) = kept
@@ -122,7 +122,7 @@ class PameController(UncertifiedController):
         self._recent = []
 
     def _look(self, period: Observations) -> None:
-        """Move the first exit that makes too many batches late; raise thresholds."""
+        """Raise thresholds, and move the first exit that makes too many batches late."""
         before = self._answering()
         raised = self._raise(period, before)
         after = self._move(raised, self._violations(period, before))
@@ -132,7 +132,7 @@ class PameController(UncertifiedController):
             self.policy = policy_of(self.policy.version + 1, exits, [after[e] for e in exits])
 
     def _violations(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
-        """Share of the period's batches that each exit made late."""
+        """Return the share of the period's batches that each exit made late."""
         size, found = self.settings.batch_size, {}
         rows, after = size, None
         batches = len(period) // size
@@ -150,7 +150,7 @@ class PameController(UncertifiedController):
         return found
 
     def _move(self, active: dict[int, float], violations: Mapping[int, float]) -> dict[int, float]:
-        """Put the next later candidate, with the same threshold, in the place of an exit."""
+        """Replace an exit by the next later candidate, with the same threshold."""
         late = [e for e in active if violations[e] > self.settings.max_violations]
         if not late:
             return active
@@ -167,9 +167,9 @@ class PameController(UncertifiedController):
         return moved
 
     def _raise(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
-        """Raise the exit with most wrong answers, step by step, until the period is answered well.
+        """Raise the threshold of the exit with most wrong answers until the bound is met.
 
-        What each exit would have answered is known of samples that ran to the end.
+        Samples that ran to the end show what each exit would have answered.
         """
         counted = period.take(~period.forced)
         raised = dict(active)
@@ -179,7 +179,7 @@ class PameController(UncertifiedController):
         while sum(wrong.values()) > allowed:
             worst = max(wrong, key=wrong.__getitem__)
             stepped = min(raised[worst] + self.settings.threshold_step, 1.0)
-            # 1 is the last threshold at which anything may answer.
+            # 1 is the largest threshold at which any sample exits.
             raised[worst] = NEVER if raised[worst] >= 1 - _ROUNDING else stepped
             wrong = _wrong_by_exit(complete, raised)
         if raised != active:
@@ -193,7 +193,7 @@ class PameController(UncertifiedController):
         return {e: t for e, t in raised.items() if t < NEVER}
 
     def _answering(self) -> dict[int, float]:
-        """Thresholds of the exits that answer, in depth order."""
+        """Return the thresholds of the exits that answer, in depth order."""
         return {a.exit: a.threshold for a in self.policy.active if a.threshold < NEVER}
 
     def _describe(self) -> str:
@@ -201,14 +201,14 @@ class PameController(UncertifiedController):
 
 
 def _rows_behind(period: Observations, exit_: int, size: int) -> IntArray:
-    """int64[batches]: rows of each batch that went on behind an exit."""
+    """Return the rows of each batch that ran on after an exit: int64[batches]."""
     going_on = (period.answered_at == MODEL_END) | (period.answered_at > exit_) | period.forced
     whole = len(going_on) // size * size
     return np.asarray(going_on[:whole].reshape(-1, size).sum(axis=1), dtype=np.int64)
 
 
 def _wrong_by_exit(complete: Observations, active: Mapping[int, float]) -> dict[int, float]:
-    """Weight of the samples that each exit would answer unlike the source model."""
+    """Return the weight of samples that each exit would answer unlike the source model."""
     exits = list(active)
     if not exits or not len(complete):
         return dict.fromkeys(exits, 0.0)
@@ -219,7 +219,7 @@ def _wrong_by_exit(complete: Observations, active: Mapping[int, float]) -> dict[
 
 
 def _join(parts: list[Observations]) -> Observations:
-    """One after the other."""
+    """Concatenate observations."""
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts], axis=-1)
         for field in fields(Observations)

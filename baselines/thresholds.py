@@ -1,10 +1,10 @@
 """Threshold tuning on a window of records, within a hard bound on disagreement.
 
-Three searches: Apparate's greedy one, the best threshold common to all exits, and a beam search of
-ours. Thresholds tuned once are what early exits come with elsewhere (BranchyNet, DeeBERT). As
-Apparate compares with them (5.3, table 2): every exit is always in use, thresholds are tuned once
-on data sampled from the workload, and are never touched again. Either all exits share one threshold
-(:func:`tune_shared`), or, in the variants marked "+", each has its own (:func:`tune_separate`).
+Three searches: Apparate's greedy one, the best threshold common to all exits, and a beam search
+developed here. Other early-exit systems tune thresholds once (BranchyNet, DeeBERT). Apparate
+compares with them (5.3, table 2) as follows: every exit is always in use, and thresholds are tuned
+once on data sampled from the workload. Either all exits share one threshold (:func:`tune_shared`),
+or, in the variants marked "+", each has a separate one (:func:`tune_separate`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from offramp.certify.records import final_agrees
 from offramp.engine.control.static import policy_of
 
 METHODS = ("search", "greedy", "path")
-"""What ``tune`` knows."""
+"""Search methods of :func:`tune`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tuning(Evaluation):
-    """Thresholds, and what they bring on the records that they were tuned on."""
+    """Thresholds, and their outcome on the records that they were tuned on."""
 
     thresholds: FloatArray
     """float64[exits], float32 values; ``NEVER`` switches an exit off."""
@@ -54,8 +54,8 @@ def tune(
 ) -> Tuning:
     """Find thresholds that save the most time while disagreement stays within the bound.
 
-    The bound, in [0, 1], holds on the records given, always: no exits at all is within any. It says
-    little about unseen data; what is to hold there comes from
+    The bound, in [0, 1], always holds on the records passed in, if need be without exits. It says
+    little about unseen data; for a statement about those use
     :func:`offramp.certify.learn_then_test`. Records and ``vanilla_ms``, the model's time without
     ramps, are those of :func:`offramp.certify.evaluate`. The ``method`` is ``search``
     (:func:`search_thresholds`, never worse than greedy), ``greedy`` (Apparate 3.2,
@@ -72,7 +72,7 @@ def tune(
     else:
         raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
     data = (records.confidence, records.agrees, records.latency_ms)
-    # Once more, from the thresholds alone; without exits if those cost time.
+    # Evaluated again from the thresholds alone; without exits if those cost time.
     found = evaluate(*data, thresholds, vanilla_ms=vanilla_ms)
     if found.errors > allowed:  # no assert: python -O would serve what it found
         raise RuntimeError(
@@ -88,26 +88,26 @@ def tune(
 
 
 def tune_shared(records: Records, max_disagreement: float) -> Tuning:
-    """Find the one threshold for all exits that saves the most within the bound on the records.
+    """Return the one threshold for all exits that saves the most within the bound on the records.
 
-    On raw confidence. As fine as a grid search can be: every confidence that occurs is tried. About
-    unseen data it says little.
+    It applies to raw confidence. Every confidence that occurs is tried, which is finer than any
+    grid search. The bound says little about unseen data.
     """
     return tune(records.confidence, records.agrees, records.latency_ms, max_disagreement, "path")
 
 
 def tune_separate(records: Records, max_disagreement: float) -> Tuning:
-    """Find a threshold for each exit ("+") such that they save the most within the bound.
+    """Return a threshold for each exit ("+") such that they save the most within the bound.
 
     The paper searches a grid of all combinations; with steps of 0.1 and 13 exits that would be
-    11^13 of them. The beam search stands in: exact or within a percent of it where that can be
-    checked, and never worse than :func:`tune_shared` on the same records.
+    11^13 of them. The beam search replaces it: exact or within 1 % where that can be checked, and
+    never worse than :func:`tune_shared` on the same records.
     """
     return tune(records.confidence, records.agrees, records.latency_ms, max_disagreement, "search")
 
 
 def always_active(thresholds: FloatArray) -> ExitPolicy:
-    """Put every exit to use, float64[K] thresholds; those at NEVER cost time and answer nothing."""
+    """Return a policy with every exit in use; those at NEVER cost time and do not answer."""
     return policy_of(1, range(len(thresholds)), thresholds.tolist())
 
 
@@ -119,46 +119,47 @@ LEAST_STEP = 0.01
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Position:
-    """Where the search stands; changed in place, round by round."""
+    """Current state of the search; each round changes it in place."""
 
     thresholds: list[float]
-    """On the error, of each exit."""
+    """Threshold on the error, of each exit."""
     steps: list[float]
     first: IntArray
-    """int64[samples]: where each sample exits now."""
+    """int64[samples]: exit of each sample."""
     counts: IntArray
-    """int64[exits + 1]: samples answered at each place."""
+    """int64[exits + 1]: samples answered at each exit, last at the model's end."""
     right: int
-    """Samples answered like the source model."""
+    """Number of samples answered like the source model."""
 
 
 def greedy_thresholds(records: Records, allowed: int) -> FloatArray:
     """Find thresholds with at most ``allowed`` errors: float64[exits], as confidences.
 
-    Algorithm 1 of Apparate, as its section 3.2 words it: thresholds start where nothing exits,
-    steps at 0.1; each round tries one step of each exit alone, and takes the one that saves the
-    most time per accuracy lost; the exit taken doubles its step, exits that overstepped the bound
-    halve theirs, down to 0.01; the end is reached when every exit oversteps with its least step.
+    Algorithm 1 of Apparate, as its section 3.2 describes it. Thresholds start where nothing exits,
+    steps at 0.1. Each round tries one step of each exit alone, and takes the one that saves the
+    most time per accuracy lost. That exit doubles its step; exits that exceeded the bound halve
+    theirs, down to 0.01. The search ends when every exit exceeds the bound with its least step.
 
-    Apparate's thresholds bound the error 1 − confidence from above; they live in the functions of
+    Apparate's thresholds bound the error 1 − confidence from above; only the functions of this
+    search use them. Details that the section leaves open follow the authors' artifact
     this search only. What the words leave open follows the authors' artifact
     (github.com/dywsjtu/apparate, utils.py):
 
     * a sample exits when error < threshold, strictly;
     * thresholds are rounded to 4 decimals, accuracies to 7;
     * the score is |change of accuracy| / |change of savings|, least first, then the earlier exit;
-    * a step that changes no latency has no score; one is taken only where nothing has a score;
+    * a step that does not change latency has no score; it is taken only if no step has a score;
     * an exit is not raised any more once its threshold is above 1.
 
-    Unlike the artifact: a bound met exactly is met (it asks for less), exit 0 can be the best one
-    (it tests ``not best_direction``), steps are the paper's (it starts at 0.01 and ends at 0.001),
-    and only exits that overstepped halve their steps.
+    Differences from the artifact: a bound met exactly is met (it demands less), exit 0 can be the
+    best one (it tests ``not best_direction``), steps are the paper's (it starts at 0.01 and ends at
+    0.001), and only exits that exceeded the bound halve their steps.
     """
     return np.array([confidence_threshold(t) for t in greedy_error_thresholds(records, allowed)])
 
 
 def greedy_error_thresholds(records: Records, allowed: int) -> list[float]:
-    """Run the search; thresholds on the error 1 − confidence, as Apparate has them."""
+    """Run the search; return thresholds on the error 1 − confidence, as in Apparate."""
     exits, samples = records.exits, records.samples
     error = 1.0 - records.confidence.astype(np.float64)
     agrees = final_agrees(records.agrees)
@@ -187,10 +188,10 @@ def greedy_error_thresholds(records: Records, allowed: int) -> list[float]:
 
 
 def confidence_threshold(error_threshold: float) -> float:
-    """Least float32 confidence c with 1 − c < ``error_threshold``; ``NEVER`` if there is none.
+    """Return the least float32 confidence c with 1 − c < ``error_threshold``, or ``NEVER``.
 
-    By bisection over the bit patterns of [0, 1], which are ordered like the values; nearly always
-    within a few of that of 1 − ``error_threshold``.
+    Bisects the bit patterns of [0, 1], which are ordered like the values. The result is nearly
+    always within a few of the pattern of 1 − ``error_threshold``.
     """
     if not error_threshold > 0.0:
         return NEVER
@@ -217,10 +218,11 @@ def _from_bits(bits: int) -> float:
 def _try_steps(
     at: _Position, error: FloatArray, agrees: BoolArray
 ) -> tuple[list[float], IntArray, list[int]]:
-    """Evaluate all single steps at once: only samples that move to the raised exit matter.
+    """Evaluate all single steps together: only samples that move to the raised exit matter.
 
-    By exit: its threshold one step on; if this exit alone took its step, the samples answered at
-    each place, int64[exits, exits + 1], and those answered like the source model.
+    Returns, by exit, its threshold after one step and, if this exit alone took its step, the number
+    of samples answered at each exit and the end, int64[exits, exits + 1], and of those answered
+    like the source model.
     """
     exits = len(at.steps)
     raised = [round(t + step, 4) for t, step in zip(at.thresholds, at.steps, strict=True)]
@@ -239,7 +241,7 @@ def _try_steps(
 def _choose(
     at: _Position, counts: IntArray, right: list[int], fits: list[int], records: Records
 ) -> int | None:
-    """Pick the exit that loses the least accuracy per time saved, or a step that changes none."""
+    """Return the exit that loses the least accuracy per time saved, else one that changes none."""
     samples = records.samples
     accuracy = round(at.right / samples, 7)
     savings = float(_savings(at.counts, records.latency_ms))
@@ -257,61 +259,62 @@ def _choose(
 
 
 def _savings(counts: IntArray, latency_ms: FloatArray) -> FloatArray:
-    """Percent saved by int[..., exits + 1] answers; summed exit by exit, as a plain loop does."""
+    """Return percent saved for int[..., exits + 1] answers, summed exit by exit like a loop."""
     terms = counts / counts.sum(axis=-1, keepdims=True) * latency_ms
     mean_ms = np.add.accumulate(terms, axis=-1)[..., -1]
     return np.asarray((latency_ms[-1] - mean_ms) / latency_ms[-1] * 100)
 
 
 BEAM_WIDTH = 64
-"""States kept per exit."""
+"""Number of states kept per exit."""
 QUOTAS = 8
-"""Groups of states by errors spent; each keeps its best."""
+"""Number of groups of states, by errors spent; the best of each group are kept."""
 PRICE = 0.012
-"""An error's price is this times the reference's savings over the square root of the allowed
-errors: the more are allowed, the nearer the last one's worth comes to the average one's. Between
-a third and three times it, savings changed by less than 2.5 % (tried to 16,384 samples)."""
+"""Factor of an error's price: price = this · the reference's savings / √(allowed errors). The more
+errors are allowed, the closer the value of the last one is to the average one's. Between a third
+and three times this factor, savings changed by less than 2.5 % (tried with up to 16,384
+samples)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Beam:
-    """States after some exits; each row is one choice of the thresholds so far."""
+    """Search states after some exits; each row is one choice of the thresholds so far."""
 
     waiting: BoolArray
-    """bool[states, samples]: no exit took the sample yet."""
+    """bool[states, samples]: the sample has not exited yet."""
     errors: IntArray
     """int64[states]: wrong samples that exited."""
     saved_ms: FloatArray
     """float64[states]: time saved by the samples that exited."""
     thresholds: FloatArray
-    """float64[states, exits]: of the exits passed; NEVER from there on."""
+    """float64[states, exits]: thresholds of the exits passed; NEVER for later ones."""
 
 
 def search_thresholds(records: Records, allowed: int) -> FloatArray:
     """Find thresholds with at most ``allowed`` errors: float64[exits].
 
-    Never saves less than the greedy or the best common threshold: the best of the three is taken.
+    The result never saves less than the greedy or the best common threshold: the best of the three
+    is returned.
 
     Where an earlier answer never costs more time than a later one, two facts make the search small:
 
-    * Given the thresholds before it, an exit's threshold only matters through how many wrong
-      samples it lets exit. Lowering it to just above the next wrong sample that is still there lets
-      only right ones exit, earlier than they would: time is saved, and later errors can only be
-      avoided.
-    * So some best thresholds are an allocation (e_1, …, e_n) of at most the allowed errors, read
-      off from first exit to last; each level lies just above a wrong sample that no earlier exit
-      took.
+    * Given the thresholds before it, an exit's threshold matters only through the number of wrong
+      samples that exit there. Lowering it to just above the next wrong sample that is still waiting
+      lets only right samples exit, earlier than otherwise: this saves time, and can only avoid
+      later errors.
+    * So some best thresholds are an allocation (e_1, …, e_n) of at most the allowed errors, from
+      first exit to last; each level is just above a wrong sample that no earlier exit took.
 
-    A beam walks this tree, one exit per step. What a state's remaining samples will bring is
-    estimated by what a reference, the best common threshold, brings on them, minus a price per
-    error (a Lagrange multiplier). States compete first with states that spent about as many errors,
-    so that a wrong price does not empty the beam of conservative or aggressive ones.
+    A beam search walks this tree, one exit per step. The savings of a state's remaining samples are
+    estimated by those of a reference, the best common threshold, minus a price per error (a
+    Lagrange multiplier). States compete first with states that spent about as many errors, so that
+    a wrong price does not remove all conservative or all aggressive ones.
 
     Rejected: exact line searches under a multiplier from several starts with pairwise swaps (2 %
     off, 25 ms and more); the beam without quotas (up to 11 % off at 4,096 samples); the greedy
     thresholds as reference (worse than the common one); a second beam from the first one's result
     (no better than a wider one). For 10 exits, 512 samples and 5 errors the whole tree can be
-    walked in about 50 ms: that is what the tests compare with.
+    walked in about 50 ms; the tests compare with that.
     """
     common = best_common_thresholds(records, allowed)
     found = [beam_search(records, allowed, common), greedy_thresholds(records, allowed), common]
@@ -322,7 +325,7 @@ def search_thresholds(records: Records, allowed: int) -> FloatArray:
 def beam_search(
     records: Records, allowed: int, reference: FloatArray, *, width: int = BEAM_WIDTH
 ) -> FloatArray:
-    """Walk the tree of allocations; exact once ``width`` holds all of it (monotone latency)."""
+    """Search the tree of allocations; exact if ``width`` holds all of it (monotone latency)."""
     price = PRICE * _saved_ms(records, reference) / math.sqrt(max(allowed, 1))
     later = _later_values(records, reference, price)
     beam = _Beam(
@@ -337,7 +340,7 @@ def beam_search(
 
 
 def raise_to_least_exiting(records: Records, thresholds: FloatArray) -> FloatArray:
-    """Raise each threshold to the least confidence that exits there; same exits, more caution."""
+    """Raise each threshold to the least confidence that exits there; the same samples exit."""
     waiting = np.ones(records.samples, dtype=np.bool_)
     raised = np.full(records.exits, NEVER)
     for exit_, confidence in enumerate(records.confidence):
@@ -358,10 +361,10 @@ def _extend(
     price: float,
     width: int,
 ) -> _Beam:
-    """Give every state every useful level of the next exit; keep the best.
+    """Extend every state by every useful level of the next exit; keep the best states.
 
-    ``later`` is float64[samples], from :func:`_later_values`, and ``price`` is the milliseconds
-    that an error costs in the estimate.
+    ``later`` is float64[samples], from :func:`_later_values`, and ``price`` is the cost of an error
+    in the estimate, in milliseconds.
     """
     confidence = records.confidence[exit_]
     order = np.argsort(-confidence, kind="stable")
@@ -391,10 +394,10 @@ def _extend(
 
 
 def _estimate(waiting: BoolArray, later: FloatArray, saving: float, longest: int) -> Float32Array:
-    """Milliseconds that waiting samples bring if a prefix of them exits here, the rest later.
+    """Return milliseconds saved if a prefix of the waiting samples exits here, the rest later.
 
     float32[states, longest + 1] for bool[states, samples] and float64[samples] in falling
-    confidence; float32 is precise enough to rank by, and half the traffic.
+    confidence; float32 is precise enough to rank by, and needs half the memory traffic.
     """
     brings = later.astype(np.float32)
     present = waiting.astype(np.float32)
@@ -407,11 +410,12 @@ def _estimate(waiting: BoolArray, later: FloatArray, saving: float, longest: int
 
 
 def _levels(wrong: BoolArray, group_start: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """List the useful levels: the longest prefixes of the order for each number of errors.
+    """List the useful levels: for each number of errors, the longest prefix of the order.
 
-    State, prefix length, and errors in that prefix, of every level. ``wrong``, bool[states,
-    samples] in falling confidence, is waiting, and wrong at this exit; ``group_start``,
-    int64[samples], the start of the run of equal confidences, which no threshold can divide.
+    Returns state, prefix length, and errors in that prefix, of every level. ``wrong``,
+    bool[states, samples] in falling confidence, marks waiting samples that are wrong at this exit;
+    ``group_start``, int64[samples], is the start of each run of equal confidences, which no
+    threshold can divide.
     """
     states, samples = wrong.shape
     state, position = np.nonzero(wrong)
@@ -428,7 +432,7 @@ def _levels(wrong: BoolArray, group_start: IntArray) -> tuple[IntArray, IntArray
 
 
 def _tie_starts(ordered: Float32Array) -> IntArray:
-    """Where the run of equal values that holds each position begins: int64[samples]."""
+    """Return the start of the run of equal values at each position: int64[samples]."""
     starts = np.zeros(len(ordered), dtype=np.int64)
     changes = np.flatnonzero(np.diff(ordered)) + 1
     starts[changes] = changes
@@ -436,7 +440,7 @@ def _tie_starts(ordered: Float32Array) -> IntArray:
 
 
 def _best_by_quota(score: FloatArray, errors: IntArray, allowed: int, width: int) -> IntArray:
-    """Take the best of each group of errors spent, then the second of each, until full."""
+    """Return the best of each group of errors spent, then the second of each, until full."""
     if len(score) <= width:
         return np.arange(len(score))
     group = errors // ((allowed + QUOTAS) // QUOTAS)
@@ -447,7 +451,7 @@ def _best_by_quota(score: FloatArray, errors: IntArray, allowed: int, width: int
 
 
 def _later_values(records: Records, reference: FloatArray, price: float) -> FloatArray:
-    """What the reference brings on a sample that reaches exit i: float64[exits + 1, samples]."""
+    """Return savings by the reference if a sample reaches exit i: float64[exits + 1, samples]."""
     values = np.zeros((records.exits + 1, records.samples))
     savings = records.latency_ms[-1] - records.latency_ms[:-1]
     for exit_ in reversed(range(records.exits)):
@@ -458,6 +462,6 @@ def _later_values(records: Records, reference: FloatArray, price: float) -> Floa
 
 
 def _saved_ms(records: Records, thresholds: FloatArray) -> float:
-    """Time saved on all samples against running every one of them to the end."""
+    """Return the time saved on all samples, compared with running each of them to the end."""
     found = evaluate(records.confidence, records.agrees, records.latency_ms, thresholds)
     return found.savings * float(records.latency_ms[-1]) * records.samples

@@ -1,4 +1,4 @@
-"""Bundles on disk: written whole or not at all, and never read unchecked."""
+"""Bundles on disk: written completely or not at all, and never read unchecked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from offramp.bundle.stored_graphs import (
 
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
-"""Holds the hash of the manifest, which holds the hashes of all other files."""
+"""File with the hash of the manifest, which in turn lists the hashes of all other files."""
 POLICY = "policy.json"
 RECORDS = "records.npz"
 REPORT = "report.html"
@@ -61,17 +61,17 @@ class Bundle:
     manifest: Manifest
     policy: ExitPolicy
     arithmetic: str = ""
-    """Names what it is served in, where that is not what it was compiled in: folder of engines."""
+    """Folder of the engines that it is served with, if these compute in another precision."""
     evidence: PrecisionEvidence | None = None
-    """Of that arithmetic, where it has a policy and records of its own."""
+    """Policy and records of that precision, where it has separate ones."""
     number: int = 0
-    """Of the variant that it shows; 0 is the full model."""
+    """Number of the variant that this object shows; 0 is the full model."""
     _records: bytes | None = None
-    """Of the evidence."""
+    """Records that belong to the evidence."""
     _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
-    """Of the file of weights as it was when it was opened, and hashed."""
+    """Identity of the file of weights when it was opened and hashed."""
     _held: HeldFolder | None = field(default=None, compare=False, repr=False)
-    """Files that are read from then on, whatever is at the path, if they are held."""
+    """Files that are read even if the path names another bundle, if they are held."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
@@ -82,7 +82,7 @@ class Bundle:
         _check_files(root, manifest)
         policy = _parse_policy(CheckedFolder(root).read_regular(POLICY), POLICY, manifest)
         bundle = cls(path=root, manifest=manifest, policy=policy, _weights=weights)
-        bundle.variants()  # which reads their policies
+        bundle.variants()  # this reads their policies
         return bundle
 
     def __repr__(self) -> str:
@@ -90,9 +90,9 @@ class Bundle:
         return f"<Bundle {self.path}: {exits}>"
 
     def held(self) -> Bundle:
-        """Hold the files, so that they can be read though the path names another bundle by then.
+        """Hold the files, so that they stay readable when another bundle replaces this one.
 
-        BundleIntegrityError if it does already.
+        BundleIntegrityError if that has already happened.
         """
         return replace(self, _held=HeldFolder(self.path, self.manifest.files))
 
@@ -102,10 +102,10 @@ class Bundle:
         return self._held.resolved if self._held else self.path.absolute()
 
     def variant(self, number: int) -> Bundle:
-        """Show the bundle as one of its variants: a bundle of the same files, as a cascade.
+        """Return the bundle as one of its variants: a bundle of the same files, in cascade form.
 
         Segments, exits, policy, profile and records are the variant's; ``number`` 0 is the bundle
-        as it is.
+        itself.
         """
         if number == 0:
             return self
@@ -117,13 +117,13 @@ class Bundle:
         )
 
     def variants(self) -> tuple[Bundle, ...]:
-        """Show the bundle as each of its variants; the first is the bundle as it is."""
+        """Return the bundle as each of its variants; the first is the bundle itself."""
         return tuple(self.variant(number) for number in range(len(self.manifest.variants) + 1))
 
     def read(self, name: str) -> bytes:
-        """Read a file of the bundle; a graph comes with all of its weights in it.
+        """Read a file of the bundle; a graph includes all of its weights.
 
-        The source model comes without the inputs that nothing reads, which its file declares.
+        The source model comes without the inputs that its file declares and no operator reads.
 
         BundleIntegrityError if file or weights changed since the opening; BundleSchemaError if a
         graph names weights elsewhere than in the bundle's ``weights.bin``.
@@ -137,7 +137,7 @@ class Bundle:
     def graph(self, name: str) -> bytes:
         """Read a graph as it is stored: it may name weights in :meth:`weight_folder`.
 
-        Each of them was checked to be there. Errors as of :meth:`read`.
+        Each of them was checked to be there. Raises the errors of :meth:`read`.
         """
         content = self._files.read(self._entry(name))
         check_graph(self._files, name, content, self._weight_bytes)
@@ -150,9 +150,9 @@ class Bundle:
         return without_inputs(graph, self.manifest.unread_names)
 
     def weight_folder(self) -> Path | None:
-        """Give the folder where runtimes find the weights that graphs name; ``None`` if none do.
+        """Return the folder of the weights that graphs name, for runtimes; ``None`` if none do.
 
-        The file may be mapped from there: it is what was hashed at the opening, or is hashed again.
+        The file may be mapped from there: it is the one hashed at the opening, or is hashed again.
         If it changed, that is a BundleIntegrityError, or ``None`` where the files are held.
         """
         if not self._weight_bytes:
@@ -167,7 +167,7 @@ class Bundle:
         return self.folder.resolve()
 
     def stored(self, name: str) -> Iterator[bytes]:
-        """Give a file as it is on the disk, piece by piece; raises as :meth:`read`, in the end."""
+        """Yield a file as stored, in pieces; raises the errors of :meth:`read` at the end."""
         return CheckedFolder(self.path).pieces(self._entry(name))
 
     @property
@@ -190,9 +190,9 @@ class Bundle:
         return self.parse_profile(parse_json(self.read(name), name), name)
 
     def parse_profile(self, plain: Any, name: str) -> Profile:
-        """Return the profile of this bundle that ``plain``, parsed JSON, describes.
+        """Return the profile of this bundle from ``plain``, parsed JSON.
 
-        BundleSchemaError if it is no profile, or has rows for other segments and exits. Messages
+        BundleSchemaError if it is not a profile, or has rows for other segments and exits. Messages
         begin with ``name``.
         """
         profile = from_plain(Profile, plain, name)
@@ -206,14 +206,14 @@ class Bundle:
         return profile
 
     def measured(self) -> Measured | None:
-        """Read what the policy was measured to bring; ``None`` where it was not measured."""
+        """Read the measured savings of the policy; ``None`` where they were not measured."""
         name = folder_of(self.number) + MEASURED
         if name not in {entry.path for entry in self.manifest.files}:
             return None
         return _parse(Measured, self.read(name), name)
 
     def input_ranges(self) -> InputRanges | None:
-        """Read what calibration saw of the inputs; ``None`` if that was not kept yet."""
+        """Read the ranges of the inputs in the calibration data; ``None`` if there are none."""
         if INPUT_RANGES not in {entry.path for entry in self.manifest.files}:
             return None
         ranges = _parse(InputRanges, self.read(INPUT_RANGES), INPUT_RANGES)
@@ -233,19 +233,19 @@ class Bundle:
         return ranges
 
     def report(self) -> BundleReport:
-        """Read the report of the compiler; a notebook shows it, and ``path`` is for a browser."""
+        """Read the compiler's report; a notebook shows it, and ``path`` is for a browser."""
         return BundleReport(self.path / REPORT, self.read(REPORT).decode())
 
     def _repr_html_(self) -> str:
         return bundle_html(self)
 
     def records(self) -> dict[str, NDArray[Any]]:
-        """Read what the exits said on the calibration data.
+        """Read the answers of all exits on the calibration data.
 
         ``confidence`` float32 [exits, samples], ``prediction`` int32 [exits, samples],
         ``final_prediction`` int32 and ``final_confidence`` float32 [samples], ``split`` uint8
         [samples] (1 tune, 2 certify; some of each), and ``label`` int64 [samples] where the data
-        had labels. Of no sample where the bundle was made without data.
+        had labels. There are 0 samples where the bundle was made without data.
         """
         if self.manifest.is_plain:
             return no_records()
@@ -260,9 +260,9 @@ class Bundle:
             raise BundleSchemaError(f"{self.path / name}: {error}; {MEND}") from error
 
     def under(self, evidence: PrecisionEvidence, records: bytes) -> Bundle:
-        """Give the bundle with policy and records of the arithmetic that it is served in.
+        """Return the bundle with policy and records of the precision that it is served in.
 
-        BundleSchemaError if they are none of it.
+        BundleSchemaError if the policy names exits that the bundle does not have.
         """
         if any(active.exit >= len(self.manifest.exits) for active in evidence.policy.active):
             raise BundleSchemaError(
@@ -273,20 +273,20 @@ class Bundle:
 
 
 def bundle_name(path: Path) -> str:
-    """Return the name that a bundle has at a path: the folder's without ``.ee``."""
+    """Return the name of a bundle at a path: its folder's name without ``.ee``."""
     return path.name.removesuffix(".ee")
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read what a bundle says of itself, without a look at its other files; raises as opening."""
+    """Read a bundle's manifest without checking its other files; raises as opening does."""
     return _read_manifest(Path(path))
 
 
 def _read_manifest(root: Path) -> Manifest:
     if not root.exists() and (kept := moved_aside(root)) is not None:
         raise BundleNotFoundError(
-            f"{root} is not there: its overwriting was killed before the new one took its place; "
-            f"the old one is whole, put it back: mv {kept} {root}"
+            f"{root} is not there: overwriting it was killed before the new one was in place; "
+            f"the old one is complete, put it back: mv {kept} {root}"
         )
     if root.is_file():
         raise BundleNotFoundError(
@@ -329,7 +329,7 @@ def _check_files(root: Path, manifest: Manifest) -> None:
 
 
 def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:
-    """Read a policy; BundleSchemaError if it names an exit that is not there."""
+    """Read a policy; BundleSchemaError if it names an exit that does not exist."""
     policy, known = _parse(ExitPolicy, document, name), len(manifest.exits)
     if any(active.exit >= known for active in policy.active):
         raise BundleSchemaError(f"{name}: names an exit beyond the bundle's {known}")

@@ -15,12 +15,12 @@ from offramp.bundle.schema.serde import check_numbers
 from offramp.certify.binomial import half_risk, upper_bound
 
 INDEX = "index.json"
-"""The index's file in a target's folder."""
+"""Name of the index in a target's folder."""
 ENGINES_SCHEMA_VERSION = 1
-"""Bumped whenever an older reader would misunderstand a newer index."""
+"""Increased whenever an older reader would misunderstand a newer index."""
 
 BUILDER_REVISION = 3
-"""Bumped whenever our way of building engines changes what comes out; it is in their keys."""
+"""Increased whenever the way engines are built changes the result; part of their keys."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -28,8 +28,8 @@ Precision: TypeAlias = Literal["fp32", "tf32", "fp16", "int8"]
 """The precision of the arithmetic inside an engine; inputs and outputs keep the model's types."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 ROUNDED: tuple[Precision, ...] = ("fp16", "int8")
-"""Those that round answers, so that a promise is certified anew for them; tf32 has the graphs of
-fp32, and no CPU computes in it."""
+"""Precisions that round answers, so that a promise is certified again for them; tf32 has the graphs
+of fp32, and no CPU computes in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class EngineTarget:
     """The GPU, TensorRT and precision that engines are built for; they run nowhere else."""
 
     gpu: str
-    """The driver's name of it, for instance ``NVIDIA H200``."""
+    """Name of the GPU from its driver, for instance ``NVIDIA H200``."""
     compute_capability: tuple[int, int]
     """Major and minor, for instance (9, 0)."""
     tensorrt: str
@@ -57,11 +57,11 @@ class EngineTarget:
         return f"{_slug(self.gpu)}-sm{major}{minor}-trt{_slug(self.tensorrt)}-{self.precision}"
 
     def runs_where(self, other: EngineTarget) -> bool:
-        """Whether its engines run where those of the other do: all but the precision is equal."""
+        """Return whether engines of both run on the same machine: only the precision differs."""
         return replace(self, precision=other.precision) == other
 
     def describe(self) -> str:
-        """``NVIDIA H200 with TensorRT 10.16.0.72, fp16``, for messages."""
+        """Return ``NVIDIA H200 with TensorRT 10.16.0.72, fp16``, for messages."""
         return f"{self.gpu} with TensorRT {self.tensorrt}, {self.precision}"
 
 
@@ -83,7 +83,7 @@ class ShapeRange:
             )
 
     def holds(self, shape: tuple[int, ...]) -> bool:
-        """Whether an input of this shape may be given."""
+        """Return whether an input of this shape is allowed."""
         if len(shape) != len(self.least):
             return False
         rows = zip(self.least, shape, self.most, strict=True)
@@ -92,14 +92,14 @@ class ShapeRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeProfile:
-    """One of the ranges of shapes that an engine is built for (an optimisation profile)."""
+    """A range of shapes that an engine is built for (an optimisation profile)."""
 
     first_batch: int
     """Smallest batch."""
     last_batch: int
     """Largest batch, which the engine is tuned for."""
     inputs: dict[str, ShapeRange]
-    """By name of the input; dimension 0 is the batch."""
+    """Shapes by the name of the input; dimension 0 is the batch."""
 
     def __post_init__(self) -> None:
         for name, shapes in self.inputs.items():
@@ -111,11 +111,11 @@ class ShapeProfile:
                 )
 
     def takes(self, rows: int) -> bool:
-        """Whether a batch of so many rows can be run with this profile, by its size."""
+        """Return whether the profile allows a batch of ``rows`` rows, by its size alone."""
         return self.first_batch <= rows <= self.last_batch
 
     def holds(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether inputs of these shapes can be run with this profile."""
+        """Return whether the profile allows inputs of these shapes."""
         return all(range_.holds(shapes[name]) for name, range_ in self.inputs.items())
 
 
@@ -124,18 +124,18 @@ class EngineEntry:
     """An engine of the store."""
 
     unit: str
-    """Name of what it computes, for instance ``00-03-exit1``."""
+    """Name of the parts that it computes, for instance ``00-03-exit1``."""
     file: str
-    """Relative to the target's folder."""
+    """Path relative to the target's folder."""
     size_bytes: int
     sha256: str
     key: dict[str, str]
-    """What the engine depends on; it is fresh as long as all of it is equal. ``parts`` is that of
-    :func:`parts_digest`."""
+    """Facts that the engine depends on; it is up to date as long as all are equal. ``parts`` is the
+    result of :func:`parts_digest`."""
     profiles: tuple[ShapeProfile, ...]
-    """In the order of TensorRT's indices."""
+    """Profiles in the order of TensorRT's indices."""
     build_s: float
-    """Seconds that building it took, measured."""
+    """Measured build time, in seconds."""
 
     @classmethod
     def of(
@@ -161,37 +161,37 @@ class EngineEntry:
 
     @property
     def content(self) -> FileEntry:
-        """The file that holds it."""
+        """Entry of the file that holds it."""
         return FileEntry(path=self.file, size_bytes=self.size_bytes, sha256=self.sha256)
 
     def profile_for(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """Index of the first profile that holds inputs of these shapes."""
+        """Return the index of the first profile that allows inputs of these shapes, or ``None``."""
         return next((i for i, p in enumerate(self.profiles) if p.holds(shapes)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionEvidence:
-    """What engines of a precision answer, and the policy that was certified of that.
+    """Answers of the engines of one precision, and the policy that was certified on them.
 
-    The promise is shared (E3 2.1): the model's end in the precision answers some samples unlike the
-    float32 model, at most :meth:`spent` of them at half of the risk; what exits answer unlike that
-    end is certified to stay within the rest, at the other half.
+    The promise is shared (E3 2.1). The model's end in this precision answers some samples unlike
+    the float32 model, at most :meth:`spent` of them at half of the risk. The share that exits
+    answer unlike that end is certified to stay within the rest, at the other half.
     """
 
     model: str
-    """Of what it is: :func:`model_digest`."""
+    """Hash of the model and its policy: :func:`model_digest`."""
     policy: ExitPolicy
-    """Its promise is about the model's end in this precision."""
+    """Policy whose promise compares with the model's end in this precision."""
     records: FileEntry
-    """As a bundle's own, of exits in this precision; final is the end in it."""
+    """Records like a bundle's, of exits in this precision; final is the end in it."""
     samples: int
-    """Of the certify split."""
+    """Number of samples of the certify split."""
     end_differs: int
-    """Those that the model's end in this precision answers unlike the float32 model."""
+    """Samples that the model's end in this precision answers unlike the float32 model."""
     max_disagreement: float
-    """With the float32 model, of both together."""
+    """Bound on answers unlike the float32 model's, for end and exits together."""
     confidence_level: float
-    """Of both together."""
+    """Confidence level for end and exits together."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
@@ -199,7 +199,7 @@ class PrecisionEvidence:
         check_numbers(self, "end_differs", least=0, most=self.samples)
 
     def spent(self, confidence_level: float) -> float:
-        """Share of samples that the end may answer unlike the float32 model, at half the risk."""
+        """Return the share that the end may answer unlike the float32 model, at half the risk."""
         return upper_bound(self.end_differs, self.samples, half_risk(confidence_level))
 
 
@@ -210,22 +210,22 @@ class EngineIndex:
     schema_version: int
     target: EngineTarget
     engines: tuple[EngineEntry, ...]
-    """Rising by name of the unit, each once."""
+    """Engines in rising order of their units, each once."""
     timing_cache: FileEntry | None
-    """What TensorRT remembers of the tactics that it timed; makes the next build faster."""
+    """TensorRT's cache of timed tactics, which makes the next build faster."""
     kernels: FileEntry | None
-    """Our own kernels, compiled for the target's GPU."""
+    """Offramp's kernels, compiled for the target's GPU."""
     evidence: PrecisionEvidence | None = None
-    """``None`` where the bundle's own policy is served: in fp32, or as it was accepted."""
+    """``None`` where the bundle's policy is served: in fp32, or where it was accepted unchanged."""
 
     def __post_init__(self) -> None:
         units = [entry.unit for entry in self.engines]
         if units != sorted(set(units)):
             raise ValueError(f"engines: units {units} must rise")
-        # What an index no longer names is deleted: a name with a path could be any of the user's.
+        # Files that an index no longer names are deleted: a path could be any file of the user's.
         for name in sorted(self.files):
             if _FILE_NAME.fullmatch(name) is None or name.lower() == INDEX:
-                raise ValueError(f"{name!r} is no name of a file beside the {INDEX}")
+                raise ValueError(f"{name!r} is not the name of a file in the folder of {INDEX}")
 
     @property
     def files(self) -> set[str]:
@@ -236,9 +236,9 @@ class EngineIndex:
 
 
 def unit_name(first_segment: int, last_segment: int, exit_: int | None, variant: int = 0) -> str:
-    """``00-12``, or ``00-03-exit1`` with an exit: how the store knows what becomes one engine.
+    """Return the store's name of the parts of one engine: ``00-12``, with an exit ``00-03-exit1``.
 
-    Those of the bundle's variants begin with its number: ``variant1-00-03-exit1``.
+    Names for the bundle's variants begin with their number: ``variant1-00-03-exit1``.
     """
     span = f"variant{variant}-" if variant else ""
     span += f"{first_segment:02d}-{last_segment:02d}"
@@ -246,7 +246,7 @@ def unit_name(first_segment: int, last_segment: int, exit_: int | None, variant:
 
 
 def checkable_key(target: EngineTarget, parts: str) -> dict[str, str]:
-    """Name what an engine's key must have, as far as a server can tell, which makes no graph again.
+    """Return the entries of an engine's key that a server can check without building the graph.
 
     ``parts`` is the hash of the files that the engine is made of (:func:`parts_digest`).
     """
@@ -263,9 +263,9 @@ def checkable_key(target: EngineTarget, parts: str) -> dict[str, str]:
 def parts_digest(
     manifest: Manifest, first_segment: int, last_segment: int, exit_: int | None, variant: int = 0
 ) -> str:
-    """Hash the files of a bundle that a unit is made of, from the manifest alone.
+    """Hash the files of a bundle that an engine is made of, from the manifest alone.
 
-    By it in an engine's key, a server can tell whether the engine is one of this bundle's parts.
+    With this hash in an engine's key, a server can check that the engine belongs to this bundle.
     """
     manifest = manifest.of_variant(variant)
     names = [segment.file for segment in manifest.segments[first_segment : last_segment + 1]]
@@ -277,7 +277,7 @@ def parts_digest(
 
 
 def model_digest(manifest: Manifest) -> str:
-    """Hash what a policy that is certified of a bundle depends on: graphs, policy and records."""
+    """Hash everything that a certified policy depends on: graphs, policy and records."""
     names = ["policy.json", "records.npz", manifest.source.file]
     names += [segment.file for segment in manifest.segments]
     names += [exit_.file for exit_ in manifest.exits]
@@ -285,18 +285,18 @@ def model_digest(manifest: Manifest) -> str:
 
 
 def kernels_stem(source: str) -> str:
-    """Begin the name of kernels by their source's hash: those of others take other arguments."""
+    """Return the start of the kernels' file name; other sources take other arguments."""
     return f"kernels-{source[:16]}"
 
 
 def addressed(stem: str, content: bytes, suffix: str) -> FileEntry:
-    """Describe a file of the store, whose name has its content's hash in it."""
+    """Describe a file of the store, whose name contains its content's hash."""
     digest = hashlib.sha256(content).hexdigest()
     return entry_of(f"{stem}-{digest[:16]}{suffix}", content)
 
 
 def _digest_of(manifest: Manifest, names: Iterable[str]) -> str:
-    # A graph is what it is wherever its weights are: its own hash says nothing of those it names.
+    # A graph's own hash does not cover the weights that it names; the filled one does.
     hashes = {entry.path: entry.filled_sha256 or entry.sha256 for entry in manifest.files}
     return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()
 

@@ -1,12 +1,12 @@
 """Engines built for a GPU, kept in the bundle: ``engines/FOLDER``, one folder a target.
 
-They are a cache, made on the machine that serves: not in the manifest, not checked when a bundle
-is opened (they may be gigabytes), and made again whenever they do not fit. So a folder has an
-``index.json`` of its own, and nothing in it is loaded but through that, by size and hash.
+They are a cache, made on the machine that serves. They are not in the manifest, are not checked
+when a bundle is opened (they may be gigabytes), and are built again whenever they do not fit. So a
+folder has a separate ``index.json``, and files are only loaded through it, by size and hash.
 
-Every file's name has its hash in it, so nothing that an index names is ever written over:
-first the new file appears by a rename, then the index that names it, then what no index names
-any more is removed. Whatever happens in between, the index on disk is true.
+Every file's name contains its hash, so a file that an index names is never overwritten. First the
+new file is renamed into place, then the index that names it, then files that are no longer named
+are removed. So the index on disk is valid at any moment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from offramp.bundle.schema.serde import from_plain
 
 try:
     import fcntl
-except ImportError:  # no such locks on Windows, where two builds at once are not kept apart
+except ImportError:  # no such locks on Windows, where concurrent builds are not prevented
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 ENGINES = "engines"
-"""The folder of a bundle that holds them."""
+"""Folder of a bundle that holds the engines."""
 _LOCK = ".lock"
 
 _LOG = logging.getLogger(__name__)
@@ -80,22 +80,22 @@ _LOG = logging.getLogger(__name__)
 class EngineStore:
     """The engines of a bundle for one target.
 
-    Reading needs nothing more than :meth:`open`, and raises ``BundleIntegrityError`` where a file
-    is missing, altered, or outside the bundle. A writer holds :meth:`exclusively`.
+    Reading needs only :meth:`open`, and raises ``BundleIntegrityError`` where a file is missing,
+    altered, or outside the bundle. A writer holds :meth:`exclusively`.
     """
 
     def __init__(self, bundle_path: Path, index: EngineIndex) -> None:
         self.bundle_path = bundle_path
         self._name = f"{ENGINES}/{index.target.folder}"
         self.index = index
-        """What there is now; only the methods here swap it."""
+        """Current index; only the methods of this class replace it."""
 
     @classmethod
     def open(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
-        """Read the index of a target, and no engine; there may be none yet.
+        """Read the index of a target but no engine; without an index the store is empty.
 
-        ``BundleIntegrityError`` where it is for another target or leaves the bundle,
-        ``BundleSchemaError`` where it is not what this version understands.
+        ``BundleIntegrityError`` where it is for another target or outside the bundle,
+        ``BundleSchemaError`` where this version cannot read it.
         """
         root = Path(bundle_path)
         name = f"{ENGINES}/{target.folder}/{INDEX}"
@@ -111,7 +111,7 @@ class EngineStore:
 
     @classmethod
     def empty(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
-        """Make an empty store; whatever is there is replaced with the first engine put."""
+        """Return an empty store; the first engine put replaces everything in the folder."""
         version = ENGINES_SCHEMA_VERSION
         index = EngineIndex(
             schema_version=version, target=target, engines=(), timing_cache=None, kernels=None
@@ -120,11 +120,11 @@ class EngineStore:
 
     @property
     def folder(self) -> Path:
-        """The target's folder, made with the first file put."""
+        """The target's folder, created with the first file put."""
         return self.bundle_path / self._name
 
     def entry(self, unit: str) -> EngineEntry | None:
-        """Find the engine of a unit."""
+        """Return the engine of a unit, or ``None``."""
         return next((entry for entry in self.index.engines if entry.unit == unit), None)
 
     def read(self, entry: EngineEntry) -> bytes:
@@ -136,14 +136,14 @@ class EngineStore:
         return self._read(self.index.timing_cache) if self.index.timing_cache else b""
 
     def read_kernels(self, source: str) -> bytes | None:
-        """Read the compiled kernels, a cubin; ``None`` if there are none of a source's hash."""
+        """Read the compiled kernels, a cubin; ``None`` if there are none for a source's hash."""
         kernels = self.index.kernels
         if kernels is None or not kernels.path.startswith(f"{kernels_stem(source)}-"):
             return None
         return self._read(kernels)
 
     def put(self, entry: EngineEntry, plan: bytes) -> None:
-        """Keep an engine in place of that of the same unit, which stays if writing fails."""
+        """Store an engine in place of the unit's previous one, which stays if writing fails."""
         if entry.content != addressed(entry.unit, plan, ".plan"):
             raise ValueError(f"the entry of {entry.unit} does not describe this plan")
         others = [e for e in self.index.engines if e.unit != entry.unit]
@@ -152,24 +152,24 @@ class EngineStore:
         self._commit(replace(self.index, engines=engines))
 
     def put_timing_cache(self, content: bytes) -> None:
-        """Keep TensorRT's timing cache, in place of the last."""
+        """Store TensorRT's timing cache in place of the previous one."""
         file = addressed("timing", content, ".cache")
         self._write(file.path, content)
         self._commit(replace(self.index, timing_cache=file))
 
     def put_kernels(self, cubin: bytes, *, source: str) -> None:
-        """Keep the compiled kernels in place of the last; ``source`` is their source's hash."""
+        """Store the compiled kernels in place of the previous; ``source`` is the source's hash."""
         file = addressed(kernels_stem(source), cubin, ".cubin")
         self._write(file.path, cubin)
         self._commit(replace(self.index, kernels=file))
 
     def drop_kernels(self) -> None:
-        """Forget the compiled kernels."""
+        """Remove the compiled kernels."""
         if self.index.kernels is not None:
             self._commit(replace(self.index, kernels=None))
 
     def put_evidence(self, evidence: PrecisionEvidence | None, records: bytes = b"") -> None:
-        """Keep what engines of the precision answer, in place of the last; ``None``: nothing."""
+        """Store the evidence of the precision in place of the previous; ``None`` removes it."""
         if evidence is not None:
             if evidence.records != addressed("records", records, ".npz"):
                 raise ValueError("the evidence does not describe these records")
@@ -182,11 +182,11 @@ class EngineStore:
         return self._read(evidence.records)
 
     def drop(self, unit: str) -> None:
-        """Drop the engine of a unit, if there is one."""
+        """Remove the engine of a unit, if there is one."""
         self.prune([entry.unit for entry in self.index.engines if entry.unit != unit])
 
     def prune(self, keep: Collection[str]) -> tuple[str, ...]:
-        """Drop the engines of all units but ``keep``; gives the names of those dropped."""
+        """Remove the engines of all units but ``keep``; return the names of those removed."""
         engines = tuple(e for e in self.index.engines if e.unit in keep)
         dropped = tuple(e.unit for e in self.index.engines if e.unit not in keep)
         if dropped:
@@ -194,7 +194,7 @@ class EngineStore:
         return dropped
 
     def clean(self) -> tuple[str, ...]:
-        """Remove what the index does not name, as an interrupted build leaves it."""
+        """Remove files that the index does not name, left by an interrupted build."""
         kept = {*self.index.files, INDEX, _LOCK}
         with _writing(self.folder):
             found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -205,7 +205,7 @@ class EngineStore:
 
     @contextlib.contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Keep other builds out of the folder, which is made; ``BundleBusyError`` if one is in."""
+        """Create the folder and lock it against other builds; ``BundleBusyError`` if locked."""
         with _writing(self.folder):
             self._make_folder()
         with _locked(self.folder):
@@ -216,7 +216,7 @@ class EngineStore:
         return _files(self.bundle_path).read(inner)
 
     def _commit(self, index: EngineIndex) -> None:
-        """Swap the index, then remove what only the last one named."""
+        """Replace the index, then remove files that only the previous one named."""
         before = self.index.files
         self._write(INDEX, dump(index))
         self.index = index
@@ -234,7 +234,7 @@ class EngineStore:
 
 
 def list_targets(bundle_path: str | os.PathLike[str]) -> tuple[EngineTarget, ...]:
-    """Find the targets that a bundle has engines for; a folder that is damaged has none."""
+    """Return the targets that a bundle has engines for; damaged folders do not count."""
     root = Path(bundle_path)
     targets = []
     for folder in _folders(root):
@@ -246,15 +246,15 @@ def list_targets(bundle_path: str | os.PathLike[str]) -> tuple[EngineTarget, ...
 
 
 class Pruned(NamedTuple):
-    """The folders of targets that were not to be kept."""
+    """Result of removing the folders of targets."""
 
     removed: tuple[str, ...]
     busy: tuple[str, ...]
-    """Those that another build is at work in; they are still there."""
+    """Folders that another build is using; they were not removed."""
 
 
 def prune_targets(bundle_path: str | os.PathLike[str], keep: Collection[EngineTarget]) -> Pruned:
-    """Remove the folders of all targets but ``keep``, damaged ones too."""
+    """Remove the folders of all targets but ``keep``, including damaged ones."""
     names = {target.folder for target in keep}
     return _remove_all(each for each in _folders(Path(bundle_path)) if each.name not in names)
 
@@ -269,7 +269,7 @@ def _remove_all(folders: Iterable[Path]) -> Pruned:
     removed, busy = [], []
     for folder in folders:
         try:
-            # Nobody builds behind a link, and a lock there would be a file written elsewhere.
+            # No build follows a link, and a lock file there would be written outside the bundle.
             lock = contextlib.nullcontext() if folder.is_symlink() else _locked(folder)
             with lock, _writing(folder):
                 _remove(folder)
@@ -281,10 +281,10 @@ def _remove_all(folders: Iterable[Path]) -> Pruned:
 
 
 def carry_engines(source: Path, target: Path) -> None:
-    """Give ``target`` the engines of a bundle with the same graphs.
+    """Copy the engines of a bundle to ``target``, which has the same graphs.
 
-    Files are linked where the file system can, as they may be large. Links are left behind, and so
-    is what a build at work there removes meanwhile: then the engine is built again.
+    Files are hard-linked where the file system can, as they may be large. Symbolic links are not
+    copied, nor are files that a concurrent build removes: those engines are built again.
     """
     for folder in _folders(source):
         if folder.is_symlink():
@@ -293,7 +293,7 @@ def carry_engines(source: Path, target: Path) -> None:
         copy.mkdir(parents=True)
         places = []
         with contextlib.suppress(FileNotFoundError):
-            # The index first: what appears later is not in it.
+            # The index first: files that appear later are not in it.
             places = sorted(folder.iterdir(), key=lambda place: (place.name != INDEX, place.name))
         for place in places:
             if place.is_file() and not place.is_symlink() and not place.name.startswith("."):
@@ -313,7 +313,7 @@ def _folders(root: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is there; without locks, say that there are none."""
+    """Hold the lock of an existing folder; where the system has no locks, log a warning."""
     # A bundle from elsewhere may have a link there: it is not followed, and nothing is truncated.
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with _writing(folder):
@@ -326,9 +326,9 @@ def _locked(folder: Path) -> Iterator[None]:
                 raise BundleBusyError(
                     f"another build is at work in {folder}; wait until it has ended"
                 ) from error
-            except OSError as error:  # as network file systems may give
+            except OSError as error:  # network file systems may raise it
                 _LOG.warning(
-                    "%s cannot be locked (%s); start no second build there meanwhile", folder, error
+                    "%s cannot be locked (%s); do not start a second build there", folder, error
                 )
         yield
     finally:
@@ -363,5 +363,5 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise BundleWriteError(
-            f"{folder} cannot be written: {error}; free the space or mend its permissions"
+            f"{folder} cannot be written: {error}; free the space or correct its permissions"
         ) from error

@@ -1,6 +1,6 @@
-"""The files of a bundle: read only after they were checked, written whole, put in place at once.
+"""The files of a bundle: read only after a check, written completely, put in place atomically.
 
-Nothing on disk is trusted.
+No file on disk is trusted.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from offramp.bundle.schema.manifest import FileEntry
 from offramp.bundle.schema.serde import to_plain
 
 MAX_JSON_BYTES: Final = 2**26
-"""Of a JSON file: read, it takes some ten times as much memory."""
+"""Limit on the size of a JSON file; parsed, it takes about ten times as much memory."""
 MEND: Final = "copy the bundle again, or compile the model again"
 _PIECE_BYTES: Final = 2**20
 
 FileContent: TypeAlias = bytes | Iterable[bytes]
-"""What a file has, or will have: whole, or in pieces one after another."""
+"""Content of a file: whole, or in consecutive pieces."""
 
 
 class CheckedFolder:
-    """The files of a folder, which are read only after they were checked.
+    """A folder whose files are read only after they were checked.
 
-    BundleIntegrityError for a file that is missing, altered, outside the folder, or no regular
-    file: a pipe or a device would never end, nor a file of zeros. Messages name ``listing``, the
-    file that has the entries, and the remedy ``mend``.
+    BundleIntegrityError for a file that is missing, altered, outside the folder, or not a regular
+    file: reading a pipe or a device could go on forever. Messages name ``listing``, the file that
+    has the entries, and the remedy ``mend``.
     """
 
     def __init__(self, root: Path, *, listing: str = "manifest", mend: str = MEND) -> None:
@@ -49,7 +49,7 @@ class CheckedFolder:
         self._listing = listing
 
     def inside(self, name: str) -> Path:
-        """Return the place of a file, which must not be outside, through links neither."""
+        """Return the path of a file, which must be in the folder, also after links are followed."""
         pure = PurePosixPath(name)
         place = self.root / pure
         unsafe = (
@@ -71,13 +71,13 @@ class CheckedFolder:
             return file.read()
 
     def read(self, entry: FileEntry) -> bytes:
-        """Read a file and check that it is what its entry says."""
+        """Read a file and check that it matches its entry."""
         content = self.read_regular(entry.path, entry.size_bytes)
         self.compare(entry_of(entry.path, content), entry)
         return content
 
     def pieces(self, entry: FileEntry) -> Iterator[bytes]:
-        """Read a file piece by piece; once all was given, raises as :meth:`read` does."""
+        """Yield a file in pieces; raises the errors of :meth:`read` after the last one."""
         digest, size = hashlib.sha256(), 0
         with self._opened(entry.path, entry.size_bytes) as file:
             for piece in iter(lambda: file.read(_PIECE_BYTES), b""):
@@ -88,12 +88,12 @@ class CheckedFolder:
         self.compare(found, entry)
 
     def check(self, entry: FileEntry) -> None:
-        """Check a file as :meth:`read` does, piece by piece, and keep none of it."""
+        """Check a file as :meth:`read` does, in pieces, without keeping it in memory."""
         for _ in self.pieces(entry):
             pass
 
     def compare(self, found: FileEntry, entry: FileEntry) -> None:
-        """Refuse a file that is not what its entry says."""
+        """Raise BundleIntegrityError if a file does not match its entry."""
         place = self.root / entry.path
         if found.size_bytes != entry.size_bytes:
             raise BundleIntegrityError(
@@ -104,12 +104,12 @@ class CheckedFolder:
             raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {self.mend}")
 
     def opened(self, name: str) -> BinaryIO | FileIO:
-        """Open a file, to be read by place, and unchecked."""
+        """Open a file for reading at offsets, without a check."""
         return (self.root / name).open("rb", buffering=0)
 
     @contextlib.contextmanager
     def _opened(self, name: str, most_bytes: int) -> Iterator[BinaryIO]:
-        """Open a regular file that is not too large."""
+        """Open a regular file of at most ``most_bytes``."""
         place = self.inside(name)
         try:
             found = place.stat()
@@ -129,8 +129,8 @@ class CheckedFolder:
 def read_limited(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file outside a bundle, of at most ``most_bytes``.
 
-    OSError for a file that is missing, too large, or no regular file: a pipe or a device may never
-    end. Nobody checked such a file before, so everything beside a bundle is read through this.
+    OSError for a file that is missing, too large, or not a regular file: reading a pipe or a device
+    could go on forever. All files next to a bundle are unchecked, so they are read with this.
     """
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
@@ -140,7 +140,7 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
 
 
 def names_under(root: Path, *, without: str) -> set[str]:
-    """Everything below a folder but plain folders; links are not followed.
+    """Return all names below a folder except those of plain folders; links are not followed.
 
     ``without`` is a folder whose files belong to the bundle without being listed.
     """
@@ -152,9 +152,9 @@ def names_under(root: Path, *, without: str) -> set[str]:
 def write_whole(
     path: Path, content: FileContent, *, durable: bool = True, mode: int = 0o600
 ) -> None:
-    """Write a file beside its place, and put it there in one step.
+    """Write a temporary file next to ``path``, then rename it to ``path``.
 
-    If ``durable``, it is on the disk when this returns, and before it takes its place.
+    If ``durable``, it is on the disk before it is renamed, and when this returns.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     scratch = Path(name)
@@ -167,14 +167,14 @@ def write_whole(
         scratch.chmod(mode)
         scratch.replace(path)
         if durable:
-            with contextlib.suppress(OSError):  # it is in its place by now, whatever the disk says
+            with contextlib.suppress(OSError):  # the file is in place, even if this sync fails
                 sync(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def write_described(place: Path, name: str, content: FileContent) -> FileEntry:
-    """Write a file, piece by piece; describes what was written under its ``name``."""
+    """Write a file in pieces; return the entry that describes it under its ``name``."""
     with place.open("wb") as file:
 
         def written() -> Iterator[bytes]:
@@ -186,7 +186,7 @@ def write_described(place: Path, name: str, content: FileContent) -> FileEntry:
 
 
 def entry_of(name: str, content: FileContent) -> FileEntry:
-    """Describe a file by its content."""
+    """Return the entry that describes a file's content."""
     return _described(name, pieces_of(content))
 
 
@@ -199,17 +199,17 @@ def _described(name: str, pieces: Iterable[bytes]) -> FileEntry:
 
 
 def pieces_of(content: FileContent) -> Iterable[bytes]:
-    """Give a file's content piece by piece."""
+    """Return a file's content as pieces."""
     return (content,) if isinstance(content, bytes) else content
 
 
 def dump(value: object) -> bytes:
-    """Give a dataclass of the schema as the content of its file."""
+    """Return the JSON text of a dataclass of the schema, as its file contains it."""
     return (json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n").encode()
 
 
 def parse_json(document: bytes, name: str) -> Any:
-    """Read JSON; ``BundleSchemaError`` if it is none."""
+    """Parse JSON; ``BundleSchemaError`` if it is not valid or too large."""
     if len(document) > MAX_JSON_BYTES:
         raise BundleSchemaError(
             f"{name}: has {len(document)} bytes, at most {MAX_JSON_BYTES} are expected"
@@ -221,7 +221,7 @@ def parse_json(document: bytes, name: str) -> Any:
 
 
 def parse_versioned(document: bytes, name: str, version: int, remedy: str) -> Any:
-    """Read JSON whose ``schema_version`` has to be ``version``; the rest is for messages."""
+    """Parse JSON whose ``schema_version`` must be ``version``; other arguments are for messages."""
     plain = parse_json(document, name)
     found = plain.get("schema_version") if isinstance(plain, dict) else None
     if type(found) is not int or found != version:
@@ -232,21 +232,21 @@ def parse_versioned(document: bytes, name: str, version: int, remedy: str) -> An
 
 
 RETIRED: Final = ".old"
-"""End of the name of what is moved aside, where two folders cannot be exchanged in one step."""
+"""Suffix of the folder that is moved aside where two folders cannot be exchanged in one step."""
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _NOT_OF_FOLDERS: Final = frozenset(
     {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EISDIR}
 )
-"""What file systems say that bring files to the disk, and know no such thing of folders."""
+"""Error codes of file systems that can sync files to the disk, but not folders."""
 
 
 def put_in_place(scratch: Path, target: Path) -> None:
-    """Put the folder ``scratch`` at ``target``, beside it; what was there goes to ``scratch``.
+    """Move the folder ``scratch`` to ``target``; a previous folder there goes to ``scratch``.
 
-    All of it is on the disk before its name is. Whoever looks, at whatever moment, finds the old
-    folder or the new one, whole. Where the file system cannot exchange two names, the old one is
-    moved aside first; see :func:`moved_aside`.
+    All of it is on the disk before its name is. At any moment there is either the old folder or the
+    new one, complete. Where the file system cannot exchange two names, the old one is moved aside
+    first; see :func:`moved_aside`.
     """
     for folder, _, files in os.walk(scratch):
         for name in files:
@@ -256,12 +256,12 @@ def put_in_place(scratch: Path, target: Path) -> None:
         scratch.rename(target)
     elif not exchange(scratch, target):
         _move(scratch, target)
-    with suppress(OSError):  # it is in its place by now, whatever the disk says
+    with suppress(OSError):  # the folder is in place, even if this sync fails
         sync(target.parent)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk; a folder, where the file system can do that."""
+    """Wait until a file is on the disk, or a folder, where the file system supports that."""
     if os.name == "nt":
         return
     try:
@@ -276,7 +276,7 @@ def sync(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; whether that was possible (Linux: renameat2)."""
+    """Exchange two names in one step (Linux: renameat2); return whether that was possible."""
     try:
         rename = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):  # another system, or another C library
@@ -287,7 +287,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def moved_aside(target: Path) -> Path | None:
-    """Find what stood at ``target`` before an overwriting that was killed between two steps."""
+    """Return the old folder if an overwriting of ``target`` was killed between its two steps."""
     ours = re.compile(rf"\.{re.escape(target.name)}\.[^.]+{re.escape(RETIRED)}")
     with suppress(OSError):
         for place in sorted(target.absolute().parent.iterdir()):
@@ -297,9 +297,9 @@ def moved_aside(target: Path) -> Path | None:
 
 
 def check_writable(target: Path, *, option: str = "--output") -> None:
-    """Check, by trying, that something can be put at ``target``; BundleWriteError if not.
+    """Check, by trying, that a file can be created at ``target``; BundleWriteError if not.
 
-    The message names ``option`` as what chooses another target.
+    The message names ``option`` as the option that chooses another target.
     """
     folder = _nearest_folder(target)
     try:
@@ -312,7 +312,7 @@ def check_writable(target: Path, *, option: str = "--output") -> None:
 
 
 def check_space(target: Path, size_bytes: int) -> None:
-    """Check that a bundle of that size has room at ``target``; BundleWriteError if not."""
+    """Check that a bundle of that size fits on the disk at ``target``; BundleWriteError if not."""
     folder = _nearest_folder(target)
     free = shutil.disk_usage(folder).free
     if free < size_bytes:
@@ -323,7 +323,7 @@ def check_space(target: Path, size_bytes: int) -> None:
 
 
 def _nearest_folder(target: Path) -> Path:
-    """Find the folder that a target is in, or the first one above it that is there already."""
+    """Return the folder of a target, or its nearest parent that exists."""
     return next(folder for folder in target.absolute().parents if folder.exists())
 
 

@@ -1,9 +1,9 @@
 """Weights that graph files name in ``weights.bin``: found, checked, and put back into the graph.
 
-A graph file is a serialised ONNX model, and what it says of its weights is protobuf's wire format.
-It is read here field by field, as this package needs neither protobuf nor onnx: a graph from
-elsewhere is looked at before any runtime sees it, and only its large weights are ever copied. Field
-numbers are those of onnx.proto3, which never change.
+A graph file is a serialised ONNX model in protobuf's wire format. It is parsed here field by field,
+as this package needs neither protobuf nor onnx. So a graph from elsewhere is checked before any
+runtime reads it, and only its large weights are ever copied. Field numbers are those of
+onnx.proto3, which never change.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from offramp.proto.wire_format import (
 )
 
 WEIGHTS: Final = "weights.bin"
-"""The file of a bundle that holds the large weights of all its graphs, each once."""
+"""File of a bundle with the large weights of all its graphs, each stored once."""
 PAGE: Final = 4096
-"""Weights in it begin at a multiple of it, as what is mapped does; smaller ones stay in graphs."""
+"""Weights in the file begin at multiples of this, for mapping; smaller ones stay in graphs."""
 MOST_BYTES: Final = 2**31 - 1
-"""Of a graph with its weights: protobuf takes no more."""
+"""Limit of protobuf on the size of a graph with its weights."""
 
 ITEM_BYTES: Final = {
     **dict.fromkeys((2, 3, 9, 17, 18, 19, 20), 1),  # 8 bits: integers, booleans, floats
@@ -38,7 +38,8 @@ ITEM_BYTES: Final = {
     **dict.fromkeys((7, 11, 13, 14), 8),
     15: 16,
 }
-"""Bytes of an element, by ``TensorProto.DataType``; others, such as half bytes, stay in graphs."""
+"""Bytes of an element, by ``TensorProto.DataType``; other types, such as 4-bit ones, stay in
+graphs."""
 
 _DIMS, _TYPE, _NAME, _RAW, _EXTERNAL, _LOCATION = 1, 2, 8, 9, 13, 14
 """Fields of ``TensorProto``."""
@@ -53,20 +54,21 @@ _INSIDE: Final = {
     "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
     "sparse": {1: "tensor", 2: "tensor"},
 }
-"""Where tensors may be: by message, the fields that hold others."""
+"""Fields that contain tensors or messages with tensors, by kind of message."""
 _MOST_DEPTH: Final = 100
-"""Of messages in messages, as protobuf's own readers have it."""
+"""Limit on the nesting of messages, as in protobuf's parsers."""
 _MOST_DIGITS: Final = 19
 _ANY_SIZE: Final = 2**62
-"""Of a file that is not looked at."""
+"""Size to assume for a file that is not examined."""
 
 
 def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:
-    """List where the weights are that a graph names, in its order; each of them is checked.
+    """Return the places of the weights that a graph names, in its order; each one is checked.
 
-    ``size_bytes`` are those of ``weights.bin``, 0 where there is none. WireError: the graph is no
-    protobuf, or a tensor is said to be in another file, not wholly in this one, of another length
-    than its shape, not at a page's beginning, or is none of the graph's initializers.
+    ``size_bytes`` is the size of ``weights.bin``, 0 where there is none. WireError if the graph is
+    not protobuf, or if a tensor names another file, a place not completely in this one, a length
+    that does not fit its shape, or an offset within a page, or is not one of the graph's
+    initializers.
     """
     found: list[Place] = []
 
@@ -80,10 +82,10 @@ def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:
 
 
 def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
-    """Take a graph apart into what is there and the weights that it names, in order.
+    """Split a graph into bytes that are in it and the places of weights that it names, in order.
 
-    With these read, it is what would have been written with the weights in it. ``None`` if it names
-    none. WireError as of :func:`named_weights`.
+    With the weights read, the parts make the graph as if it had been written with them. ``None`` if
+    it names none. WireError as for :func:`named_weights`.
     """
     named = False
 
@@ -100,12 +102,12 @@ def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
 
 
 def filled_size(graph: bytes) -> int:
-    """Count about the bytes that a graph has with the weights that it names; WireError."""
+    """Return about how many bytes a graph has with the weights that it names; WireError."""
     return len(graph) + sum(place.length for place in named_weights(graph, _ANY_SIZE))
 
 
 def external_locations(model: bytes) -> frozenset[str]:
-    """Return the files that tensors of any ONNX model name for their bytes; WireError."""
+    """Return the external files that tensors of any ONNX model name; WireError."""
     found = set()
     for tensor in _tensors(memoryview(model), "model", 0):
         for field in graph_fields(tensor):
@@ -118,11 +120,11 @@ def external_locations(model: bytes) -> frozenset[str]:
 
 
 def moved(graph: bytes, size_bytes: int, move: Callable[[Place | memoryview], int | None]) -> bytes:
-    """Give a graph that names its weights elsewhere in ``weights.bin``.
+    """Return a graph that names its weights at other places of ``weights.bin``.
 
-    ``move`` is asked where each of the weights begins that the graph names, and each that it holds
-    as bytes and that may be named; ``None`` leaves a weight as it is. WireError as of
-    :func:`named_weights`.
+    ``move`` is called with each weight that the graph names, and with each that it contains as
+    bytes and that may be named. It returns the weight's offset in the file; ``None`` leaves a
+    weight as it is. WireError as for :func:`named_weights`.
     """
 
     def rename(tensor: memoryview) -> list[Part] | None:
@@ -139,7 +141,7 @@ def moved(graph: bytes, size_bytes: int, move: Callable[[Place | memoryview], in
 
 
 def reference(place: Place) -> bytes:
-    """Encode that a tensor's bytes are at a place of ``weights.bin``, as fields of the tensor."""
+    """Return the fields of a tensor whose bytes are at a place of ``weights.bin``."""
     told = {"location": WEIGHTS, "offset": str(place.offset), "length": str(place.length)}
     entries = [
         message_of(_EXTERNAL, text_of(1, key) + text_of(2, value)) for key, value in told.items()
@@ -152,7 +154,7 @@ def reference(place: Place) -> bytes:
 
 
 def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
-    """Read and check where a tensor is said to be, if it is said; ``None`` if it holds itself."""
+    """Return the checked place that a tensor names; ``None`` if it contains its bytes."""
     fields = list(graph_fields(tensor))
     if not any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
         return None
@@ -160,34 +162,33 @@ def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
     told = _told_place(tensor, fields, name)
     if told["location"] != WEIGHTS:
         raise WireError(
-            f"the weight {name} is said to be in the file {told['location']!r:.100}, expected "
-            f"{WEIGHTS}"
+            f"the weight {name} is in the file {told['location']!r:.100}, expected {WEIGHTS}"
         )
     if not size_bytes:
-        raise WireError(f"the weight {name} is said to be in {WEIGHTS}, which is not there")
+        raise WireError(f"the weight {name} is in {WEIGHTS}, which is not there")
     offset, length = (_number(told[key], key, name) for key in ("offset", "length"))
     expected = _tensor_bytes(tensor, fields, name)
     if length != expected:
         raise WireError(
-            f"the weight {name} is said to have {length} bytes, its shape and type make {expected}"
+            f"the weight {name} has {length} bytes in {WEIGHTS}, its shape and type make {expected}"
         )
     if offset % PAGE or offset + length > size_bytes:
         raise WireError(
-            f"the weight {name} is said to be at bytes {offset} to {offset + length} of {WEIGHTS}; "
+            f"the weight {name} is at bytes {offset} to {offset + length} of {WEIGHTS}; "
             f"expected a multiple of {PAGE}, and no more than its {size_bytes} bytes"
         )
     return Place(offset, length)
 
 
 def _says_external(tensor: memoryview, field: WireField) -> bool:
-    """Whether a field says that the bytes are elsewhere; one that nobody understands does too."""
+    """Return whether a field states that the bytes are elsewhere; an unknown value counts too."""
     if field.number != _LOCATION:
         return False
     return field.wire != VARINT or varint_at(tensor, field.start)[0] != 0
 
 
 def _told_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> dict[str, str]:
-    """Read ``external_data``, which must say location, offset and length once each."""
+    """Read ``external_data``, which must have location, offset and length once each."""
     told: dict[str, str] = {}
     located = False
     for field in fields:
@@ -210,7 +211,7 @@ def _told_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> d
         told[key] = value
     if not located or len(told) != 3:
         raise WireError(
-            f"the weight {name} says where it is by {sorted(told)} only, expected data_location 1, "
+            f"the weight {name} names its place by {sorted(told)} only, expected data_location 1, "
             "and location, offset and length"
         )
     return told
@@ -229,7 +230,7 @@ def _tensor_name(tensor: memoryview, fields: Sequence[WireField]) -> str:
 
 
 def _tensor_bytes(tensor: memoryview, fields: Sequence[WireField], name: str) -> int:
-    """Count the bytes that a tensor's shape and type make."""
+    """Return the number of bytes that follows from a tensor's shape and type."""
     dims: list[int] = []
     kind = 0
     for field in fields:
@@ -251,7 +252,7 @@ def _tensor_bytes(tensor: memoryview, fields: Sequence[WireField], name: str) ->
 
 
 def _raw_bytes(tensor: memoryview) -> memoryview | None:
-    """Give the bytes that a tensor holds, where they are all there is, of whole elements."""
+    """Return the bytes that a tensor contains, if they are complete; else ``None``."""
     fields = list(graph_fields(tensor))
     raw = [f for f in fields if f.number == _RAW]
     if len(raw) != 1 or raw[0].wire != BYTES:
@@ -269,9 +270,9 @@ def _raw_bytes(tensor: memoryview) -> memoryview | None:
 
 
 def _changed(model: memoryview, change: Callable[[memoryview], list[Part] | None]) -> list[Part]:
-    """Take a model apart, with other parts for the initializers that ``change`` gives some for.
+    """Split a model into parts, with new ones for the initializers that ``change`` replaces.
 
-    Tensors that are elsewhere in the model must hold themselves: WireError.
+    WireError if tensors elsewhere in the model name a file.
     """
     parts: list[Part] = []
     for field in graph_fields(model):
@@ -302,7 +303,7 @@ def _changed_graph(
 
 
 def _check_inside(message: memoryview, field: WireField, kind: str) -> None:
-    """Refuse tensors in a field that are said to be in a file."""
+    """Raise WireError if a tensor in a field names a file."""
     inner = _INSIDE[kind].get(field.number)
     if inner is None or field.wire != BYTES:
         return
@@ -310,13 +311,13 @@ def _check_inside(message: memoryview, field: WireField, kind: str) -> None:
         fields = list(graph_fields(tensor))
         if any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
             raise WireError(
-                f"the tensor {_tensor_name(tensor, fields)} is said to be in a file, expected that "
-                "of initializers of the graph alone"
+                f"the tensor {_tensor_name(tensor, fields)} names a file, expected that of "
+                "initializers of the graph alone"
             )
 
 
 def _tensors(message: memoryview, kind: str, depth: int) -> Iterator[memoryview]:
-    """Yield all tensors in a message of some kind."""
+    """Yield all tensors in a message of the kind ``kind``."""
     if kind == "tensor":
         yield message
         return
@@ -332,16 +333,16 @@ def _tensors(message: memoryview, kind: str, depth: int) -> Iterator[memoryview]
 def _with_field(
     message: memoryview, number: int, content: list[Part], *, without: tuple[int, ...]
 ) -> list[Part]:
-    """Put a field where its number belongs, in place of others.
+    """Replace the fields ``without`` by one field, in the order of field numbers.
 
-    ``content`` is a field's value of bytes, but of ``external_data`` whole fields.
+    ``content`` is the field's value in bytes; for ``external_data`` it is whole fields.
     """
     new = content if number == _EXTERNAL else with_length(number, content)
     before: list[Part] = []
     behind: list[Part] = []
     for field in graph_fields(message):
         if field.number not in without:
-            # Writers give fields by number, and then those that they do not know.
+            # Writers put fields in the order of numbers, then fields that they do not know.
             side = before if field.number < number and not behind else behind
             side.append(message[field.begin : field.end])
     return [*before, *new, *behind]

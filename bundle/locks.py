@@ -1,7 +1,7 @@
-"""Locks between processes: a file beside what it protects, locked for as long as a process lives.
+"""Locks between processes: a lock file next to the file or folder that it protects.
 
-The system lets go of a lock when its process ends, however that happens. Such a lock binds only
-those who ask for it.
+The system releases a lock when its process ends in any way. Only processes that ask for the lock
+respect it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ except ImportError:  # no such locks on Windows
 
 
 class FileLock:
-    """An exclusive lock, by a file that is there while the lock is held.
+    """An exclusive lock, by a file that exists while the lock is held.
 
-    Where the file system knows no locks, or the file cannot be made, nobody can be kept out:
-    :meth:`take` succeeds, and :attr:`problem` says what is missing.
+    Where the file system has no locks, or the file cannot be created, no other process is kept out:
+    :meth:`take` succeeds, and :attr:`problem` is the reason.
     """
 
     def __init__(self, path: Path) -> None:
-        """Name the file; nothing is made yet."""
+        """Set the path of the lock file, which is not created yet."""
         self.path = path
         self.problem: str | None = None
-        """Why there is no lock although it was taken; ``None`` if there is one."""
+        """Reason why ``take`` succeeded without a lock; ``None`` if there is one."""
         self._descriptor: int | None = None
         self._taken = False
 
     def take(self) -> bool:
-        """Take the lock, unless another process holds it; says whether it is ours now."""
+        """Take the lock, unless another process holds it; return whether this object has it now."""
         if not self._taken:
             self._taken = self._lock() if fcntl is not None else True
         return self._taken
 
     def release(self) -> None:
-        """Remove the file, and let go; without the lock, do nothing."""
+        """Remove the file and release the lock; without the lock, do nothing."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -55,11 +55,11 @@ class FileLock:
             return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it may have removed the file just now: then this locks nothing.
+            # The previous holder may have removed the file just now: then this locks nothing.
             is_ours = os.path.samestat(os.fstat(descriptor), self.path.stat())
         except (BlockingIOError, FileNotFoundError):
             is_ours = False
-        except OSError as error:  # as network file systems may give
+        except OSError as error:  # network file systems may raise it
             os.close(descriptor)
             self.problem = str(error)
             return True

@@ -1,4 +1,4 @@
-"""How a bundle shows itself in a notebook: as a short table, and its report in a frame."""
+"""Shows a bundle in a notebook: as a short table, and its report in a frame."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BundleReport:
-    """What the compiler found, as a page: a notebook shows it where it is the last expression."""
+    """The compiler's report as a page; a notebook shows it if it is a cell's last expression."""
 
     path: Path
-    """The file, for a browser."""
+    """Path of the report, for a browser."""
     html: str
-    """The whole document."""
+    """The whole HTML document."""
 
     def _repr_html_(self) -> str:
-        # A document in a frame: its style sheet changes nothing of the notebook's own page.
+        # In a frame, the document's style sheet does not change the notebook's page.
         return (
             f'<iframe srcdoc="{escape(self.html)}" sandbox="" title="report" '
             'style="width: 100%; height: 45em; border: 1px solid #ccc"></iframe>'
@@ -35,7 +35,7 @@ class BundleReport:
 
 
 def bundle_html(bundle: Bundle) -> str:
-    """Show a bundle: what it takes and answers, what is promised, and the exits in use."""
+    """Return HTML that shows a bundle: inputs, answers, promise, and the exits in use."""
     manifest, policy = bundle.manifest, bundle.policy
     inputs = ", ".join(spec.describe() for spec in manifest.inputs)
     outputs = ", ".join(spec.describe() for spec in manifest.outputs)
@@ -50,7 +50,7 @@ def bundle_html(bundle: Bundle) -> str:
 
 
 def describe_promise(promise: Promise | None) -> str:
-    """Return what an exit policy was certified for."""
+    """Return the text of a policy's promise."""
     if promise is None:
         return "no exit is in use: the unmodified model answers"
     return (
@@ -63,7 +63,7 @@ def describe_promise(promise: Promise | None) -> str:
 def table_html(
     title: str, lines: Iterable[str], head: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
-    """Show a title, some lines below it, and a table, if it has rows."""
+    """Return HTML of a title, some lines below it, and a table, if it has rows."""
     shown = "".join(f"<div>{escape(line)}</div>" for line in lines)
     table = ""
     if rows:

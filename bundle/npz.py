@@ -1,13 +1,13 @@
-"""Archives of numpy (``.npz``), whose every claim is checked before memory is taken for it.
+"""numpy archives (``.npz``), checked completely before memory is allocated for them.
 
-``numpy.load`` believes what an archive says: a header of a hundred bytes makes it allocate
-exabytes, and a megabyte of zeros, compressed, unpacks to a gigabyte. Here names, sizes, dtypes and
-shapes of all members are looked at first, and what is read is what was looked at. Pickles are
-never loaded.
+``numpy.load`` trusts an archive: a header of a hundred bytes makes it allocate exabytes, and a
+megabyte of compressed zeros unpacks to a gigabyte. Here names, sizes, dtypes and shapes of all
+members are checked first, and the arrays read are those that were checked. Pickles are never
+loaded.
 
-Arrays may be mapped into memory instead (:func:`map_npz`): what is read of them is not kept. Pages
-that a process has read count as its own until they are let go; the system's cache still has them
-then, for as long as it has room.
+Arrays may be mapped into memory instead (:func:`map_npz`), so that data read is not kept. Pages
+that a process has read count as its memory until it releases them; the system's cache still holds
+them afterwards, as long as there is space.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 PLAIN_KINDS: Final = "biufcSUmM"
-"""The kinds of dtypes that numpy writes without pickles, and reads as they were."""
+"""Kinds of dtypes that numpy writes without pickles, and reads back unchanged."""
 _MOST_MEMBERS: Final = 10_000
 _MOST_SIZE: Final = 2**40
-"""Of a dimension: an empty array may claim any, and numpy would write it again for ever."""
+"""Limit on a dimension: an empty array may have any, and numpy would write it back forever."""
 _MOST_EXPANSION: Final = 1032
-"""No byte of deflate stands for more (zlib's own technical notes)."""
+"""Largest expansion of one byte by deflate (zlib's technical notes)."""
 _ANY_SIZE: Final = 2**63
 _CHUNK: Final = 2**20
 _LOCAL_HEADER: Final = 30
-"""Bytes in front of a member's name in an archive."""
+"""Bytes before a member's name in an archive."""
 _METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 class NpzError(ValueError):
-    """An archive is damaged, or not of the form expected; the message names member and reason."""
+    """An archive is damaged or not of the expected form; the message names member and reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayForm:
-    """The form that an array of an archive must have."""
+    """The required form of an array in an archive."""
 
     dtype: str
-    """numpy's name of it."""
+    """numpy's name of the dtype."""
     ndim: int
     optional: bool = False
-    """Whether the array may be missing."""
+    """True if the array may be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +70,11 @@ class _Member:
     shape: tuple[int, ...]
     fortran: bool
     start: int
-    """Bytes of the header."""
+    """Length of the header in bytes."""
 
     @property
     def packed(self) -> bool:
-        """Whether it is compressed."""
+        """True if the array is compressed."""
         return self.info.compress_type != zipfile.ZIP_STORED
 
 
@@ -89,9 +89,9 @@ def read_npz(
 ) -> dict[str, NDArray[Any]]:
     """Read the arrays of an archive, by name.
 
-    They may take ``max_bytes`` together. ``expected`` names the arrays that there have to be, and
-    no others; without it any of numbers, strings and times are read. ``NpzError`` for everything
-    that can be wrong with an archive.
+    They may take ``max_bytes`` together. ``expected`` names the arrays that must be there, and no
+    others may be; without it all arrays of numbers, strings and times are read. ``NpzError`` for
+    every defect that an archive can have.
     """
     with _told(), zipfile.ZipFile(file) as archive:
         members = _members(archive, max_bytes)
@@ -101,16 +101,16 @@ def read_npz(
 
 
 class NpzBytes(NamedTuple):
-    """What the arrays of an archive take."""
+    """Bytes that the arrays of an archive take."""
 
     arrays: int
-    """All of them."""
+    """Bytes of all arrays."""
     packed: int
-    """Those that are compressed."""
+    """Bytes of the compressed arrays, uncompressed."""
 
 
 def measure_npz(file: BinaryIO | IO[bytes]) -> NpzBytes:
-    """Count the bytes that the arrays of an archive take; ``NpzError`` as :func:`read_npz`."""
+    """Return the bytes that an archive's arrays take; ``NpzError`` as :func:`read_npz`."""
     with _told(), zipfile.ZipFile(file) as archive:
         members = _members(archive, _ANY_SIZE)
     packed = sum(member.info.file_size for member in members if member.packed)
@@ -122,9 +122,9 @@ def map_npz(
 ) -> dict[str, NDArray[Any]]:
     """Map the arrays of an archive into memory, by name; their checksums are compared first.
 
-    Arrays that are stored as they are lie in the archive itself, which must not be changed from now
-    on. Those that are compressed are written to ``unpacked``, a file with room for
-    :attr:`NpzBytes.packed`. ``NpzError`` as :func:`read_npz`.
+    Uncompressed arrays are mapped from the archive itself, which must not change from then on.
+    Compressed ones are written to ``unpacked``, a file with space for :attr:`NpzBytes.packed`
+    bytes. ``NpzError`` as :func:`read_npz`.
     """
     with _told(), zipfile.ZipFile(file) as archive:
         return {
@@ -144,7 +144,7 @@ def _map_member(
         assert unpacked is not None, "there has to be a file to unpack to"
         place, start = unpacked, unpacked.tell()
     with archive.open(member.info) as stored:
-        # To the last byte, with which the checksum is compared.
+        # Read to the last byte, as the checksum is compared there.
         for chunk in iter(partial(stored.read, _CHUNK), b""):
             if member.packed:
                 place.write(chunk)
@@ -158,7 +158,7 @@ def _map_member(
 
 
 def _content_start(file: BinaryIO | IO[bytes], info: zipfile.ZipInfo) -> int:
-    """Find where in an archive a member's bytes begin: behind a header that zipfile has checked."""
+    """Return the offset of a member's bytes in an archive, after a header that zipfile checked."""
     file.seek(info.header_offset)
     name_bytes, extra_bytes = struct.unpack("<HH", file.read(_LOCAL_HEADER)[26:])
     return info.header_offset + _LOCAL_HEADER + int(name_bytes) + int(extra_bytes)
@@ -167,7 +167,7 @@ def _content_start(file: BinaryIO | IO[bytes], info: zipfile.ZipInfo) -> int:
 def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Map the array of a ``.npy`` file into memory.
 
-    ``NpzError`` for what is no array of numbers; OSError where it cannot be opened.
+    ``NpzError`` for a file without an array of numbers; OSError where it cannot be opened.
     """
     name = Path(path).name
     with open_regular(path) as file, _told():
@@ -179,7 +179,7 @@ def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Turn whatever a damaged archive raises into an ``NpzError``."""
+    """Convert any exception that a damaged archive causes to an ``NpzError``."""
     try:
         yield
     except NpzError:
@@ -192,8 +192,8 @@ def _told() -> Iterator[None]:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file to read; OSError for anything else, as a pipe or a device never ends."""
-    # Without waiting: the opening of a pipe that nobody writes to would not return.
+    """Open a regular file to read; OSError for others, as a pipe or a device never ends."""
+    # Non-blocking: opening a pipe without a writer would never return.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     mode = os.fstat(descriptor).st_mode
@@ -211,7 +211,7 @@ def _members(archive: zipfile.ZipFile, max_bytes: int) -> list[_Member]:
         raise NpzError(f"{len(infos)} members are more than the {_MOST_MEMBERS} that are read")
     for info in infos:
         if not info.filename.endswith(".npy"):
-            raise NpzError(f"{info.filename!r} in it is no array; write it with numpy.savez")
+            raise NpzError(f"{info.filename!r} in it is not an array; write it with numpy.savez")
         _check_sizes(info)
     if len({info.filename for info in infos}) < len(infos):
         raise NpzError("two of its members have one name")
@@ -222,7 +222,7 @@ def _members(archive: zipfile.ZipFile, max_bytes: int) -> list[_Member]:
 
 
 def _check_sizes(info: zipfile.ZipInfo) -> None:
-    """Refuse sizes that the stored bytes cannot have, and what is not plain deflate."""
+    """Raise NpzError for sizes that the stored bytes cannot have, and for unusual compression."""
     if info.compress_type not in _METHODS or info.flag_bits & 0x1:
         raise NpzError(f"{info.filename!r} is encrypted, or compressed in a way numpy does not")
     most = info.compress_size
@@ -246,7 +246,7 @@ def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
 
 
 def _header(file: BinaryIO | IO[bytes], name: str) -> _Header:
-    """Read the header in front of an array."""
+    """Read the header of an array."""
     version = npy.read_magic(file)
     if version not in _HEADERS:
         raise NpzError(f"{name!r} has a header of version {version}, expected 1.0 or 2.0")
@@ -255,7 +255,7 @@ def _header(file: BinaryIO | IO[bytes], name: str) -> _Header:
 
 
 def _check_header(name: str, header: _Header, content_bytes: int) -> None:
-    """Refuse elements that are no numbers, and sizes that the bytes behind cannot have."""
+    """Raise NpzError for elements that are not numbers, and for a size that does not fit."""
     shape, _, dtype = header
     if dtype.hasobject:
         raise NpzError(f"{name!r} holds Python objects (allow_pickle is off); save numbers")
@@ -264,7 +264,7 @@ def _check_header(name: str, header: _Header, content_bytes: int) -> None:
     sizes_fit = all(0 <= size <= _MOST_SIZE for size in shape)
     if not sizes_fit or prod(shape) * dtype.itemsize != content_bytes:
         raise NpzError(
-            f"{name!r} says that it is {dtype} {list(shape)!s:.100}, but it has "
+            f"{name!r} is declared as {dtype} {list(shape)!s:.100}, but it has "
             f"{content_bytes:,} bytes"
         )
 
@@ -285,7 +285,7 @@ def _check_forms(members: list[_Member], expected: Mapping[str, ArrayForm]) -> N
 
 
 def _read(archive: zipfile.ZipFile, member: _Member) -> NDArray[Any]:
-    """Read an array to its last byte, with which its checksum is compared."""
+    """Read an array to its last byte, where its checksum is compared."""
     with archive.open(member.info) as stored:
         stored.read(member.start)
         content = bytearray(member.info.file_size - member.start)
@@ -307,10 +307,10 @@ def map_array(
     offset: int = 0,
     fortran: bool = False,
 ) -> NDArray[Any]:
-    """Map an array that begins at a byte of a file, to be read only.
+    """Map an array that begins at byte ``offset`` of a file, read-only.
 
-    ValueError if the file ends before it does. The file must not be cut short while it is mapped:
-    reading beyond its end ends the process.
+    ValueError if the file ends before the array does. The file must not be truncated while it is
+    mapped: reading beyond its end kills the process.
     """
     if 0 in shape:
         return np.empty(shape, dtype)
@@ -319,26 +319,26 @@ def map_array(
 
 
 def is_mapped(array: NDArray[Any]) -> bool:
-    """Whether an array lies in a mapped file."""
+    """Return whether an array is in a mapped file."""
     return _mapping(array) is not None
 
 
 def let_go(array: NDArray[Any]) -> None:
-    """Let go of the pages that were read of, or written to, an array in a mapped file."""
+    """Release the pages read from, or written to, an array in a mapped file."""
     mapping = _mapping(array)
     if mapping is not None and hasattr(mapping, "madvise"):  # Windows has none
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def copy_rows(array: NDArray[Any], rows: slice | NDArray[np.intp]) -> NDArray[Any]:
-    """Give some rows: of an array in a mapped file a copy, and what was read of it is let go.
+    """Return some rows; from a mapped file, as a copy, and the pages read are released.
 
-    Where a file has its array at any byte, the copy lies as runtimes expect it.
+    An array may be at any byte of a file; the copy is aligned, as runtimes expect.
     """
     found = array[rows]
     if not is_mapped(array):
         return found
-    # An index copies already, a slice does not.
+    # Indexing with an array copies already, a slice does not.
     copied = np.array(found, order="C") if is_mapped(found) else np.ascontiguousarray(found)
     let_go(array)
     return copied

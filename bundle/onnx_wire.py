@@ -1,7 +1,7 @@
 """Serialised ONNX models, read and written field by field (:mod:`offramp.proto.wire_format`).
 
-The package that reads bundles needs neither protobuf nor onnx, and copies no large weight: messages
-are given as parts that follow each other.
+The package that reads bundles needs neither protobuf nor onnx, and copies no large weights:
+messages are lists of consecutive parts.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ _GRAPH, _INPUT = 7, 11
 
 
 class Place(NamedTuple):
-    """Where in a file the bytes of a weight are."""
+    """Offset and length of a weight's bytes in a file."""
 
     offset: int
     length: int
 
 
 Part: TypeAlias = memoryview | Place
-"""Of a message: bytes that are there, or bytes of a file."""
+"""Part of a message: bytes in memory, or a place in a file."""
 
 
 def with_length(number: int, parts: Iterable[Part]) -> list[Part]:
-    """Put the tag and the length of a field before what it holds."""
+    """Put the tag and the length of a field before its value."""
     held = list(parts)
     head = varint(number << 3 | BYTES) + varint(sum(map(length_of, held)))
     return [memoryview(head), *held]
 
 
 def length_of(part: Part) -> int:
-    """Count the bytes of a part."""
+    """Return the number of bytes of a part."""
     return part.length if isinstance(part, Place) else len(part)
 
 
 def graph_fields(message: memoryview) -> Iterator[WireField]:
-    """Yield the fields of a model or of a part of one; WireError if it is none."""
+    """Yield the fields of a model or of a part of one; WireError if it is not valid."""
     try:
         yield from fields_of(message)
     except WireError as error:
@@ -47,7 +47,7 @@ def graph_fields(message: memoryview) -> Iterator[WireField]:
 
 
 def without_inputs(model: bytes, names: Collection[str]) -> bytes:
-    """Remove inputs of the graph from a serialised ONNX model, by name; WireError if it is none."""
+    """Remove graph inputs from a serialised ONNX model, by name; WireError if it is not valid."""
     whole, parts = memoryview(model), list[Part]()
     for field in graph_fields(whole):
         if (field.number, field.wire) == (_GRAPH, BYTES):
@@ -58,7 +58,7 @@ def without_inputs(model: bytes, names: Collection[str]) -> bytes:
 
 
 def _kept_fields(graph: memoryview, names: Collection[str]) -> Iterator[memoryview]:
-    """Yield the fields of a graph but the inputs of some names."""
+    """Yield the fields of a graph except inputs with these names."""
     for field in graph_fields(graph):
         if field.number != _INPUT or _name_in(graph[field.start : field.end]) not in names:
             yield graph[field.begin : field.end]

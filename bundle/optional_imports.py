@@ -1,9 +1,9 @@
-"""Imports of optional packages, whose every failure becomes one error with the remedy.
+"""Imports of optional packages: any failure becomes one error that names the remedy.
 
-An optional package fails to import in more ways than ImportError: a shared library that does not
-load raises OSError, and a package may run code of its own that raises anything (OpenVINO's
-telemetry raises RuntimeError where there is no home folder). None of them may end a command that
-can do without the package.
+An optional package can fail to import in other ways than ImportError: a shared library that does
+not load raises OSError, and code of the package may raise anything (OpenVINO's telemetry raises
+RuntimeError where there is no home folder). None of them may end a command that can work without
+the package.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def optional_import(
 
     Args:
         packages: Their top-level modules.
-        install: What installs them, for the message.
-        raises: The error that a failed import becomes, made of its message.
+        install: Command that installs them, for the message.
+        raises: Function that makes the error from its message.
     """
     try:
         yield

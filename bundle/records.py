@@ -1,8 +1,8 @@
-"""The records of a bundle: what exits said on the calibration data, and what is lost by class.
+"""The records of a bundle: answers of all exits on the calibration data, and losses by class.
 
 A policy that disagrees with the model on 1 % of the answers may lose every answer of a class that
-the model gives to 1 % of them: fraud, a defect, a disease. So disagreement is counted by class,
-and a bound of its own may be certified for each class (Learn then Test with several risks:
+the model predicts for 1 % of the samples: fraud, a defect, a disease. So disagreement is counted by
+class, and a separate bound may be certified for each class (Learn then Test with several risks:
 :class:`offramp.certify.Stratum`).
 """
 
@@ -23,8 +23,8 @@ from offramp.bundle.schema.policy import NEVER, ExitPolicy
 from offramp.certify import IntArray, Stratum, allowed_errors, binomial_cdf, first_exit
 
 TUNE, CERTIFY = 1, 2
-"""The values of ``split`` in the records: samples that thresholds are tuned on, and samples that
-neither trained nor tuned anything."""
+"""Values of ``split`` in the records: samples that thresholds are tuned on, and samples that
+nothing was trained or tuned on."""
 
 _RECORD_FORMS: Final = {
     "confidence": ArrayForm(dtype="float32", ndim=2),
@@ -39,20 +39,20 @@ _MOST_RECORDS_BYTES: Final = 2**32
 
 
 def parse_records(content: bytes, manifest: Manifest) -> dict[str, NDArray[Any]]:
-    """Read records as :meth:`.Bundle.records` gives them; ValueError if they are of others."""
+    """Parse records (see :meth:`.Bundle.records`); ValueError if they do not fit the manifest."""
     records = read_npz(io.BytesIO(content), max_bytes=_MOST_RECORDS_BYTES, expected=_RECORD_FORMS)
     _check_records(records, manifest)
     return records
 
 
 def no_records() -> dict[str, NDArray[Any]]:
-    """Return the records of a bundle without exits that was made without data: of no sample."""
+    """Return the records of a bundle without exits that was made without data: no samples."""
     forms = {name: form for name, form in _RECORD_FORMS.items() if not form.optional}
     return {name: np.zeros((0,) * form.ndim, form.dtype) for name, form in forms.items()}
 
 
 def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> None:
-    """Refuse records that are not of this model's exits and classes: ValueError."""
+    """Raise ValueError for records that do not fit this model's exits and classes."""
     exits, samples, answer = len(manifest.exits), len(records["split"]), manifest.answer
     bound = answer.task.code_bound(answer.classes)
     for name, array in records.items():
@@ -64,9 +64,9 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
             raise ValueError(f"{name!r} has values that are not in [0, 1]")
     for name in ("prediction", "final_prediction"):
         if not ((records[name] >= 0) & (records[name] < bound)).all():
-            raise ValueError(f"{name!r} has values that are none of the {bound} codes of answers")
+            raise ValueError(f"{name!r} has values that are not among the {bound} codes of answers")
     if "copies" in records and not (records["copies"] >= 1).all():
-        raise ValueError("'copies' has values below 1, expected the rows that a sample stands for")
+        raise ValueError("'copies' has values below 1, expected the rows that a sample represents")
     if not np.isin(records["split"], (TUNE, CERTIFY)).all():
         raise ValueError(f"'split' has values besides {TUNE} (tune) and {CERTIFY} (certify)")
     for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):
@@ -75,37 +75,37 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
 
 
 TOO_MUCH: Final = 10
-"""Multiple of the bound from which on a class's share of lost answers is warned of."""
+"""Multiple of the bound above which a class's share of lost answers causes a warning."""
 _SURE: Final = 0.01
-"""Probability of any warning where no class loses more than the bound."""
+"""Probability of any warning although no class loses more than the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassLoss:
-    """Answers that the model gives one class, and how many of them come out otherwise."""
+    """Number of answers of one class by the model, and of those that exits answer differently."""
 
     number: int
-    """The class, or the label of a set of labels."""
+    """Index of the class, or of the label in a set of labels."""
     samples: int
     lost: int
-    """Those that an exit answers unlike the model."""
+    """Samples that an exit answers unlike the model."""
 
     @property
     def share(self) -> float:
-        """Share of the samples that are lost."""
+        """Share of the samples whose answer is lost."""
         return self.lost / self.samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Members:
-    """Pairs of a class and a sample that the model gives it; of label sets several a sample."""
+    """Pairs of a class and a sample that the model puts in it; label sets have several a sample."""
 
     classes: IntArray
     samples: IntArray
 
 
 def has_classes(answer: Answer) -> bool:
-    """Whether recorded answers say which classes or labels they are of."""
+    """Return whether codes of recorded answers determine classes or labels."""
     kind = answer.task.kind
     return kind == "classification" or (kind == "multi-label" and answer.classes <= WHOLE_SETS)
 
@@ -121,10 +121,10 @@ def _members(answer: Answer, codes: NDArray[np.integer[Any]]) -> _Members:
 def count_losses(
     answer: Answer, codes: NDArray[np.integer[Any]], differs: NDArray[np.bool_]
 ) -> tuple[ClassLoss, ...]:
-    """Count by class, of those that the model gives at all; the largest share of losses first.
+    """Count losses for each class that the model predicts; the largest share of losses first.
 
     ``codes`` [samples] are the model's answers (:mod:`~offramp.engine.answers.agreement`),
-    ``differs`` [samples] says which are answered otherwise. Nothing for tasks without classes.
+    ``differs`` [samples] marks those answered differently. Empty for tasks without classes.
     """
     if not has_classes(answer):
         return ()
@@ -141,9 +141,10 @@ def count_losses(
 def count_label_losses(
     answer: Answer, labels: NDArray[np.integer[Any]] | None, differs: NDArray[np.bool_]
 ) -> tuple[ClassLoss, ...]:
-    """Count by label of the data instead, of classification; labels that are no class are left out.
+    """Count losses by the data's labels instead of the model's classes, for classification.
 
-    ``labels`` [samples]; nothing without them.
+    ``labels`` is [samples]; the result is empty without them. Labels that are not classes of the
+    model are left out.
     """
     if labels is None or answer.task.kind != "classification":
         return ()
@@ -154,7 +155,7 @@ def count_label_losses(
 def losses_on_records(
     answer: Answer, policy: ExitPolicy, records: Mapping[str, NDArray[Any]]
 ) -> tuple[ClassLoss, ...]:
-    """Count what a policy loses by class on the certify split of a bundle's records."""
+    """Return a policy's losses by class on the certify split of a bundle's records."""
     certify = records["split"] == CERTIFY
     confidence, final = records["confidence"][:, certify], records["final_prediction"][certify]
     thresholds = np.full(len(confidence), NEVER)
@@ -166,10 +167,10 @@ def losses_on_records(
 
 
 def harmed(losses: Sequence[ClassLoss], max_disagreement: float) -> tuple[ClassLoss, ...]:
-    """Return the classes that surely lose much more than the bound on all answers.
+    """Return the classes that almost surely lose much more than the bound on all answers.
 
     Their share is above :data:`TOO_MUCH` times the bound, and so many losses would be unlikely if
-    the class lost no more than the bound itself, all classes looked at together.
+    the class lost no more than the bound itself, corrected for the number of classes.
     """
     return tuple(
         loss
@@ -180,11 +181,11 @@ def harmed(losses: Sequence[ClassLoss], max_disagreement: float) -> tuple[ClassL
 
 
 def describe_harm(loss: ClassLoss, max_disagreement: float) -> str:
-    """Return a sentence that warns of a class, without its full stop."""
+    """Return the warning about a class, without its full stop."""
     return (
         f"of the {loss.samples:,} samples that the model gives class {loss.number}, {loss.lost:,} "
-        f"({loss.share:.1%}) are answered otherwise, which the bound of {max_disagreement:.3g} on "
-        "all answers together allows; bound each class with --max-class-disagreement"
+        f"({loss.share:.1%}) are answered differently, which the bound of {max_disagreement:.3g} "
+        "on all answers together allows; bound each class with --max-class-disagreement"
     )
 
 
@@ -195,9 +196,9 @@ def class_strata(
     max_disagreement: float | None,
     confidence_level: float,
 ) -> tuple[Stratum, ...]:
-    """Return the classes that have enough samples for a bound of their own to be certified.
+    """Return the classes that have enough samples for a separate bound to be certified.
 
-    ``max_disagreement`` ``None`` bounds no class. See :func:`uncertified` for the others.
+    With ``max_disagreement`` ``None`` no class is bounded. See :func:`uncertified` for the others.
     """
     if max_disagreement is None:
         return ()
@@ -219,7 +220,7 @@ def uncertified(
     max_disagreement: float,
     confidence_level: float,
 ) -> tuple[int, ...]:
-    """Return the classes whose samples are too few for a bound of their own to be certified."""
+    """Return the classes with too few samples for a separate bound to be certified."""
     samples = {loss.number: loss.samples for loss in losses}
     return tuple(
         number

@@ -1,6 +1,6 @@
-"""Graph files of a bundle as they are on the disk, and with the weights that they name.
+"""Graph files of a bundle, as stored and with the weights that they name.
 
-What is read may be held (:class:`HeldFolder`), whatever the bundle's path names later.
+Files may be held (:class:`HeldFolder`): then they stay readable if the bundle is replaced.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from offramp.proto.wire_format import WireError
 _PIECE_BYTES: Final = 2**20
 
 FileIdentity: TypeAlias = tuple[int, ...]
-"""Device, inode, size, and times of the last changes of a file: it was not written if all are the
-same."""
+"""Device, inode, size, and times of the last changes of a file. If all are equal, the file was not
+written."""
 
 
 def identity_of_file(place: Path) -> FileIdentity | None:
-    """Look up what tells that a file was written or replaced; ``None`` if it is not there."""
+    """Return values that change when a file is written or replaced; ``None`` if it is missing."""
     try:
         found = place.stat()
     except OSError:
@@ -38,9 +38,9 @@ def identity_of_file(place: Path) -> FileIdentity | None:
 
 
 def check_graph(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) -> None:
-    """Refuse a graph that names weights where there are none: BundleSchemaError.
+    """Raise BundleSchemaError if a graph names weights where there are none.
 
-    ``size_bytes`` are those of the weights.
+    ``size_bytes`` is the size of the file of weights.
     """
     try:
         named_weights(graph, size_bytes)
@@ -51,8 +51,8 @@ def check_graph(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) 
 def fill(files: CheckedFolder, entry: FileEntry, graph: bytes, size_bytes: int) -> bytes:
     """Return a graph of a bundle with the weights that it names.
 
-    BundleSchemaError if it names some where there are none, or would be more with them than
-    protobuf takes; BundleIntegrityError if graph and weights are not together what ``entry`` says.
+    BundleSchemaError if it names weights where there are none, or would exceed protobuf's limit
+    with them; BundleIntegrityError if graph and weights together do not match ``entry``.
     """
     parts = _filled(files, entry.path, graph, size_bytes)
     if parts is None:
@@ -77,7 +77,7 @@ def fill(files: CheckedFolder, entry: FileEntry, graph: bytes, size_bytes: int) 
 def describe_filled(
     files: CheckedFolder, entries: Sequence[FileEntry], graphs: Sequence[str]
 ) -> Iterator[FileEntry]:
-    """Add to the entries of graphs what these are with the weights that they name."""
+    """Yield the entries; those of graphs with the hash that includes the weights that they name."""
     sizes = {entry.path: entry.size_bytes for entry in entries}
     size_bytes = sizes.get(WEIGHTS, 0)
     for entry in entries:
@@ -95,7 +95,7 @@ def describe_filled(
 
 
 def _filled(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) -> list[Part] | None:
-    """Take a graph apart into what is there and the weights that it names; ``None`` if none."""
+    """Split a graph as :func:`.filled_parts` does, with errors that name the file."""
     try:
         return filled_parts(graph, size_bytes)
     except WireError as error:
@@ -103,7 +103,7 @@ def _filled(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) -> l
 
 
 def _read(files: CheckedFolder, parts: Sequence[Part]) -> Iterator[bytes | memoryview]:
-    # Not mapped: a file that somebody makes shorter meanwhile gives an error, and no signal.
+    # Not mapped: if the file is truncated at the same time, this is an error, not a signal.
     weights = files.root / WEIGHTS
     try:
         with files.opened(WEIGHTS) as file:
@@ -125,23 +125,23 @@ def _read(files: CheckedFolder, parts: Sequence[Part]) -> Iterator[bytes | memor
 
 
 _SMALL_BYTES: Final = 2**20
-"""Files up to it are kept in memory, but for weights: a server has only so many descriptors."""
+"""Largest file kept in memory, weights excepted: a process may open only so many files."""
 
 _MOST_PIECE: Final = 2**24
 
 
 class HeldFolder(CheckedFolder):
-    """The files of a bundle as they are now, whatever its path names later.
+    """The files of a bundle as they are now, even if another bundle replaces it.
 
-    A server reads graphs again while it serves: for exits that it tries, and for workers that start
-    in place of lost ones. By then another bundle may be at the path, or none. Small files are kept
-    in memory, large ones open: what is open can be read though its name is gone.
+    A server reads graphs again while it serves: for exits that it tries, and for workers that
+    replace lost ones. By then another bundle, or none, may be at the path. Small files are kept in
+    memory, large ones stay open: an open file can be read after its name is removed.
     """
 
     def __init__(self, root: Path, entries: Sequence[FileEntry]) -> None:
         super().__init__(root)
         self.resolved = root.resolve()
-        """Folder that the path leads to, without links."""
+        """Folder that the path leads to, with links resolved."""
         self._small: dict[str, bytes] = {}
         self._open: dict[str, int] = {}
         weakref.finalize(self, _close, self._open)
@@ -157,10 +157,10 @@ class HeldFolder(CheckedFolder):
                 raise BundleIntegrityError(f"{place}: {error.strerror}; {self.mend}") from error
 
     def read(self, entry: FileEntry) -> bytes:
-        """Read a file whole, and check it."""
+        """Read a whole file and check it."""
         content = self._small.get(entry.path)
         if content is None:
-            pieces, at = list[bytes](), 0  # by place: others read the same open file meanwhile
+            pieces, at = list[bytes](), 0  # by offset: others read the same open file
             while piece := os.pread(self._open[entry.path], _MOST_PIECE, at):
                 at += len(piece)
                 pieces.append(piece)
@@ -171,7 +171,7 @@ class HeldFolder(CheckedFolder):
         return content
 
     def opened(self, name: str) -> BinaryIO:
-        """Open a file again, to be read by place: a large one, or that of weights."""
+        """Return a new handle of a held file, for reading at offsets."""
         return os.fdopen(os.dup(self._open[name]), "rb", buffering=0)
 
 

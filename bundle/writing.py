@@ -1,4 +1,4 @@
-"""Bundles are written whole or not at all."""
+"""Writes bundles, completely or not at all."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def write_bundle(
     overwrite: bool = False,
     engines_of: Path | None = None,
 ) -> Bundle:
-    """Write a bundle to a temporary folder beside ``path``, then put it in place in one step.
+    """Write a bundle to a temporary folder next to ``path``, then rename it to ``path``.
 
-    The manifest's ``files`` are filled in here; ``files`` has the content of every
-    other file, by relative path, and is asked for each once: of a content that is made then, in
-    pieces, no more than a piece need be in memory. Where there is a ``weights.bin``, graphs may
-    name their weights in it. ``overwrite`` replaces a bundle that is already there, and never
-    anything else: that is a ``BundleExistsError``.
-    ``engines_of`` is a bundle of the same graphs, whose engines the new one gets too; without it,
-    engines of the bundle that is replaced go with it. If the file system refuses
-    (``BundleWriteError``), what was at ``path`` is still there. When this returns, the bundle is on
-    the disk, and not only in the system's memory.
+    The manifest's ``files`` are filled in here. ``files`` is the content of every other file, by
+    relative path; each is read once, so that content produced in pieces needs memory for one piece
+    only. Where there is a ``weights.bin``, graphs may name their weights in it.
+
+    ``overwrite`` replaces an existing bundle, and never anything else: that is a
+    ``BundleExistsError``. ``engines_of`` is a bundle of the same graphs, whose engines are copied
+    to the new one; without it, engines of a replaced bundle are removed. If the file system refuses
+    (``BundleWriteError``), the previous bundle is still there. When this returns, the bundle is on
+    the disk, not only in the system's cache.
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)
@@ -65,9 +65,9 @@ def write_bundle(
 
 @contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """Make a folder beside ``target``, to be put in place of it; what is left of it is removed.
+    """Make a folder next to ``target``, to be renamed to it; removed at the end if it still exists.
 
-    BundleWriteError where the file system refuses, there or within the context.
+    BundleWriteError where the file system refuses, here or within the context.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,9 +85,9 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 def write_listed(
     folder: Path, files: Mapping[str, FileContent], graphs: Sequence[str]
 ) -> tuple[FileEntry, ...]:
-    """Write files by relative path, and return what a manifest lists of them.
+    """Write files by relative path; return their entries for a manifest.
 
-    ``graphs`` are those that may name their weights.
+    ``graphs`` are the files that may name their weights.
     """
     written, entries = CheckedFolder(folder), []
     for name in sorted(files):
@@ -106,9 +106,9 @@ def check_target(
 ) -> None:
     """Check that a bundle may and can be written at ``target``, before any long work.
 
-    Only a folder with its ``marks``, a manifest and its hash, passes for one of its ``kind``: other
-    tools have files called ``manifest.json`` too. What it holds is not checked, so that a damaged
-    bundle can be replaced.
+    Only a folder with the files ``marks``, a manifest and its hash, counts as a ``kind``, since
+    other tools also write files called ``manifest.json``. The manifest is not checked, so that a
+    damaged bundle can be replaced.
     """
     if not target.exists() and not target.is_symlink():
         for folder in target.parents:

@@ -1,11 +1,11 @@
 """P(agree | confidence) of each exit, and the one-parameter path through all thresholds.
 
-A head's softmax is no probability of agreement: early heads are over- or underconfident in their
-own way. One logistic curve per exit puts them on one scale, so that a single level u means the
-same at every exit. Isotonic curves were tried and need far more data.
+A head's softmax is not a probability of agreement: each early head is over- or underconfident to a
+different degree. One logistic curve per exit puts them on one scale, so that a single level u means
+the same at every exit. Isotonic curves were tried and need far more data.
 
-Levels to test are chosen near the bound on risk (:func:`lay_path`). They lie on this one smooth
-path, since a path fitted closely to few samples is never certified.
+Levels to test are chosen near the bound on risk (:func:`lay_path`). All of them are on this one
+smooth path, since a path fitted closely to few samples is never certified.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from offramp.certify.path import Outlook, outlook
 from offramp.certify.records import check_confidence
 
 _LEAST = 1e-7
-"""Confidences below count as this, so that the logit is finite."""
+"""Lower limit that confidences are clipped to, so that the logit is finite."""
 _MOST = 1.0 - 2.0**-25
-"""What a confidence of 1 counts as: halfway between 1 and the float32 below it."""
+"""Upper limit that confidences are clipped to: halfway between 1 and the next smaller float32."""
 _LEAST_SLOPE = 0.05
-"""Keeps the curve rising where confidence says nothing about agreement."""
+"""Least slope: the curve rises even where confidence is unrelated to agreement."""
 _PATH_LEVELS = np.concatenate([[1.0], 1.0 - np.geomspace(1e-6, 0.5, 399)])
-"""Levels u of a path, float64[400], falling from 1 (no exits): geometric in 1 − u. These are even
-steps in the error that a level admits, which is where thresholds of a percent or less of
-disagreement lie."""
+"""Levels u of a path, float64[400], falling from 1 (no exits). They are geometric in 1 − u, the
+error that a level admits, so that levels of about 1 % disagreement or less are dense enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class AgreementCurve:
     """P(agree | confidence) = sigmoid(slope · logit(confidence) + intercept)."""
 
     slope: float
-    """Above 0: more confidence is never less agreement."""
+    """Slope above 0: more confidence is never less agreement."""
     intercept: float
 
     def __post_init__(self) -> None:
@@ -49,11 +48,14 @@ class AgreementCurve:
             )
 
     def probability(self, confidence: ConfidenceArray) -> FloatArray:
-        """P(agree) at float[...] confidences: float64[...]."""
+        """Return P(agree) at float[...] confidences: float64[...]."""
         return _sigmoid(self.slope * _feature(confidence) + self.intercept)
 
     def threshold(self, probability: FloatArray) -> FloatArray:
-        """Least float32 confidence with at least that P(agree), float64[...]; NEVER if none."""
+        """Return the least float32 confidence with P(agree) of at least that: float64[...].
+
+        NEVER where there is none.
+        """
         with np.errstate(divide="ignore"):
             logit = np.log(probability) - np.log1p(-np.asarray(probability, dtype=np.float64))
         feature = (logit - self.intercept) / self.slope
@@ -64,9 +66,9 @@ class AgreementCurve:
 def fit_agreement(confidence: ConfidenceArray, agrees: BoolArray) -> AgreementCurve:
     """Fit the logistic curve of one exit by Newton's method (Platt 1999, on the logit).
 
-    Of float[samples] confidences in [0, 1], at least one, and bool[samples]. The penalty
-    ``((slope − 1)² + intercept²) / 2``, worth about one sample, draws towards "confidence is the
-    probability"; it keeps the fit finite where all samples agree.
+    ``confidence`` is float[samples] in [0, 1], at least one; ``agrees`` is bool[samples]. The
+    penalty ``((slope − 1)² + intercept²) / 2`` weighs about as much as one sample and draws the
+    curve towards "confidence is the probability"; it keeps the fit finite where all samples agree.
     """
     check_confidence(np.atleast_2d(confidence), np.atleast_2d(agrees))
     feature = _feature(np.asarray(confidence).ravel())
@@ -78,24 +80,24 @@ def fit_agreement(confidence: ConfidenceArray, agrees: BoolArray) -> AgreementCu
 
 
 def fit_curves(confidence: ConfidenceArray, agrees: BoolArray) -> tuple[AgreementCurve, ...]:
-    """Curves of some exits: one per row of float[exits, samples] confidences."""
+    """Fit one curve per exit: per row of float[exits, samples] confidences."""
     return tuple(fit_agreement(c, a) for c, a in zip(confidence, agrees, strict=True))
 
 
 def tuning_path(confidence: ConfidenceArray, agrees: BoolArray) -> FloatArray:
-    """The path of thresholds from conservative to aggressive, fixed by the tuning split alone.
+    """Return a path of thresholds, conservative to aggressive, fixed by the tuning split alone.
 
-    Of float[exits, samples] confidences and bool[exits, samples]. One number, the calibrated
-    probability of agreement, moves all thresholds.
+    The split is float[exits, samples] confidences and bool[exits, samples] ``agrees``. One number,
+    the calibrated probability of agreement, moves all thresholds.
     """
     return common_path(fit_curves(confidence, agrees))
 
 
 def common_path(curves: Sequence[AgreementCurve]) -> FloatArray:
-    """Thresholds of all exits along one number u: float64[levels, exits], no exit's rising.
+    """Return thresholds of all exits along one number u: float64[levels, exits], none rising.
 
     A sample exits where P(agree | confidence) >= u. At the first level, 1, no exit answers. Every
-    threshold is a float32 value, so a check in float32 decides like one in float64.
+    threshold is a float32 value, so that checks in float32 and in float64 decide alike.
     """
     path = np.stack([curve.threshold(_PATH_LEVELS) for curve in curves], axis=1)
     path[0] = NEVER
@@ -103,7 +105,7 @@ def common_path(curves: Sequence[AgreementCurve]) -> FloatArray:
 
 
 def float32_at_least(values: FloatArray) -> FloatArray:
-    """Round up to the next float32: ``c >= value`` stays the same for every float32 c."""
+    """Round up to the next float32, so that ``c >= value`` is unchanged for every float32 c."""
     values = np.asarray(values, dtype=np.float64)
     nearest = values.astype(np.float32)
     above = np.nextafter(nearest, np.float32(np.inf))
@@ -162,34 +164,34 @@ def _sigmoid(logit: FloatArray) -> FloatArray:
 
 LEVELS: Final = 60
 _CONSERVATIVE, _AGGRESSIVE = 0.02, 8.0
-"""Expected disagreement of the first and last level, as multiples of the bound. Curves may be
-wrong about data that drifted; so they are wide apart."""
+"""Expected disagreement of the first and last level, as multiples of the bound. They are far apart
+because curves may be wrong about data that drifted."""
 _RIDGE: Final = 4.0
-"""Samples that the curves known so far count for."""
+"""Weight of the previous curves when they are fitted again, in samples."""
 _LEAST_FACTOR: Final = 0.05
-"""Least slope of a new curve, relative to the one known so far."""
+"""Least slope of a new curve, relative to the previous one."""
 _NEWTON_STEPS: Final = 30
 _IDENTITY: Final = AgreementCurve(slope=1.0, intercept=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted:
-    """A path of thresholds to test, with what its curves expect of every level."""
+    """A path of thresholds to test, with the outcome that its curves expect of every level."""
 
     curves: tuple[AgreementCurve, ...]
-    """Per exit of the path."""
+    """Curve of each exit of the path."""
     thresholds: FloatArray
-    """float64[levels, exits], the first answers nothing."""
+    """float64[levels, exits]; no exit answers at the first level."""
     risk: FloatArray
     """float64[levels]: disagreement that the curves expect, rising."""
     shares: FloatArray
-    """float64[levels, exits + 1]: of samples answered at each exit, the last at the end."""
+    """float64[levels, exits + 1]: share of samples answered at each exit, last at the end."""
 
 
 def refit(curves: Sequence[AgreementCurve], samples: Weighted, bound: float) -> Fitted:
-    """Renew curves, one per exit, from recent samples (at least one), and lay a path on them.
+    """Refit curves, one per exit, to recent samples (at least one), and build a path from them.
 
-    What a tuning job runs; ``bound`` is ε.
+    A tuning job runs this; ``bound`` is ε.
     """
     rows = zip(curves, samples.confidence, samples.agrees, strict=True)
     renewed = [_renew(curve, row, agrees, samples.weight) for curve, row, agrees in rows]
@@ -205,9 +207,10 @@ def lay_path(
 ) -> Fitted:
     """Choose levels where the disagreement that curves expect is near the bound, ε.
 
-    Without curves the path has only the level that answers nothing. Expectations are weighed by
-    ``samples``, at least one. ``anchored_at``, float64[exits], is one policy that shall be a level:
-    more conservative levels are then nowhere below it, and more aggressive ones nowhere above.
+    Without curves, the only level is the one at which no exit answers. Expectations are weighted
+    by ``samples``, at least one. ``anchored_at``, float64[exits], is a policy that must be one of
+    the levels: no threshold of a more conservative level is below it, none of a more aggressive
+    one above.
     """
     if not curves:
         nothing = np.zeros((1, 0))
@@ -231,7 +234,7 @@ def lay_path(
 
 
 def expect(thresholds: FloatArray, curves: Sequence[AgreementCurve], samples: Weighted) -> Outlook:
-    """What curves say of every level of a path, float64[levels, exits], on some samples."""
+    """Return the outcome that curves expect of every level of a path, float64[levels, exits]."""
     loss = np.array(
         [1 - c.probability(row) for c, row in zip(curves, samples.confidence, strict=True)]
     )
@@ -241,9 +244,10 @@ def expect(thresholds: FloatArray, curves: Sequence[AgreementCurve], samples: We
 def _renew(
     curve: AgreementCurve, confidence: Float32Array, agrees: BoolArray, weight: FloatArray
 ) -> AgreementCurve:
-    """Fit logit P = a · (what the curve says) + b, drawn towards a = 1, b = 0.
+    """Fit logit P = a · (logit of the previous curve) + b, drawn towards a = 1, b = 0.
 
-    Weighted samples count for as many as they are worth (Kish), not for as many as they stand for.
+    Weights are scaled so that they sum to the effective sample size (Kish), not to the number of
+    samples that they represent.
     """
     clipped = _IDENTITY.probability(confidence)
     known = curve.slope * (np.log(clipped) - np.log1p(-clipped)) + curve.intercept

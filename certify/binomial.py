@@ -1,4 +1,4 @@
-"""The binomial tail, exact bounds on an error rate from it, and sizes of splits that certify."""
+"""The binomial tail, exact bounds on an error rate, and sizes of splits that can certify."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 
 def binomial_cdf(k: int, n: int, p: float) -> float:
-    """P(Binomial(n, p) <= k), summed from log-space terms (lgamma), so nothing underflows."""
+    """Return P(Binomial(n, p) <= k), summed from log-space terms (lgamma) to avoid underflow."""
     if n < 0 or not 0 <= p <= 1:
         raise ValueError(f"expected n >= 0 and p in [0, 1], got n={n}, p={p}")
     if k < 0:
@@ -23,7 +23,7 @@ def binomial_cdf(k: int, n: int, p: float) -> float:
 
 
 def samples_needed(max_disagreement: float, confidence_level: float = 0.95) -> int:
-    """Fewest samples, all in agreement, that certify the bound: 299 for 1 % at 95 %.
+    """Return the fewest samples, all in agreement, that certify the bound: 299 for 1 % at 95 %.
 
     The least n with (1 − max_disagreement)^n <= 1 − confidence_level.
     """
@@ -36,7 +36,7 @@ def samples_needed(max_disagreement: float, confidence_level: float = 0.95) -> i
 
 
 def allowed_errors(samples: int, max_disagreement: float, confidence_level: float = 0.95) -> int:
-    """Most errors in ``samples`` that still certify the bound; −1 if none do."""
+    """Return the most errors in ``samples`` that still certify the bound; −1 if 0 are too many."""
     check_promise(max_disagreement, confidence_level)
     alpha = 1 - confidence_level
     low, high = -1, samples
@@ -50,7 +50,7 @@ def allowed_errors(samples: int, max_disagreement: float, confidence_level: floa
 
 
 def count_allowed(max_disagreement: float, samples: int) -> int:
-    """Return the most errors whose share of ``samples`` is within a bound, as division rounds."""
+    """Return the most errors whose share of ``samples``, as division rounds, is within a bound."""
     if not 0 <= max_disagreement <= 1:
         raise ValueError(f"max_disagreement must be in [0, 1], got {max_disagreement}")
     allowed = int(max_disagreement * samples) + 1
@@ -60,7 +60,7 @@ def count_allowed(max_disagreement: float, samples: int) -> int:
 
 
 def upper_bound(errors: int, samples: int, confidence_level: float = 0.95) -> float:
-    """One-sided Clopper-Pearson upper bound of an error rate.
+    """Return the one-sided Clopper-Pearson upper bound of an error rate.
 
     The largest p with P(Binomial(samples, p) <= errors) >= 1 − confidence_level, by bisection,
     rounded upwards (to about 1e-16).
@@ -79,7 +79,7 @@ def upper_bound(errors: int, samples: int, confidence_level: float = 0.95) -> fl
 
 
 def check_promise(max_disagreement: float, confidence_level: float) -> None:
-    """Refuse a bound or a confidence level that promises nothing."""
+    """Check that a bound and a confidence level are in (0, 1); ValueError otherwise."""
     if not 0 < max_disagreement < 1:
         raise ValueError(f"max_disagreement must be in (0, 1), got {max_disagreement}")
     if not 0 < confidence_level < 1:
@@ -87,7 +87,7 @@ def check_promise(max_disagreement: float, confidence_level: float) -> None:
 
 
 def _sum_terms(ks: range, n: int, p: float) -> float:
-    """Sum P(Binomial(n, p) = k) over ks, which run away from the mode; stop when nothing adds."""
+    """Sum P(Binomial(n, p) = k) over ks from the mode outwards, until terms are negligible."""
     log_p, log_q, log_n = math.log(p), math.log1p(-p), math.lgamma(n + 1)
     terms: list[float] = []
     for k in ks:
@@ -100,12 +100,12 @@ def _sum_terms(ks: range, n: int, p: float) -> float:
 
 TUNE_SHARE: Final = 0.15
 CERTIFY_SHARE: Final = 0.25
-"""The shares of the data that do not train: heads gain most from more data, while certification
-flattens beyond some 5,000 samples."""
+"""Shares of the data that tune and certify; the rest trains, as heads gain most from more data.
+Certification improves little beyond some 5,000 samples."""
 
 
 def split_sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
-    """Return how many samples train and tune, where the others certify; ``None`` if too few."""
+    """Return the numbers of samples that train and tune; the rest certify. ``None`` if too few."""
     certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
     tune = round(samples * TUNE_SHARE)
     train = samples - certify - tune
@@ -113,16 +113,16 @@ def split_sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
 
 
 def least_to_split(certify_at_least: int) -> int:
-    """Return the fewest samples of which so many can certify, and the others train and tune."""
+    """Return the fewest samples that suffice to train, tune and certify on ``certify_at_least``."""
     begin = math.floor(2 * certify_at_least)  # as many train as certify
     return next(n for n in itertools.count(begin) if split_sizes(n, certify_at_least))
 
 
 def half_risk(confidence_level: float) -> float:
-    """The confidence level at which each of two statements holds, so that both do at the given."""
+    """Return the level for each of two statements such that both hold at ``confidence_level``."""
     return 1 - (1 - confidence_level) / 2
 
 
 def both_hold(confidence_level: float) -> float:
-    """The confidence level of two statements that each hold at the given: undoes half_risk."""
+    """Return the level at which two statements hold together: the inverse of ``half_risk``."""
     return 1 - 2 * (1 - confidence_level)

@@ -1,7 +1,7 @@
 """The exit decision: a sample leaves at the first exit whose confidence reaches its threshold.
 
-Records, threshold paths, operating points, the simulator and the server all decide by the functions
-here, so that what is certified is what is served.
+Records, threshold paths, operating points, the simulator and the server all decide with these
+functions, so that the decision that is certified is the decision that is served.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ IntArray: TypeAlias = NDArray[np.int64]
 NEVER: Final = 2.0
 """A threshold that no confidence reaches: it switches an exit off."""
 MODEL_END: Final = -1
-"""The model's own end, wherever an exit's index may stand; as an index of rows, the last one."""
+"""Index of the model's end in arrays of exit indices; as a row index, it selects the last row."""
 
 
 def leaves(confidence: ConfidenceArray, threshold: FloatArray | np.floating[Any]) -> BoolArray:
-    """Whether samples exit: bool, of the shape that confidence and threshold broadcast to.
+    """Return whether samples exit: bool, of the shape that confidence and threshold broadcast to.
 
     A confidence equal to the threshold exits, NaN never does. float32 confidences are compared in
-    float32 with a float32 threshold, and in float64 with float64 ones; for thresholds that are
-    float32 values that is the same.
+    float32 with a float32 threshold, and in float64 with float64 ones; the results are equal for
+    thresholds that are float32 values.
     """
     return np.greater_equal(confidence, threshold)
 
 
 def first_exit(confidence: ConfidenceArray, thresholds: ArrayLike) -> IntArray:
-    """The first exit that answers each sample, int64[samples]; :data:`MODEL_END` if none does.
+    """Return the first exit that answers each sample, int64[samples]; :data:`MODEL_END` if none.
 
-    Of float[exits, samples] confidences in [0, 1], NaN where an exit does not see a sample, and
-    float[exits] thresholds without NaN, or float[exits, samples] where each sample has its own.
+    Confidences are float[exits, samples] in [0, 1], NaN where a sample did not pass an exit.
+    Thresholds are float[exits] without NaN, or float[exits, samples] if they differ by sample.
     """
     exits, samples = confidence.shape
     limits = np.asarray(thresholds, dtype=np.float64)
@@ -51,7 +51,7 @@ def first_exit(confidence: ConfidenceArray, thresholds: ArrayLike) -> IntArray:
 
 
 def count_answers(answered_at: IntArray, exits: int) -> IntArray:
-    """Samples answered at each place, int64[exits + 1]: the exits in order, then the model's end.
+    """Count samples answered at each exit in order, last at the model's end: int64[exits + 1].
 
     ``answered_at`` is int64[samples]: an exit, or :data:`MODEL_END`.
     """
@@ -59,5 +59,5 @@ def count_answers(answered_at: IntArray, exits: int) -> IntArray:
 
 
 def reaches(answered_at: IntArray, exits: ArrayLike) -> BoolArray:
-    """Whether samples came as far as each of some exits, bool[exits, samples]."""
+    """Return whether samples came as far as each of some exits, bool[exits, samples]."""
     return np.asarray((answered_at == MODEL_END) | (answered_at >= np.asarray(exits)[:, None]))

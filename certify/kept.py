@@ -1,4 +1,4 @@
-"""Reads values of a kept state, which may hold anything: what does not fit is a ValueError."""
+"""Reads values of a saved state, which is not trusted: values that do not fit are ValueErrors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from offramp.certify.decision import FloatArray
 
 MOST: Final = 2**53
-"""Largest count and number: what a float64 still counts by ones, and no server ever reaches."""
+"""Largest count and number: float64 represents every integer up to it, and no server reaches it."""
 
 
 def kept_part(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -40,7 +40,7 @@ def kept_number(state: Mapping[str, Any], name: str, *, most: float = MOST) -> f
 
 
 def kept_flag(state: Mapping[str, Any], name: str) -> bool:
-    """Read a boolean."""
+    """Read a boolean, as which no number counts."""
     value = state.get(name)
     if type(value) is not bool:
         raise _misfit(name, value, "true or false")
@@ -55,7 +55,7 @@ def kept_array(
     least: float = -MOST,
     most: float = MOST,
 ) -> FloatArray:
-    """Read numbers from ``least`` to ``most`` as a float64 array of its own.
+    """Read numbers from ``least`` to ``most`` as a new float64 array.
 
     ``None`` in ``shape`` is a dimension of any length.
     """
@@ -74,7 +74,7 @@ def kept_array(
 
 
 def kept_exits(state: Mapping[str, Any], name: str, exits: int) -> tuple[int, ...]:
-    """Read rising indices of exits, of a bundle that has so many ``exits``."""
+    """Read rising exit indices of a bundle that has ``exits`` exits."""
     value = state.get(name)
     if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
         raise _misfit(name, value, "a row of exits")
@@ -91,7 +91,7 @@ def _misfit(name: str, value: object, expected: str) -> ValueError:
 
 
 def _shown(value: object) -> str:
-    """Give the beginning of a value, for a message."""
+    """Return the beginning of a value, for a message."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} of shape {value.shape}"
     if type(value) is int and abs(value) > MOST:  # Python refuses to print very long ones

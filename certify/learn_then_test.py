@@ -9,15 +9,15 @@ probability at least 1 − δ, every policy that passed has a true disagreement 
 
 Why: let j be the first policy whose null hypothesis is true. A wrong one can pass only if j's own
 test passed, and that happens with probability at most δ. So no correction for the number of levels
-is paid, however many there are.
+is needed, however many there are.
 
-Several bounds at once need no correction either: a policy's null hypothesis is then "one of its
+Several bounds together need no correction either: a policy's null hypothesis is then "one of its
 risks exceeds its bound", which is rejected where each risk's own p-value is at most δ (an
 intersection-union test, Berger 1982).
 
 Assumptions: the certify samples and those served are drawn independently from one distribution (or
 sampled at random from one population), and neither path nor curves were fitted on them. Under drift
-nothing is promised; that is what monitoring while serving is for.
+nothing is promised; monitoring while serving is for that case.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Certificate:
     """The most aggressive level of the path that passed."""
 
     index: int
-    """Level of the path."""
+    """Index of the level in the path."""
     thresholds: FloatArray
     """float64[exits]."""
     errors: int
-    """Certify samples answered unlike the source model."""
+    """Certify samples whose answer differs from the source model's."""
     samples: int
-    """Certify samples."""
+    """Number of certify samples."""
     p_value: float
-    """P(Binomial(samples, max_disagreement) <= errors); where it was tested by samples and by rows,
-    twice the larger one."""
+    """P(Binomial(samples, max_disagreement) <= errors). With ``copies``: twice the larger of the
+    p-values by samples and by rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stratum:
-    """Samples with a bound of their own, such as those that the model gives one class."""
+    """Samples with a separate bound, such as those that the model puts in one class."""
 
     name: str
     rows: IntArray
@@ -70,24 +70,24 @@ def certify(
     copies: IntArray | None = None,
     strata: Sequence[Stratum] = (),
 ) -> Certificate | None:
-    """Walk the path while the bound is certified; keep the last level that passed.
+    """Test levels along the path until one fails; return the last that passed.
 
     With probability at least ``confidence_level`` (1 − δ) over the certify samples, the policy
-    returned disagrees with the source model on at most ``max_disagreement`` (ε) of unseen data like
-    them (the theorem and its assumptions are above). The path, float64[levels, exits], goes from
-    conservative to aggressive, no threshold rising (:func:`.agreement.common_path`), fixed without
-    the float[exits, samples] confidences and bool[exits, samples] given here.
+    returned disagrees with the source model on at most ``max_disagreement`` (ε) of unseen data from
+    their distribution (theorem and assumptions: see the module). The path, float64[levels, exits],
+    goes from conservative to aggressive, no threshold rising (:func:`.agreement.common_path`). It
+    was fixed without the float[exits, samples] confidences and bool[exits, samples] ``agrees``.
 
     Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are
-    no evidence of their own, so samples count once. But where inputs come back in service as often
-    as they are in the data, the disagreement is that of rows. Which of both holds cannot be told
-    from data, so a level has to pass twice, counted by samples and counted by rows, each at half of
-    the risk δ: both hold together with probability ``confidence_level``.
+    not independent evidence, so samples count once. But if inputs recur in service as often as in
+    the data, the disagreement is a share of rows. The data do not show which case holds, so a level
+    has to pass twice, counted by samples and counted by rows, each at half of the risk δ: both hold
+    together with probability ``confidence_level``.
 
-    ``strata`` have bounds of their own, all of which hold with the same ``confidence_level``.
+    ``strata`` have separate bounds, which all hold with the same ``confidence_level``.
 
     ``None`` if not even the first level passed: too few samples (:func:`.binomial.samples_needed`),
-    or a path that starts too aggressively. Serve without exits then.
+    or a path that starts too aggressively. Then serve without exits.
     """
     path = np.asarray(path_thresholds, dtype=np.float64)
     level = level_of_each(confidence_level, copies=copies is not None)
@@ -108,24 +108,24 @@ def certify(
 
 
 def level_of_each(confidence_level: float, *, copies: bool) -> float:
-    """Return the confidence level that a level of the path is tested at, once or twice."""
+    """Return the confidence level of each test of a path level: with ``copies`` there are two."""
     return half_risk(confidence_level) if copies else confidence_level
 
 
 class ErrorCount(NamedTuple):
-    """Errors at every level of a path, and what they are counted by."""
+    """Errors at every level of a path, and the number of samples or rows they are a share of."""
 
     errors: IntArray
     """int64[levels]."""
     of: int
-    """Number of samples, or of rows."""
+    """Number of samples, or of rows with ``copies``."""
     unit: str
-    """What is counted, in words."""
+    """Name of the things that ``of`` counts, for messages."""
     max_disagreement: float
-    """Share of them that may be errors."""
+    """Bound on the share of errors."""
 
     def allowed(self, confidence_level: float) -> int:
-        """Return the errors with which a level passes; -1 if it cannot."""
+        """Return the most errors with which a level passes; −1 if it cannot pass."""
         return allowed_errors(self.of, self.max_disagreement, confidence_level)
 
 
@@ -138,9 +138,9 @@ def count_errors(
     max_disagreement: float,
     of: str = "",
 ) -> list[ErrorCount]:
-    """Count errors by samples; where samples have ``copies``, by rows, too.
+    """Count errors by samples and, where samples have ``copies``, by rows.
 
-    ``of`` is appended to what is counted.
+    ``of`` is appended to the unit of the counts.
     """
     samples, errors = int(np.shape(confidence)[1]), walk(path, confidence, agrees).errors
     counted = [ErrorCount(errors, samples, f"certify samples{of}", max_disagreement)]
@@ -149,7 +149,7 @@ def count_errors(
         shares = outlook(path, np.asarray(confidence), loss, copies.astype(np.float64)).risk
         rows = int(copies.sum())
         errors = np.rint(shares * rows).astype(np.int64)
-        unit = f"rows that certify samples{of} stand for"
+        unit = f"rows that certify samples{of} represent"
         counted.append(ErrorCount(errors, rows, unit, max_disagreement))
     return counted
 

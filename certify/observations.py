@@ -1,9 +1,9 @@
-"""Observations: what serving shows of samples, which tests and controllers take as evidence.
+"""Observations: results of served samples, which tests and controllers take as evidence.
 
-Arrays over samples, in the order in which the samples were started, so that whether and when a
-sample runs on does not decide when it is counted.
+Arrays over samples are in the order in which the samples were started. So whether and when a
+sample runs on to the model's end does not change when it is counted.
 
-A :class:`Window` keeps the last of them, and how many samples each stands for.
+A :class:`Window` keeps the newest samples, and how many samples each represents.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from offramp.certify.decision import (
 from offramp.certify.records import final_agrees
 
 UNKNOWN = -1
-"""In place of a prediction that nobody made."""
+"""Code of a prediction that does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observations:
-    """What is known of n served samples at all K exits of a bundle, whether in use or not."""
+    """Results of n served samples at all K exits of a bundle, in use or not."""
 
     confidence: Float32Array
-    """float32[K, n] in [0, 1]; NaN where the sample did not pass the exit, or it was not in use."""
+    """float32[K, n] in [0, 1]; NaN where a sample did not pass the exit, or it was not in use."""
     prediction: NDArray[np.int32]
     """int32[K, n]: the code of the exit's answer; :data:`UNKNOWN` where ``confidence`` is NaN, or
-    where only the model's end, which was not heard, could tell."""
+    where the code depends on the answer of the model's end and the sample did not run there."""
     answered_at: IntArray
     """int64[n]: the exit that answered; :data:`MODEL_END` if none did."""
     final: NDArray[np.int32]
     """int32[n]: the source model's answer; :data:`UNKNOWN` where the sample left for good."""
     audit_probability: FloatArray
-    """float64[n], in (0, 1]: with which probability, drawn before the sample was started, it was
-    to run to the end had it left early. 1 is release mode. Samples that nothing answered early
-    run to the end anyway."""
+    """float64[n], in (0, 1]: probability, fixed before the sample was started, that it runs to the
+    end after it was answered early. 1 is release mode. Samples that no exit answered run to the
+    end anyway."""
     policy_version: IntArray
-    """int64[n]: the policy that the sample was started under, and held to."""
+    """int64[n]: version of the policy that the sample was started with, and kept."""
     forced: BoolArray
-    """bool[n]: answered below the exit's threshold, to be in time; outside any promise."""
+    """bool[n]: answered below the exit's threshold, to be in time; excluded from any promise."""
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
@@ -63,7 +63,7 @@ class Observations:
 
     @property
     def exits(self) -> int:
-        """K."""
+        """Number of exits, K."""
         return int(self.confidence.shape[0])
 
     @property
@@ -73,23 +73,23 @@ class Observations:
 
     @property
     def complete(self) -> BoolArray:
-        """bool[n]: ran to the end, so that every exit's answer can be judged."""
+        """bool[n]: ran to the end, so that every exit's answer can be compared with the model's."""
         return np.asarray(self.final != UNKNOWN)
 
     @property
     def weight(self) -> FloatArray:
-        """float64[n]: inverse propensity; the mean of ``weight · x`` is that of x over all.
+        """float64[n]: inverse propensity; the mean of ``weight · x`` estimates that of x over all.
 
-        1/q for an audited sample, 1 for what ran to the end anyway, 0 for what left for good.
+        1/q for an audited sample, 1 for one that no exit answered, 0 for one that left at an exit.
         """
         weight = np.where(self.early, 1.0 / self.audit_probability, 1.0)
         return np.where(self.complete, weight, 0.0)
 
     @property
     def loss(self) -> FloatArray:
-        """float64[n]: the weight of what was answered unlike the source model, as far as known.
+        """float64[n]: weight of samples whose answer is known to differ from the source model's.
 
-        Else 0; the mean is the disagreement, without bias.
+        0 for all others; the mean is an unbiased estimate of the disagreement.
         """
         early = np.flatnonzero(self.early & self.complete)
         loss = np.zeros(len(self))
@@ -98,47 +98,47 @@ class Observations:
         return loss
 
     def agrees(self) -> BoolArray:
-        """bool[K, n]: the exit's answer is the source model's; false where either is unknown."""
+        """Return whether each exit's answer is the source model's; false if unknown: bool[K, n]."""
         return np.asarray((self.prediction == self.final) & self.complete)
 
     def take(self, rows: NDArray[Any] | slice) -> Observations:
-        """Some of the samples."""
+        """Return some of the samples."""
         return Observations(**{f.name: getattr(self, f.name)[..., rows] for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weighted:
-    """Samples that some exits all saw; inverse propensities make their mean that of all samples."""
+    """Samples that all of some exits saw; weighted means estimate means over all samples."""
 
     confidence: Float32Array
     """float32[exits, n]."""
     agrees: BoolArray
     """bool[exits, n]."""
     weight: FloatArray
-    """float64[n], at least 1: how many samples it stands for."""
+    """float64[n], at least 1: number of samples that each represents."""
 
     def __len__(self) -> int:
         return len(self.weight)
 
     @property
     def effective(self) -> float:
-        """How many samples of equal weight would say as much (Kish)."""
+        """Number of equally weighted samples with the same variance of the mean (Kish)."""
         total = float(self.weight.sum())
         return total**2 / float((self.weight**2).sum()) if total else 0.0
 
     def risk(self, thresholds: FloatArray) -> float:
-        """Share that float64[exits] thresholds answer unlike the source model, n above 0."""
+        """Return the share answered unlike the source model at float64[exits] thresholds; n > 0."""
         first = first_exit(self.confidence, thresholds)
         wrong = ~final_agrees(self.agrees)[first, np.arange(len(first))]
         return float(self.weight @ wrong / self.weight.sum())
 
     def of(self, exits: Sequence[int]) -> Weighted:
-        """Some of the exits, by their rows."""
+        """Return the rows of some of the exits."""
         rows = list(exits)
         return replace(self, confidence=self.confidence[rows], agrees=self.agrees[rows])
 
     def newest(self, most: int) -> Weighted:
-        """The last samples, at most so many."""
+        """Return the last samples, at most ``most``."""
         last = slice(max(len(self) - most, 0), None)
         return Weighted(
             confidence=self.confidence[:, last],
@@ -148,10 +148,10 @@ class Weighted:
 
 
 class Window:
-    """A ring buffer of samples; exits that were not in use know nothing of one (NaN)."""
+    """Ring buffer of samples; confidences of exits that were not in use are NaN."""
 
     def __init__(self, *, exits: int, capacity: int) -> None:
-        """Start empty, with room for ``capacity`` samples of all K exits of the bundle."""
+        """Start empty; ``capacity`` samples of all K exits of the bundle fit."""
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 sample, got {capacity}")
         self._capacity = capacity
@@ -164,18 +164,18 @@ class Window:
         return self._held
 
     def keep(self, newest: int) -> None:
-        """Forget all but the newest samples."""
+        """Drop all but the newest samples."""
         self._held = min(self._held, newest)
 
     def add(self, seen: Observations) -> None:
-        """Take in the samples that ran to the end, forced or not; the oldest go."""
+        """Add the samples that ran to the end, forced or not; they replace the oldest."""
         rows = np.flatnonzero(seen.complete)[-self._capacity :]
         places = self.add_confidence(seen.confidence[:, rows])
         self._agrees[:, places] = seen.prediction[:, rows] == seen.final[rows]
         self._weight[places] = seen.weight[rows]
 
     def add_confidence(self, confidence: Float32Array) -> IntArray:
-        """Take in float32[K, n] of samples of which nothing else is known; gives their places."""
+        """Add float32[K, n] of samples of which only confidences are known; return their places."""
         confidence = confidence[:, -self._capacity :]
         count = confidence.shape[1]
         places: IntArray = (self._added + np.arange(count)) % self._capacity
@@ -185,11 +185,11 @@ class Window:
         return places
 
     def confidence(self, exits: Sequence[int], most: int | None = None) -> Float32Array:
-        """What exits said, float32[exits, n], of the newest samples (default all), oldest first."""
+        """Return float32[exits, n] confidences of the newest samples (default all) in order."""
         return self._confidence[np.ix_(np.asarray(exits, dtype=np.int64), self._newest(most))]
 
     def seen_by(self, exits: Sequence[int], most: int | None = None) -> Weighted:
-        """Those that all these exits saw, of the newest samples (default all), oldest first."""
+        """Return samples that all these exits saw, of the newest (default all), oldest first."""
         order, rows = self._newest(most), np.asarray(exits, dtype=np.int64)
         confidence = self._confidence[np.ix_(rows, order)]
         known = ~np.isnan(confidence).any(axis=0)
@@ -199,6 +199,6 @@ class Window:
         return Weighted(confidence=confidence, agrees=agrees, weight=self._weight[order])
 
     def _newest(self, most: int | None) -> IntArray:
-        """Places of the newest samples, oldest first."""
+        """Return the places of the newest samples, oldest first."""
         count = self._held if most is None else min(most, self._held)
         return np.arange(self._added - count, self._added) % self._capacity

@@ -1,8 +1,8 @@
-"""Paths of thresholds from conservative to aggressive: what every level does, in one pass.
+"""Paths of thresholds from conservative to aggressive: exits and errors at each level in one pass.
 
-As the thresholds of a path only fall, each (exit, sample) has one level from which on its
-confidence suffices. So a sample is answered at exit e from that level until an earlier exit takes
-it over: two entries in a difference array, whatever the number of levels.
+As the thresholds of a path only fall, each (exit, sample) has one first level at which its
+confidence suffices. So exit e answers a sample from that level on, up to the level at which an
+earlier exit does: two entries in a difference array, for any number of levels.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def walk(path_thresholds: FloatArray, confidence: ConfidenceArray, agrees: BoolA
 
 
 def look_ahead(thresholds: FloatArray, samples: Weighted) -> Outlook:
-    """Try every level of a path, float64[levels, exits], on weighted samples (at least one)."""
+    """Evaluate every level of a path, float64[levels, exits], on at least one weighted sample."""
     return outlook(thresholds, samples.confidence, (~samples.agrees).astype(float), samples.weight)
 
 
 def outlook(
     thresholds: FloatArray, confidence: ConfidenceArray, loss: FloatArray, weight: FloatArray
 ) -> Outlook:
-    """Try every level; ``loss`` is float64[exits, n], what an answer there costs."""
+    """Evaluate every level; ``loss``, float64[exits, n], is the expected loss of each answer."""
     levels, exits = thresholds.shape
     begin, end = answered_between(search_keys(thresholds), confidence)
     shares = np.zeros((levels, exits + 1))
@@ -85,9 +85,9 @@ def outlook(
 def best_common_thresholds(
     records: Records, allowed: int, *, vanilla_ms: float | None = None
 ) -> FloatArray:
-    """Find the best common threshold with at most ``allowed`` errors: float64[exits].
+    """Return the common threshold that saves most with at most ``allowed`` errors: float64[exits].
 
-    Every distinct confidence is tried, so this is exact on the path.
+    Every distinct confidence is tried, so the result is exact.
     """
     levels = np.unique(records.confidence)[::-1].astype(np.float64)
     path = np.repeat(np.concatenate([[NEVER], levels])[:, None], records.exits, axis=1)
@@ -98,7 +98,7 @@ def best_common_thresholds(
 
 
 def check_path(path_thresholds: FloatArray, *, exits: int) -> FloatArray:
-    """Refuse anything but levels × exits thresholds that never rise."""
+    """Check that a path is [levels, exits] thresholds without NaN that never rise."""
     path = np.asarray(path_thresholds, dtype=np.float64)
     if path.ndim != 2 or path.shape[0] == 0 or path.shape[1] != exits:
         raise ValueError(f"the path must be [levels, {exits}] thresholds, got shape {path.shape}")
@@ -115,21 +115,22 @@ def check_path(path_thresholds: FloatArray, *, exits: int) -> FloatArray:
 
 
 def search_keys(thresholds: FloatArray) -> list[FloatArray]:
-    """A rising row per exit, for :func:`answered_between`: the negated thresholds."""
+    """Return a rising row per exit, for :func:`answered_between`: the negated thresholds."""
     return [np.ascontiguousarray(-column) for column in thresholds.T]
 
 
 def answered_between(
     keys: Sequence[FloatArray], confidence: ConfidenceArray
 ) -> tuple[IntArray, IntArray]:
-    """From which level on each exit answers each sample, and until which: int64[exits, n] twice.
+    """Return the levels between which each exit answers each sample: int64[exits, n] twice.
 
-    Where the second is no later than the first, the exit answers the sample at no level.
+    The first level is included, the second is not. Where the second is not larger, the exit answers
+    the sample at no level.
     """
     exits, samples = confidence.shape
     begin = np.empty((exits, samples), dtype=np.int64)
     for exit_, key in enumerate(keys):
-        # The first level with threshold <= confidence. −NaN sorts behind all levels: such an exit
+        # The first level with threshold <= confidence. −NaN sorts after all levels: such an exit
         # never answers.
         begin[exit_] = np.searchsorted(key, -confidence[exit_].astype(np.float64))
     end = np.empty_like(begin)
@@ -142,7 +143,7 @@ def answered_between(
 def spread(
     first: IntArray, until: IntArray, levels: int, weight: FloatArray | None = None
 ) -> FloatArray:
-    """Samples, or their weights, at each level, float64[levels]: sums over half-open ranges."""
+    """Sum samples, or their weights, at each level over half-open ranges: float64[levels]."""
     begins = np.bincount(first, weight, minlength=levels + 1)
     ends = np.bincount(until, weight, minlength=levels + 1)
     return np.asarray(np.cumsum(begins - ends)[:levels], dtype=np.float64)

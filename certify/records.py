@@ -1,7 +1,7 @@
-"""Recorded answers of all exits on a set of samples, and what thresholds would do with them.
+"""Recorded answers of all exits on a set of samples, and the outcome of thresholds on them.
 
 Every sample ran through the whole model and past every exit, so any thresholds can be tried
-without running anything again (Apparate 3.2, "Evaluating threshold configurations").
+without running the model again (Apparate 3.2, "Evaluating threshold configurations").
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from offramp.certify.decision import BoolArray, ConfidenceArray, Float32Array, F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Records:
-    """What the exits said of some samples, and what an answer costs at each."""
+    """Confidence and agreement of all exits on some samples, and the latency of each exit."""
 
     confidence: Float32Array
-    """float32[exits, samples], in [0, 1]; higher is surer."""
+    """float32[exits, samples], in [0, 1]; higher is more certain."""
     agrees: BoolArray
     """bool[exits, samples]: the exit's prediction equals the source model's."""
     latency_ms: FloatArray
-    """float64[exits + 1]: time until exit i's answer is there, including every active ramp up to
-    it; the last is the model's own end, all ramps included (Apparate 3.2, 3.3)."""
+    """float64[exits + 1]: time until exit i has answered, including every active ramp up to it.
+    The last is the model's end, including all ramps (Apparate 3.2, 3.3)."""
 
     def __post_init__(self) -> None:
         check_confidence(self.confidence, self.agrees)
@@ -33,7 +33,7 @@ class Records:
 
     @classmethod
     def of(cls, confidence: ArrayLike, agrees: ArrayLike, latency_ms: ArrayLike) -> Records:
-        """Take arrays of any real dtype; confidence is rounded to float32, as served."""
+        """Convert arrays of any real dtype; confidence is rounded to float32, as in serving."""
         return cls(
             confidence=np.ascontiguousarray(confidence, dtype=np.float32),
             agrees=np.ascontiguousarray(agrees, dtype=np.bool_),
@@ -53,16 +53,16 @@ class Records:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """What thresholds bring on given records."""
+    """Savings and disagreement of some thresholds on given records."""
 
     savings: float
-    """(vanilla − mean latency) / vanilla; negative where ramps cost more than exits save."""
+    """(vanilla − mean latency) / vanilla; negative where ramps take longer than exits save."""
     disagreement: float
-    """Share of the samples answered unlike the source model: ``errors / samples``."""
+    """Share of samples whose answer differs from the source model's: ``errors / samples``."""
     exit_shares: FloatArray
     """float64[exits + 1]: share of the samples answered at each exit, the last by the model."""
     errors: int
-    """Samples answered unlike the source model."""
+    """Number of samples whose answer differs from the source model's."""
 
 
 def evaluate(
@@ -73,12 +73,12 @@ def evaluate(
     *,
     vanilla_ms: float | None = None,
 ) -> Evaluation:
-    """Send every sample to the first exit whose confidence reaches the threshold.
+    """Evaluate thresholds: every sample leaves at the first exit whose confidence reaches its own.
 
     Confidences are float[exits, samples] in [0, 1] of at least one sample, ``agrees`` is
     bool[exits, samples], ``latency_ms`` as in :class:`Records`, and a threshold above 1 (``NEVER``)
-    switches an exit off. Savings count against ``vanilla_ms``, the time of the model without ramps
-    (Apparate 3.2); default ``latency_ms[-1]``, the model's end with all ramps.
+    switches an exit off. Savings are relative to ``vanilla_ms``, the time of the model without
+    ramps (Apparate 3.2); default ``latency_ms[-1]``, the model's end with all ramps.
     """
     confidence, agrees = check_confidence(confidence, agrees)
     exits, samples = confidence.shape
@@ -97,7 +97,7 @@ def evaluate(
 def savings_of(
     counts: IntArray, latency_ms: FloatArray, vanilla_ms: float | None = None
 ) -> FloatArray:
-    """Savings of int[..., exits + 1] answers at each place: float64[...]; ValueError of none."""
+    """Return savings for int[..., exits + 1] answer counts: float64[...]; ValueError if none."""
     vanilla = float(latency_ms[-1] if vanilla_ms is None else vanilla_ms)
     if not (np.isfinite(vanilla) and vanilla > 0):
         raise ValueError(f"vanilla_ms must be finite and above 0, got {vanilla_ms}")
@@ -109,14 +109,14 @@ def savings_of(
 
 
 def final_agrees(agrees: BoolArray) -> BoolArray:
-    """Add the row of the model itself, which always agrees: bool[exits + 1, samples]."""
+    """Append the row of the model's end, which always agrees: bool[exits + 1, samples]."""
     return np.concatenate([agrees, np.ones((1, agrees.shape[1]), dtype=np.bool_)])
 
 
 def check_confidence(
     confidence: ConfidenceArray, agrees: BoolArray
 ) -> tuple[ConfidenceArray, BoolArray]:
-    """Refuse anything but two matrices of one shape, at least 1 × 1, confidences in [0, 1]."""
+    """Check for two matrices of one shape, at least 1 × 1, with confidences in [0, 1]."""
     confidence, agrees = np.asarray(confidence), np.asarray(agrees)
     if confidence.ndim != 2:
         raise ValueError(f"confidence must be [exits, samples], got shape {confidence.shape}")
@@ -137,7 +137,7 @@ def check_confidence(
 
 
 def check_latency(latency_ms: FloatArray, *, exits: int) -> FloatArray:
-    """Refuse anything but ``exits + 1`` finite times above 0."""
+    """Check for ``exits + 1`` finite times above 0."""
     latency = np.asarray(latency_ms, dtype=np.float64)
     if latency.shape != (exits + 1,):
         raise ValueError(

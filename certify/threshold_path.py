@@ -1,31 +1,30 @@
-"""A path of thresholds, each level of which is tested on everything that is served.
+"""A path of thresholds whose levels are all tested on every sample that is served.
 
 Anytime-valid Learn then Test. Let the levels of a path be fixed before the samples that they are
-tested on are observed. Whenever a sample ran to the end, all its exits' answers and the source
-model's are known, and with them what *every* level would have answered. So level j has the loss
-X^j = ℓ^j / π if the sample ran to the end, else 0, where ℓ^j says whether level j answers it unlike
-the source model, and π is with which probability it ran to the end: q if the policy that it was
-served under answered it early, else 1. Its mean is level j's risk, whichever policy served it.
+tested on are observed. Whenever a sample ran to the end, the answers of all exits and of the source
+model are known, and so is the answer of *every* level. So level j has the loss X^j = ℓ^j / π if the
+sample ran to the end, else 0. ℓ^j is 1 if the answer of level j differs from the source model's,
+else 0. π is the probability that the sample ran to the end: q if the policy that it was served with
+answered it early, else 1. The mean of X^j is level j's risk, whichever policy served the sample.
 
 Theorem. Let W^j be the wealth of bets against "level j's risk is ε or more" (:mod:`.betting`), and
-let a level pass once W^i has reached 1/α, at whatever time, for every level i up to and with j.
-With probability at least 1 − α, at no time has a level passed whose risk is ε or more.
+let a level pass once W^i has reached 1/α, at any time, for every level i up to and with j.
+With probability at least 1 − α, no level whose risk is ε or more ever passes.
 
-Why: let j be the first level whose risk is ε or more. A wrong one can pass only if W^j reached 1/α,
-and the probability that it ever does is at most α (Ville). So neither looking at any time nor the
-number of levels costs anything (fixed sequence testing, as in :mod:`.learn_then_test`). A
-controller's k-th path is tested at α / (k (k + 1)), which sums to α: over its whole life, with any
-number of retunings and of sets of exits, every level that ever passed is right with probability
+Why: let j be the first level whose risk is ε or more. A wrong level can pass only if W^j reached
+1/α, and the probability that it ever does is at most α (Ville). So neither the times of examination
+nor the number of levels needs a correction (fixed sequence testing, as in :mod:`.learn_then_test`).
+A controller's k-th path is tested at α / (k (k + 1)), which sums to α. So over its whole life, with
+any number of retunings and of sets of exits, every level that ever passed is right with probability
 1 − α.
 
 Assumptions: while a path is in use, samples are exchangeable (a level's risk does not change; drift
-ends a path), q was fixed before a sample was started and audits are drawn by it alone, and every
-exit of the path was in use for each sample counted. Samples that are started and then dropped, late
-or withdrawn, are no samples here: where many are, and hard ones more often than easy ones,
-aggressive levels look better than they are. Answers that were forced below their threshold are not
-counted.
+ends a path), q was fixed before a sample was started and audits depend on it alone, and every exit
+of the path was in use for each sample counted. Samples that are started and then dropped, late or
+withdrawn, do not count here. If many are, and hard ones more often than easy ones, aggressive
+levels look better than they are. Answers that were forced below their threshold are not counted.
 
-Level 0 answers nothing, and needs no evidence.
+No exit answers at level 0, so it needs no evidence.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from offramp.certify.path import answered_between, check_path, search_keys, spre
 
 
 def alpha_of(number: int, alpha: float) -> float:
-    """Share of α for the k-th of arbitrarily many statements, k from 1; they sum to α."""
+    """Return the share of α for the k-th of any number of statements, k from 1; they sum to α."""
     return alpha / (number * (number + 1))
 
 
 class ThresholdPath:
-    """Levels from conservative to aggressive, and the evidence for each of them."""
+    """Levels of thresholds, from conservative to aggressive, and the evidence for each of them."""
 
     def __init__(
         self,
@@ -60,19 +59,20 @@ class ThresholdPath:
         bound: float,
         alpha: float,
     ) -> None:
-        """Fix the levels; what is observed from now on is evidence.
+        """Fix the levels; samples observed from now on are evidence.
 
-        ``thresholds`` are float64[levels, exits] of rising exits, no exit's rising; the first level
-        answers nothing. ``shares``, float64[levels, exits + 1], are of samples expected to be
-        answered at each exit, the last at the model's end; to plan with, no evidence. ``bound`` is
-        ε, and a wrong level may ever pass with probability ``alpha``.
+        ``thresholds`` are float64[levels, exits]; ``exits`` are in rising order, no threshold rises
+        from level to level, and no exit answers at the first level. ``shares``,
+        float64[levels, exits + 1], are the expected shares of samples answered at each exit, last
+        at the model's end; they serve planning and are not evidence. ``bound`` is ε. ``alpha`` is
+        the probability that a wrong level ever passes.
         """
         self.exits = tuple(exits)
         self.thresholds = check_path(thresholds, exits=len(self.exits))
         if not (self.thresholds[0] > 1).all():
             raise ValueError(f"the first level must answer nothing, got {self.thresholds[0]}")
         self.levels = len(self.thresholds)
-        """How many levels there are, the one that answers nothing included."""
+        """Number of levels, including the first one, at which no exit answers."""
         self.shares = np.asarray(shares, dtype=np.float64)
         if self.shares.shape != (expected := (self.levels, len(self.exits) + 1)):
             raise ValueError(f"shares have shape {self.shares.shape}, expected {expected}")
@@ -80,26 +80,26 @@ class ThresholdPath:
         self.alpha = alpha
         self.wealth = Wealth(np.full(len(self.thresholds), bound))
         self.samples = 0
-        """Samples counted."""
+        """Number of samples counted."""
         self.effort = 0.0
-        """Audited samples since a level last passed, or as many as they are worth."""
+        """Samples since a level last passed, in audited samples of equal worth."""
         self._ready = False
-        """Whether every exit is known to be in use."""
+        """True once a sample has shown that every exit is in use."""
         self._keys = search_keys(self.thresholds)
         self.certified = 0
         """The most aggressive level that passed."""
 
     @property
     def risk(self) -> FloatArray:
-        """float64[levels]: running estimates, without any statement about their error."""
+        """float64[levels]: running estimates, without a guarantee about their error."""
         return self.wealth.mean
 
     def add(self, seen: Observations) -> None:
         """Count samples, none of them forced, as evidence.
 
-        An exit that was asked for is in use from some sample on. Of samples that left early nobody
-        knows which exits were in use behind: so nothing counts until one that ran to the end shows
-        them all, and nothing in a chunk with one that lacks some.
+        An exit that was requested is in use from some sample on. A sample that left early does not
+        show which later exits were in use. So samples count only after one that ran to the end has
+        shown all exits; a chunk with a sample that lacks one does not count.
         """
         rows = np.flatnonzero(seen.complete)
         exits = list(self.exits)
@@ -121,9 +121,10 @@ class ThresholdPath:
             self.certified, self.effort = passed, 0.0
 
     def without(self, exits: Sequence[int]) -> ThresholdPath:
-        """Leave exits out, and the levels at which one of them answers; evidence goes on.
+        """Return the path without some exits and without the levels at which they answer.
 
-        As thresholds only fall, the levels left are the first ones, and answer as before.
+        As thresholds only fall, the levels that remain are the first ones; their answers and their
+        evidence do not change.
         """
         kept = [i for i, e in enumerate(self.exits) if e not in exits]
         gone = [i for i, e in enumerate(self.exits) if e in exits]
@@ -142,7 +143,7 @@ class ThresholdPath:
         return shorter
 
     def state(self) -> dict[str, Any]:
-        """What to keep over a restart."""
+        """Return the values to save for a restart."""
         return {
             "exits": np.array(self.exits, dtype=np.int64),
             "thresholds": self.thresholds.copy(),
@@ -157,9 +158,9 @@ class ThresholdPath:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], *, exits: int) -> ThresholdPath:
-        """Make the path that was kept, of a bundle of so many ``exits``; its evidence counts on.
+        """Return the path of a saved state, with its evidence, for a bundle with ``exits`` exits.
 
-        ValueError if it is none.
+        ValueError if the state is not valid.
         """
         used = kept_exits(state, "exits", exits)
         thresholds = kept_array(state, "thresholds", (None, len(used)), least=0.0, most=NEVER)
@@ -181,7 +182,7 @@ class ThresholdPath:
         return path
 
     def _losses(self, confidence: Float32Array, wrong: BoolArray, weight: FloatArray) -> Losses:
-        """Losses above 0 by their value: how many samples have it, [levels]."""
+        """Return losses above 0 with, for each value, its number of samples by level, [levels]."""
         begin, end = answered_between(self._keys, confidence)
         exit_, sample = np.nonzero(wrong & (begin < end))
         first, until, value = begin[exit_, sample], end[exit_, sample], weight[sample]
@@ -191,7 +192,7 @@ class ThresholdPath:
         ]
 
     def _passed(self) -> int:
-        # Fixed sequence testing: the first level that has not passed ends it for all behind.
+        # Fixed sequence testing: no level after the first that has not passed can pass.
         failed = self.wealth.highest < math.log(1 / self.alpha)
         failed[0] = False
         return (int(failed.argmax()) if failed.any() else self.levels) - 1

@@ -1,11 +1,11 @@
-"""A model's answers: their kind and form, when two of them agree, and how sure one is.
+"""A model's answers: their kind and form, when two of them agree, and how certain one is.
 
-Exits, thresholds and promises know one thing about an answer: whether it agrees with the model's
-own, yes or no. What that means is the task's. How sure an answer is, PAME 5.3 reads off its
-*principal values*: a sample leaves when at least so many of them reach the threshold. A criterion
-makes one number from 0 to 1 of that, which is all that records, promises and kernels know. The
-criteria of :data:`IN_GRAPH` are computed by the exit's own graph, all others on the host, from the
-exit's answers (:mod:`offramp.engine.answers.criteria`).
+Exits, thresholds and promises use one fact about an answer: whether it agrees with the model's. The
+task defines agreement. PAME 5.3 reads the certainty of an answer from its *principal values*: a
+sample leaves when enough of them reach the threshold. A criterion turns them into one confidence
+from 0 to 1, the only number that records, promises and kernels use. The exit's graph computes the
+criteria of :data:`IN_GRAPH`; all others are computed on the host, from the exit's answers
+(:mod:`offramp.engine.answers.criteria`).
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ TaskKind: TypeAlias = Literal[
     "regression",
     "other",
 ]
-"""By shape of the answer: [batch, classes]; [batch, labels]; [batch, tokens, classes]; [batch,
-classes, height, width], or the classes of the pixels alone; [batch, key points, height, width];
-[batch, values]; of any other shape and type, which no exit imitates."""
+"""Kinds of answers, with these shapes: [batch, classes]; [batch, labels]; [batch, tokens, classes];
+[batch, classes, height, width], or the classes of the pixels alone; [batch, key points, height,
+width]; [batch, values]; any other shape and type, which no exit imitates."""
 TASK_KINDS: Final[tuple[TaskKind, ...]] = tuple(k for k in get_args(TaskKind) if k != "other")
-"""Kinds that exits can imitate, hence those that can be asked for."""
+"""Kinds that exits can imitate, and so the kinds that can be requested."""
 DENSE: Final[frozenset[TaskKind]] = frozenset({"token-classification", "segmentation", "pose"})
 """Tasks whose answer has places: tokens, pixels, or key points."""
 
 
 WHOLE_SETS: Final = 31
-"""Labels whose sets have a number each; sets of more are told apart by a checksum."""
+"""Most labels whose sets are numbered; larger sets are distinguished by a checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTask:
-    """The kind of a model's answers, and what of them has to be equal for one sample to agree."""
+    """The kind of a model's answers, and the condition under which two answers agree."""
 
     kind: TaskKind = "classification"
     share: float = field(default=1.0, metadata=LEFT_OUT)
-    """Least share of tokens, pixels or key points that are equal, where there are any."""
+    """Least share of tokens, pixels or key points that must be equal, for answers with places."""
     within: float = field(default=0.0, metadata=LEFT_OUT)
-    """How far values may differ (regression), or key points be apart, as a share of the longer
-    side of the map (pose)."""
+    """Largest allowed difference of values (regression), or distance of key points, as a share of
+    the longer side of the map (pose)."""
     mask: str | None = field(default=None, metadata=LEFT_OUT)
-    """Graph input [batch, tokens] that says which tokens count, for token classification."""
+    """Graph input [batch, tokens] that marks tokens that count, for token classification."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "share", above=0, most=1)
@@ -66,16 +66,16 @@ class AnswerTask:
 
     @property
     def is_dense(self) -> bool:
-        """Whether an answer has places."""
+        """True if an answer has places."""
         return self.kind in DENSE
 
     @property
     def is_relative(self) -> bool:
-        """Whether answers agree when they are near, so that equality says too little."""
+        """True if answers that are close agree, not only those that are equal."""
         return self.is_dense or self.kind == "regression"
 
     def code_bound(self, classes: int) -> int:
-        """Find the number that all codes of answers are below, of so many classes or labels."""
+        """Return the upper bound (exclusive) of answer codes, for ``classes`` classes or labels."""
         if self.is_relative:
             return 2
         if self.kind == "classification":
@@ -83,7 +83,7 @@ class AnswerTask:
         return 1 << min(classes, WHOLE_SETS)
 
     def describe(self) -> str:
-        """Say when an answer agrees, as in ``it agrees if …``."""
+        """Return the condition of agreement, as in ``it agrees if …``."""
         part = "all" if self.share == 1 else f"at least {100 * self.share:g} % of the"
         match self.kind:
             case "classification":
@@ -105,25 +105,26 @@ CLASSIFICATION: Final = AnswerTask()
 
 
 IN_GRAPH: Final = ("probability", "entropy", "margin", "learned")
-"""Criteria of one answer alone: its largest probability; 1 − its entropy over that of all classes
-alike (BranchyNet, DeeBERT, turned round); how far its two largest probabilities are apart; a
-logistic regression over these three."""
+"""Criteria that use one answer alone: its largest probability; 1 − its entropy divided by the
+largest possible one (BranchyNet, DeeBERT, inverted); the difference of its two largest
+probabilities; a logistic regression on these three."""
 PATIENCE: Final = "patience"
-"""How many exits in a row gave the same class (PABEE); :func:`.answers.criteria.patience`."""
+"""Criterion by the number of consecutive exits with the same class (PABEE);
+:func:`.answers.criteria.patience`."""
 BUILT_IN: Final = (*IN_GRAPH, PATIENCE)
 LEARNED_WEIGHTS: Final = 4
-"""Of ``learned``, for each exit: of the three statistics' log-odds, and a constant."""
+"""Number of weights of ``learned`` for each exit: the three statistics' log-odds, a constant."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criterion:
-    """What says how sure an exit is."""
+    """The function that computes how certain an exit is."""
 
     name: str = "probability"
-    """One of ``BUILT_IN``, or the name that a user's function is registered under."""
+    """One of ``BUILT_IN``, or the registered name of a user's function."""
     depends_on_earlier: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether it looks at what the exits before said of a sample: then all exits of the bundle run
+    """True if it uses the answers of earlier exits to a sample: then all exits of the bundle run,
     up to the last in use."""
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ class Criterion:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is computed from an exit's answers, outside of its graph."""
+        """True if it is computed from an exit's answers, outside its graph."""
         return self.name not in IN_GRAPH
 
 
@@ -146,11 +147,11 @@ PROBABILITY: Final = Criterion()
 
 
 AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", "classes", "values"]
-"""How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
-gives probabilities of both others: of log-probabilities, those that they are of. (Of labels, which
-are a yes or no each, it is a sigmoid.) ``classes`` are numbers of classes, for each token or pixel;
-``values`` are what regression answers, heat maps, and scores of classes or labels on a scale of the
-model's own, which no confidence can be read off."""
+"""Form of the model's output: before its softmax, after it, or after the logarithm of that. A
+softmax turns both other forms into probabilities. (For labels, each a yes or no, it is a sigmoid.)
+``classes`` are class indices, for each token or pixel. ``values`` are answers of regression, heat
+maps, and scores of classes or labels on the model's scale, from which no confidence can be
+derived."""
 
 
 _COUNTED: Final[dict[TaskKind, str]] = {
@@ -180,26 +181,26 @@ _FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The output that exits imitate and that agreement is judged by."""
+    """The output that exits imitate, and by which agreement is decided."""
 
     output: str
-    """Name of the model's output; of classification its shape is [batch, classes]."""
+    """Name of the model's output; for classification its shape is [batch, classes]."""
     classes: int
-    """Classes, labels, key points or values, as the task has them."""
+    """Number of classes, labels, key points or values, as the task has them."""
     form: AnswerForm
     task: AnswerTask = field(default=CLASSIFICATION, metadata=LEFT_OUT)
     tokens: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
-    """Ids of the tokens that the classes are, in their order, where the model is a decoder that
-    was reduced to them."""
+    """Ids of the tokens that the classes are, in order, where the model is a decoder that was
+    reduced to them."""
     criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
-    """What says how sure exits are of it; of other tasks than classification, probability."""
+    """Criterion of the exits' confidence; for other tasks than classification, probability."""
     flat: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether the model's file gives one number a sample, [batch]: that is what is served. The
-    bundle's graphs give it as [batch, 1]."""
+    """True if the model's file answers with one number a sample, [batch], which is the shape that
+    is served. The bundle's graphs have it as [batch, 1]."""
     tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
-    """Operators that every exit ends with, as the model does, after its scores (Apparate 3.1)."""
+    """Operators after the scores, with which the model and every exit end (Apparate 3.1)."""
     thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
-    """Of labels, the values from which on each is given; none where the form says it."""
+    """Least value at which each label counts as set; empty where the form determines it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
@@ -226,11 +227,11 @@ class Answer:
             )
 
     def served(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return answers of graphs in the shape that the model's file has."""
+        """Return answers of graphs in the shape of the model's file."""
         return values[:, 0] if self.flat else values
 
     def describe(self) -> str:
-        """``10 classes, logits``, for people."""
+        """Return ``10 classes, logits``, for people."""
         if self.task.kind == "other":
             return "numbers that no exit imitates"
         what = _COUNTED[self.task.kind]
@@ -243,7 +244,7 @@ class Answer:
 
 
 def shape_of(answer: Answer) -> tuple[int | None, ...]:
-    """List the sizes of a model's answer, as far as its task fixes them; first the batch."""
+    """Return the sizes of a model's answer, as far as its task fixes them; first the batch."""
     classes = () if answer.form == "classes" else (answer.classes,)
     match answer.task.kind:
         case "token-classification":

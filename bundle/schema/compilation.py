@@ -1,7 +1,7 @@
-"""What a bundle says of its compilation: data, joint training, CPU, libraries, what was found.
+"""Facts of a bundle's compilation: data, joint training, CPU, libraries, measured costs.
 
 Parts of the manifest: distinct samples of the calibration data, joint training of a copy with its
-exits, what batches change of answers, the cost of shared weights, and what answers depend on.
+exits, effects of batches on answers, the cost of shared weights, and dependencies of the answers.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from offramp.bundle.schema.serde import check_hash, check_numbers
 from offramp.certify.binomial import half_risk, upper_bound
 
 COPIES_WITHIN: Final = 0.1
-"""Share of the typical distance between rows within which rows may be copies, by default."""
+"""Default of ``--copies-within``: rows nearer than this share of the typical distance between rows
+may be copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistinctSamples:
-    """Rows of the calibration data that count as one sample each, and why others do not."""
+    """Number of distinct samples in the calibration data, and why other rows do not count."""
 
     rows: int
-    """Rows of the data."""
+    """Number of rows of the data."""
     samples: int
-    """Distinct samples: groups of rows that belong together."""
+    """Number of distinct samples: groups of rows that belong together."""
     found: tuple[str, ...]
-    """Reasons why rows do not count by themselves, each with the number of rows."""
+    """Reasons why rows do not count separately, each with the number of rows."""
     key: str | None = None
-    """Array of the data that groups rows (``--group``)."""
+    """Name of the array of the data that groups rows (``--group``)."""
     within: float = COPIES_WITHIN
-    """``--copies-within`` of the compilation: the same data are grouped in the same way by it."""
+    """``--copies-within`` of the compilation: with it the same data are grouped the same way."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "rows", least=1)
@@ -38,23 +39,23 @@ class DistinctSamples:
         check_numbers(self, "within", least=0, most=1)
 
     def describe(self) -> str:
-        """Return a sentence without its end."""
+        """Return a sentence without its full stop."""
         why = "; ".join(self.found) or "none belong together"
         return f"of {self.rows:,} rows of calibration data {why}"
 
 
 Teacher: TypeAlias = Literal["model", "labels"]
-"""What answers are learned: the unmodified model's own, or the data's labels."""
+"""Source of the answers that are learned: the unmodified model, or the data's labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointEpoch:
-    """How the tuning split was answered after an epoch."""
+    """Results on the tuning split after an epoch."""
 
     losses: tuple[float, ...]
-    """Of every exit in depth order, and last of the trained model's own answer."""
+    """Loss of every exit in depth order, and last of the trained model's answer."""
     agreement: tuple[float, ...]
-    """Likewise: the share of samples answered like the unmodified model."""
+    """Share of samples answered like the unmodified model, in the same order."""
 
     def __post_init__(self) -> None:
         if len(self.losses) != len(self.agreement) or not self.losses:
@@ -67,15 +68,15 @@ class JointEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointTraining:
-    """How a copy of the model was trained together with its exits (PAME 5.2)."""
+    """Joint training of a copy of the model with its exits (PAME 5.2)."""
 
     teacher: Teacher
     learning_rate: float
-    """At its peak."""
+    """Peak learning rate."""
     epochs: tuple[JointEpoch, ...]
-    """First as it was before training."""
+    """Epochs; the first entry is from before training."""
     kept: int
-    """The epoch whose weights the bundle has; 0 is none."""
+    """Index of the epoch whose weights the bundle has; 0 is before training."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "learning_rate", least=0)
@@ -84,35 +85,35 @@ class JointTraining:
             raise ValueError(f"kept: {self.kept}, expected one of {len(self.epochs)} epochs")
 
     def describe(self) -> str:
-        """``by labels, 6 epochs, weights of epoch 4 are kept``, for reports."""
+        """Return ``by labels, 6 epochs, weights of epoch 4 are kept``, for reports."""
         taught = "the unmodified model's answers" if self.teacher == "model" else "labels"
         return f"by {taught}, {len(self.epochs) - 1} epochs, weights of epoch {self.kept} are kept"
 
 
 _STEPS = 10_000
-"""Shares are rounded up to hundredths of a percent, so that they can be told as they are used."""
+"""Steps to which shares are rounded up (0.01 %), so that the printed value is the one in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEffect:
-    """How often a dynamically quantised model answers a sample otherwise in another batch.
+    """Share of samples that a dynamically quantised model answers differently in other batches.
 
-    Its operators round a row by the range of all rows of the batch. It was counted on samples that
-    nothing was certified on, before exits were chosen: what is left of the promise for exits
-    depends on no sample of the certify split.
+    Its operators round a row by the range of all rows of the batch. The share was counted on
+    samples that nothing was certified on, before exits were chosen: the rest of the promise, which
+    is for exits, does not depend on the certify split.
     """
 
     operators: tuple[str, ...]
-    """Names of those that round by the batch."""
+    """Names of the operators that round by the batch."""
     batch_sizes: tuple[int, ...]
-    """That answers were compared at."""
+    """Batch sizes at which answers were compared."""
     samples: int
     end_differs: int
     """Samples whose answer is not the same at all of these batch sizes."""
     max_disagreement: float
-    """That was asked for, of this and of exits together."""
+    """Bound on differing answers that was requested, for this effect and exits together."""
     confidence_level: float
-    """Of both together."""
+    """Confidence level for both together."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
@@ -120,23 +121,23 @@ class BatchEffect:
         check_numbers(self, "end_differs", least=0, most=self.samples)
 
     def spent(self, confidence_level: float) -> float:
-        """Share of samples that may be answered otherwise in another batch, at half the risk."""
+        """Return a bound on the share that answers differently in other batches, at half risk."""
         bound = upper_bound(self.end_differs, self.samples, half_risk(confidence_level))
         return math.ceil(bound * _STEPS) / _STEPS
 
     def left(self) -> float:
-        """Share of samples that exits may answer otherwise; nothing is left at 0 and below."""
+        """Return the share of samples that exits may answer differently; 0 or less is none."""
         return self.max_disagreement - self.spent(self.confidence_level)
 
     def describe(self) -> str:
-        """One sentence for reports and the command line."""
+        """Return a sentence for reports and the command line."""
         *sizes, last = map(str, self.batch_sizes)
         spent = self.spent(self.confidence_level)
         return (
             f"In batches of {', '.join(sizes)} and {last} the model itself answers "
-            f"{self.end_differs:,} of {self.samples:,} samples otherwise "
+            f"{self.end_differs:,} of {self.samples:,} samples differently "
             f"({self.end_differs / self.samples:.2%}), as {len(self.operators)} operators round by "
-            f"the range of the whole batch: at most {spent:.2%} of samples in batches as these at "
+            f"the range of the whole batch: at most {spent:.2%} of samples in such batches at "
             f"{half_risk(self.confidence_level):.2%} confidence, which is taken from the promise "
             f"({self.max_disagreement:.2%} at {self.confidence_level:.0%})"
         )
@@ -144,21 +145,21 @@ class BatchEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingCost:
-    """Time and memory of one of a bundle's models, with weights shared and with packed ones.
+    """Time and memory of one of a bundle's models, with shared weights and with packed ones.
 
     A runtime that packs weights for its kernels holds a private copy of them in each session.
-    Sessions that share the bundle's file of weights hold none, and take longer.
+    Sessions that share the bundle's file of weights hold no copy, and take longer.
     """
 
     variant: int
-    """0 is the full model."""
+    """Number of the variant; 0 is the full model."""
     time_ratio: float
-    """Measured: time with shared weights over that with packed ones, as one graph, at
-    ``Calibration.reference_batch_size``; the median of rounds in turns."""
+    """Measured time with shared weights divided by that with packed ones, as one graph, at
+    ``Calibration.reference_batch_size``; median of alternating rounds."""
     half_width: float
-    """Half of the interval that holds the ratio with 95 % confidence."""
+    """Half width of the ratio's 95 % interval."""
     packed_bytes: int
-    """Counted: bytes of the weights that packing makes private copies of."""
+    """Counted bytes of the weights that packing copies."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "variant", "half_width", "packed_bytes", least=0)
@@ -166,11 +167,11 @@ class SharingCost:
 
     @property
     def more_time(self) -> float:
-        """How much longer a run takes with shared weights, as a share; may be below 0."""
+        """Additional time of a run with shared weights, as a share; may be below 0."""
         return self.time_ratio - 1
 
     def describe(self) -> str:
-        """``21 % longer (measured), 120.0 MiB less of its own (counted)``, for people."""
+        """Return ``21 % longer (measured), 120.0 MiB less of its own (counted)``, for people."""
         share, size = round(100 * self.more_time), self.packed_bytes / 2**20
         longer = f"{share} % longer" if share > 0 else "no longer"
         return f"{longer} (measured), {size:.1f} MiB less of its own (counted)"
@@ -192,7 +193,7 @@ CPU_FLAGS: Final = {
     "bf16": "BF16",
     "asimdhp": "FP16",
 }
-"""Linux's words for the instructions of interest, and the vendors'."""
+"""Vendors' names of the relevant CPU instructions, by Linux's names."""
 _SUMS_IN_INT32: Final = {"AVX_VNNI", "AVX512_VNNI", "AVX_VNNI_INT8", "AMX_INT8"}
 _MOST_NAMES: Final = 64
 _MOST_LETTERS: Final = 32
@@ -200,15 +201,15 @@ _MOST_LETTERS: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuFeatures:
-    """Instructions of a CPU that its precision depends on: facts; kinds of int8 are measured.
+    """Instructions of a CPU that affect int8 precision; which kind of int8 is best is measured.
 
     :func:`offramp.engine.common.environment.cpu_features` reads those of this machine.
     """
 
     machine: str
-    """Of Python's ``platform.machine()``."""
+    """Result of Python's ``platform.machine()``."""
     names: tuple[str, ...] | None
-    """Those of interest that it has; ``None`` where that is not known."""
+    """Relevant instructions that the CPU has; ``None`` where they are not known."""
 
     def __post_init__(self) -> None:
         names = (self.machine, *(self.names or ()))
@@ -220,17 +221,17 @@ class CpuFeatures:
 
     @property
     def saturates(self) -> bool | None:
-        """Whether products of uint8 and int8 may be clipped to int16; ``None`` if not known.
+        """True if products of uint8 and int8 may be clipped to int16; ``None`` if not known.
 
-        Without VNNI, x86 adds pairs of them in int16: weights of 8 bits overflow there, and int8
-        agrees less than it does elsewhere.
+        Without VNNI, x86 adds pairs of products in int16: 8-bit weights overflow there, and int8
+        agrees less than on other CPUs.
         """
         if self.names is None:
             return None
         return self.machine in {"x86_64", "AMD64"} and _SUMS_IN_INT32.isdisjoint(self.names)
 
     def describe(self) -> str:
-        """Say it in a line."""
+        """Return a line that describes the CPU."""
         if self.names is None:
             return f"{self.machine}, instructions unknown (no /proc/cpuinfo)"
         return f"{self.machine} with {', '.join(self.names) or 'none of interest'}"
@@ -238,18 +239,18 @@ class CpuFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorLibrary:
-    """A shared library with operators that ONNX Runtime does not have itself.
+    """A shared library with operators that ONNX Runtime does not have.
 
-    It is a name and a hash, never a path: a library is code, and nobody loads one that a bundle
-    names, but only what whoever starts a program gives (``--custom-ops``).
+    It is a name and a hash, never a path. A library is code: one that a bundle names is never
+    loaded, only one that the user who starts a program passes (``--custom-ops``).
     """
 
     file: str
-    """Its file's name, without folders."""
+    """File name of the library, without folders."""
     sha256: str
-    """Of its content, 64 hexadecimal digits."""
+    """SHA-256 of its content, 64 hexadecimal digits."""
     operators: tuple[str, ...]
-    """Those that the graphs use, as ``domain:Name``."""
+    """Operators that the graphs use, as ``domain:Name``."""
 
     def __post_init__(self) -> None:
         if not self.file or "/" in self.file or "\\" in self.file:
@@ -259,5 +260,5 @@ class OperatorLibrary:
             raise ValueError("operators: a library is only named for operators that it has")
 
     def describe(self) -> str:
-        """``ops.so (sha256 0123456789ab…; my.domain:Norm)``, for messages."""
+        """Return ``ops.so (sha256 0123456789ab…; my.domain:Norm)``, for messages."""
         return f"{self.file} (sha256 {self.sha256[:12]}…; {', '.join(self.operators)})"

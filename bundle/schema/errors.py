@@ -6,24 +6,24 @@ class BundleError(Exception):
 
 
 class BundleNotFoundError(BundleError):
-    """There is no bundle at the path given."""
+    """No bundle exists at the given path."""
 
 
 class BundleIntegrityError(BundleError):
-    """A file of the bundle is missing, altered, foreign, or outside it."""
+    """A file of the bundle is missing, altered, not listed, or outside the bundle."""
 
 
 class BundleSchemaError(BundleError):
-    """A file of the bundle is whole, but not what this version understands."""
+    """A file of the bundle is intact, but not of a form that this version reads."""
 
 
 class BundleExistsError(BundleError):
-    """Writing would replace something, and that was not asked for."""
+    """Writing would replace a file or folder, and the caller did not ask for that."""
 
 
 class BundleWriteError(BundleError):
-    """The file system refused the bundle; what was there before is still there."""
+    """The file system refused to write; a previous bundle is still there."""
 
 
 class BundleBusyError(BundleError):
-    """Someone else is writing there; try again later."""
+    """Another process is writing there; try again later."""

@@ -1,4 +1,4 @@
-"""A model's inputs: names and shapes, padding, values that it takes, values that calibration saw.
+"""A model's inputs: names and shapes, padding, legal values, values in the calibration data.
 
 ``paddings`` and ``value_bounds`` are parts of the manifest, :class:`InputRanges` is a file.
 """
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from offramp.bundle.schema.serde import LEFT_OUT, check_numbers
 
 NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd")
-"""numpy's names of the element types that models may take and give."""
+"""numpy's names of the element types that models may have as inputs and outputs."""
 
 
 MOST_SAMPLE_BYTES: Final = 2**30
-"""Of a sample's input: more is no sample, but a way to exhaust memory."""
+"""Limit on the size of a sample's input: a larger one would exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class TensorSpec:
             raise ValueError(f"shape {list(self.shape)!s:.100} is of more than 1 GiB a sample")
 
     def describe(self) -> str:
-        """``image: uint8 [batch, 1, 28, 28]``, for messages."""
+        """Return ``image: uint8 [batch, 1, 28, 28]``, for messages."""
         return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
 
 
@@ -51,7 +51,7 @@ class TensorSpec:
 class UnreadInput:
     """An input that the model's file declares and no operator reads.
 
-    Requests and data may hold it or leave it out. Where it is there it is checked, then dropped.
+    Requests and data may have it or leave it out. If present it is checked, then dropped.
     """
 
     spec: TensorSpec
@@ -62,7 +62,7 @@ class UnreadInput:
 def declared_inputs(
     read: Iterable[TensorSpec], unread: Iterable[UnreadInput]
 ) -> tuple[TensorSpec, ...]:
-    """Return all inputs of a model's file in its order, those that nothing reads included."""
+    """Return all inputs of a model's file in its order, including those that no operator reads."""
     declared = list(read)
     for each in unread:
         declared.insert(each.place, each.spec)
@@ -71,9 +71,9 @@ def declared_inputs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueBound:
-    """The least and the greatest value that an input may have: the model fails beyond them.
+    """The least and the greatest value of an input that the model accepts: it fails beyond them.
 
-    The compiler finds it where values select from a table of a fixed length
+    The compiler finds the bound where values select from a table of a fixed length
     (:mod:`offramp.compiler.samples.value_bounds`).
     """
 
@@ -83,9 +83,9 @@ class ValueBound:
     highest: float | None
     """Greatest legal value, inclusive."""
     axis: int = field(default=0, metadata=LEFT_OUT)
-    """Dimension that ``places`` are places of; 0 where the bound is for all elements."""
+    """Dimension that ``places`` index; 0 where the bound is for all elements."""
     places: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
-    """Places of that dimension whose elements are meant, such as the columns of a table."""
+    """Indices in that dimension that the bound is for, such as the columns of a table."""
     operator: str
     """Operator that fails on other values."""
 
@@ -109,22 +109,22 @@ class ValueBound:
         return f"{plain(self.lowest)} to {plain(self.highest)}"
 
     def describe(self) -> str:
-        """One sentence for reports and the command line."""
+        """Return a sentence for reports and the command line."""
         where = f" at places {list(self.places)} of dimension {self.axis}" if self.places else ""
         return (
-            f"requests are refused whose {self.input!r}{where} is not {self.legal()}: the model "
+            f"requests whose {self.input!r}{where} is not {self.legal()} are refused: the model "
             f"fails on other values ({self.operator})"
         )
 
 
 def plain(value: float | None) -> str:
-    """Write a number without a fraction that is zero."""
+    """Return a number as text, without a fraction that is zero."""
     whole = value is not None and float(value).is_integer()
     return str(int(value)) if whole and value is not None else str(value)
 
 
 def check_value_bounds(bounds: Sequence[ValueBound], inputs: Iterable[TensorSpec]) -> None:
-    """Refuse, by a ValueError, bounds that do not fit the inputs of a model."""
+    """Raise ValueError for bounds that do not fit the inputs of a model."""
     specs = {spec.name: spec for spec in inputs}
     for bound in bounds:
         spec = specs.get(bound.input)
@@ -140,24 +140,24 @@ def check_value_bounds(bounds: Sequence[ValueBound], inputs: Iterable[TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """A symbolic size that samples may be padded in: no answer changes by more than rounding.
+    """A symbolic size in which samples may be padded, changing answers by rounding errors only.
 
-    The compiler tries it, on the source model and every exit
+    The compiler checks this on the source model and every exit
     (:mod:`~offramp.compiler.samples.padding`).
     """
 
     size: str
-    """The symbolic size."""
+    """Name of the symbolic size."""
     mask: str
-    """Input [batch, size] that is 1 where a position counts; what is added to it is 0."""
+    """Input [batch, size] that is 1 where a position counts; it is padded with 0."""
     fills: dict[str, float]
-    """What is added to every input that has the size, behind what it holds."""
+    """Value that each input with this size is padded with, at its end."""
     longest: int
-    """Greatest size that answers were compared at: nothing is padded to more."""
+    """Greatest size at which answers were compared: nothing is padded to more."""
     limit: int | None = field(default=None, metadata=LEFT_OUT)
-    """Greatest size that the model takes, where it was seen to fail at one more."""
+    """Greatest size that the model accepts, if it was seen to fail at one more."""
     difference: float
-    """Largest difference that was found, relative to the scale of each value."""
+    """Largest difference found, relative to the scale of each value."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "longest", "limit", least=1)
@@ -166,16 +166,16 @@ class Padding:
             raise ValueError(f"limit is {self.limit}, below longest {self.longest}")
 
     def describe(self) -> str:
-        """One sentence for reports and the command line."""
+        """Return a sentence for reports and the command line."""
         return (
             f"samples of different `{self.size}` are padded into one batch, up to {self.longest}: "
-            f"under the mask {self.mask!r} that changed answers and confidences by "
+            f"with the mask {self.mask!r} this changed answers and confidences by "
             f"{self.difference:.0e} of their scale"
         )
 
 
 def check_paddings(paddings: Sequence[Padding], inputs: Iterable[TensorSpec]) -> None:
-    """Refuse, by a ValueError, paddings that do not fit the inputs of a model."""
+    """Raise ValueError for paddings that do not fit the inputs of a model."""
     specs = {spec.name: spec for spec in inputs}
     sizes = [padding.size for padding in paddings]
     if len(set(sizes)) < len(sizes):
@@ -201,7 +201,7 @@ def check_paddings(paddings: Sequence[Padding], inputs: Iterable[TensorSpec]) ->
 
 
 def _holds(dtype: str, value: float) -> bool:
-    """Whether a number type has a value."""
+    """Return whether a number type can represent a value."""
     if dtype == "bool":
         return value in (0, 1)
     if np.dtype(dtype).kind == "f":
@@ -215,18 +215,18 @@ INPUT_RANGES: Final = "input_ranges.json"
 
 
 NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]
-"""An element that is no finite number."""
+"""Element that is not a finite number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRange:
-    """The least and the greatest finite element that an input had."""
+    """The least and the greatest finite element of an input."""
 
     name: str
     lowest: float
     highest: float
     beyond: tuple[NotFinite, ...] = field(default=(), metadata=LEFT_OUT)
-    """The elements that it had beside finite ones, as where values are missing or masked."""
+    """Elements other than finite ones that occurred, for instance for missing values."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "highest", least=self.lowest)
@@ -234,12 +234,12 @@ class InputRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRange:
-    """The least and the greatest length that samples had in a symbolic size."""
+    """The least and the greatest length of samples in a symbolic size."""
 
     size: str
-    """The symbolic size."""
+    """Name of the symbolic size."""
     mask: str = field(default="", metadata=LEFT_OUT)
-    """Input [batch, size] whose ones are a sample's length; empty where that is the size itself."""
+    """Input [batch, size] whose ones count the sample's length; empty if the size is the length."""
     shortest: int
     longest: int
 
@@ -250,24 +250,24 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRanges:
-    """The ranges of a model's inputs.
+    """The ranges of a model's inputs in the calibration data.
 
-    Inputs whose finite elements were all the same have none: a mask that nothing was padded in,
-    say, tells nothing of what it may be.
+    Inputs whose finite elements were all equal have none: a mask in data without padding, for
+    example, does not show its legal values.
     """
 
     inputs: tuple[InputRange, ...]
     lengths: tuple[LengthRange, ...] = field(default=(), metadata=LEFT_OUT)
-    """Of every symbolic size but the batch's."""
+    """Lengths in every symbolic size but the batch's."""
 
     @classmethod
     def of(cls, *parts: Mapping[str, NDArray[Any]]) -> Self:
-        """Look at the inputs [n, …] of some parts of a data set, none of them empty."""
+        """Return the ranges of inputs [n, …] in some parts of a data set, none of them empty."""
         return cls.over(parts)
 
     @classmethod
     def over(cls, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Self:
-        """Look at the same, given one after another: none is kept."""
+        """Return the ranges of inputs in consecutive batches, without keeping any batch."""
         ends: dict[str, tuple[float, float]] = {}
         beyond: dict[str, set[NotFinite]] = {}
         for batch in batches:

@@ -1,4 +1,4 @@
-"""What a bundle contains: the schema of ``manifest.json``.
+"""The content of a bundle: the schema of ``manifest.json``.
 
 All classes are immutable facts. Names of tensors are those of the source model, which every
 segment and exit shares, so that a stage is the plain union of its parts
@@ -41,12 +41,12 @@ from offramp.bundle.schema.parts import Exit, Segment, Variant, last_beginning
 from offramp.bundle.schema.serde import LEFT_OUT, check_hash, check_numbers
 
 SCHEMA_VERSION = 2
-"""The one format that is written and read: bundles of any other are refused."""
+"""The only format that is written and read: bundles of any other are refused."""
 
 
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]
-"""What the segments that exits follow compute in. ``int8`` is a cascade: the quantised model, cut
-into segments, then the unmodified one as the last segment, which begins anew."""
+"""Precision of the segments that exits follow. ``int8`` is a cascade: the quantised model, cut into
+segments, then the unmodified one as the last segment, which starts from the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,12 @@ class FileEntry:
     """A file of the bundle."""
 
     path: str
-    """Relative to the bundle, with forward slashes."""
+    """Path relative to the bundle, with forward slashes."""
     size_bytes: int
     sha256: str
     filled_sha256: str = field(default="", metadata=LEFT_OUT)
-    """Of a graph with the weights in it that it names in ``weights.bin``, if it does: what it is,
-    wherever its weights are."""
+    """Hash of a graph including the weights that it names in ``weights.bin``, if it names any. It
+    does not depend on where the weights are."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "size_bytes", least=0)
@@ -77,22 +77,22 @@ class Calibration:
     tune_samples: int
     certify_samples: int
     sample_shapes: dict[str, tuple[int, ...]]
-    """Shape of one sample of each input, without the batch: what the model is warmed up with."""
+    """Shape of one sample of each input, without the batch; the model is warmed up with it."""
     reference_batch_size: int
     """Batch size whose profiled times the savings were predicted with."""
     source_accuracy: float | None = None
     """Accuracy of the source model on the certify split, where there were labels."""
     answer_ranges: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
-    """Smallest and largest value of the model's answers to the certify split, then of its exits',
-    where these end with the model's own operators (``Answer.tail``)."""
+    """Smallest and largest value of the model's answers to the certify split, then of the exits',
+    where these end with the model's operators (``Answer.tail``)."""
     random_inputs: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether the samples were made at random, in a dry run: nothing is certified."""
+    """True if the samples were generated at random, in a dry run: nothing is certified."""
     distinct: DistinctSamples | None = field(default=None, metadata=LEFT_OUT)
-    """Distinct samples, of which each counts once; ``None`` where every row is one. The samples of
-    the tune and certify splits are distinct ones, those of training all rows of their groups."""
+    """Distinct samples, of which each counts once; ``None`` where every row is one. The tune and
+    certify splits contain distinct samples, training all rows of their groups."""
 
     def describe_ranges(self) -> str:
-        """``the model's answers are from 0 to 100, those of exits from 0.1 to 100``."""
+        """Return ``the model's answers are from 0 to 100, those of exits from 0.1 to 100``."""
         least, most, least_early, most_early = self.answer_ranges
         return (
             f"the model's answers are from {least:.3g} to {most:.3g}, those of exits from "
@@ -116,7 +116,7 @@ class Source:
     file: str
     original_name: str
     original_sha256: str
-    """Hash of the file that the user gave; the bundle holds a simplified, equal one."""
+    """Hash of the user's file; the bundle holds a simplified, equivalent one."""
     opset: int
 
 
@@ -128,7 +128,7 @@ class Manifest:
     name: str
     created_utc: str
     tools: dict[str, str]
-    """Versions of what wrote the bundle."""
+    """Versions of the tools that wrote the bundle."""
     source: Source
     inputs: tuple[TensorSpec, ...]
     """Inputs that the model reads, in the order of its file."""
@@ -139,42 +139,42 @@ class Manifest:
     """All exits that were built, in depth order, whether the policy uses them or not."""
     calibration: Calibration
     verified_tolerance: float
-    """Largest relative difference between chained segments and the model that was cut into them
-    (the source, or the quantised model) that was allowed."""
+    """Largest allowed relative difference between chained segments and the model that was cut into
+    them (the source, or the quantised model)."""
     files: tuple[FileEntry, ...] = ()
     precision: BundlePrecision = field(default="fp32", metadata=LEFT_OUT)
     cpu: CpuFeatures | None = field(default=None, metadata=LEFT_OUT)
-    """The CPU that gave the answers that an int8 bundle was certified on; ``None`` in bundles of
+    """CPU that computed the answers that an int8 bundle was certified on; ``None`` in bundles of
     fp32."""
     weights_of_7_bits: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether int8 weights are within −64 and 64, so that sums of their products overflow on no
-    CPU."""
+    """True if int8 weights are within −64 and 64, so that sums of their products do not overflow on
+    any CPU."""
     precision_reason: str = field(default="", metadata=LEFT_OUT)
-    """Why the compiler chose this precision, or these weights, where it looked at others."""
+    """Reason for this precision, or these weights, where the compiler tried others."""
     training: JointTraining | None = field(default=None, metadata=LEFT_OUT)
-    """How the copy that exits follow was trained together with them; then it is a cascade."""
+    """Joint training of the copy that exits follow; with it the bundle is a cascade."""
     batch_effect: BatchEffect | None = field(default=None, metadata=LEFT_OUT)
-    """What the model answers otherwise in other batches, where it is quantised dynamically."""
+    """Effect of batches on the model's answers, where it is quantised dynamically."""
     custom_ops: tuple[OperatorLibrary, ...] = field(default=(), metadata=LEFT_OUT)
-    """Libraries with operators of the graphs that ONNX Runtime does not have itself."""
+    """Libraries with operators of the graphs that ONNX Runtime does not have."""
     paddings: tuple[Padding, ...] = field(default=(), metadata=LEFT_OUT)
-    """The symbolic sizes in which samples may be padded, so that they can share a batch."""
+    """Symbolic sizes in which samples may be padded, so that they can share a batch."""
     value_bounds: tuple[ValueBound, ...] = field(default=(), metadata=LEFT_OUT)
-    """The values beyond which the model fails: requests with others are refused."""
+    """Values beyond which the model fails: requests with others are refused."""
     subnet: str = field(default="", metadata=LEFT_OUT)
-    """What the copy that exits follow keeps of the source model, where it is a subnet of it."""
+    """Name of the subnet of the source model that exits follow, where they follow one."""
     variants: tuple[Variant, ...] = field(default=(), metadata=LEFT_OUT)
     """Subnets that may serve in place of the model (SuperServe 3); variant 0 is the model."""
     weight_sharing: tuple[SharingCost, ...] = field(default=(), metadata=LEFT_OUT)
-    """What sessions of the model and of each variant cost that share weights in memory, by number;
-    empty where that was not measured."""
+    """Costs of sharing weights in memory between sessions, for the model and each variant, by
+    number; empty where they were not measured."""
     idle_reason: str = field(default="", metadata=LEFT_OUT)
-    """Which limit keeps all exits out of use, where none is in use, and what would lift it."""
+    """Limit that prevents all exits from being used, if none is, and what would remove it."""
     unread: tuple[UnreadInput, ...] = field(default=(), metadata=LEFT_OUT)
-    """Inputs that the file declares and nothing reads, by rising place."""
+    """Inputs that the file declares and no operator reads, by rising place."""
     no_batching: str = field(default="", metadata=LEFT_OUT)
-    """Reason why each sample has to run in a batch of its own; empty where samples may share one.
-    Such a model has no exits."""
+    """Reason why each sample must run in a separate batch; empty where samples may share one. Such
+    a model has no exits."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -203,28 +203,28 @@ class Manifest:
         _check_variants(self)
         _check_sharing(self)
         if last := self.segments[-1].row_bytes:
-            raise ValueError(f"segments: row_bytes {last} behind the last, expected 0")
+            raise ValueError(f"segments: row_bytes {last} after the last, expected 0")
 
     @property
     def declared(self) -> tuple[TensorSpec, ...]:
-        """All inputs of the model's file, in its order: what clients and data may hold."""
+        """All inputs of the model's file, in its order; clients and data may send any of them."""
         return declared_inputs(self.inputs, self.unread)
 
     @property
     def served_outputs(self) -> tuple[TensorSpec, ...]:
-        """Outputs as the model's file has them, and clients get them."""
+        """Outputs in the form of the model's file, which clients receive."""
         if not self.answer.flat:
             return self.outputs
         return tuple(replace(output, shape=output.shape[:1]) for output in self.outputs)
 
     @property
     def unread_names(self) -> frozenset[str]:
-        """Names of the inputs that nothing reads."""
+        """Names of the inputs that no operator reads."""
         return frozenset(each.spec.name for each in self.unread)
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """The files that are graphs, each once, with those of all variants."""
+        """Files that are graphs, including those of all variants, each once."""
         segments, exits = [*self.segments], [*self.exits]
         for variant in self.variants:
             segments += variant.segments
@@ -234,12 +234,12 @@ class Manifest:
 
     @property
     def is_cascade(self) -> bool:
-        """Whether exits follow a copy of the source model, which stands behind it."""
+        """True if exits follow a copy of the source model, which is the last segment."""
         return self.precision != "fp32" or self.training is not None or bool(self.subnet)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bundle was made of the model alone, without data: it has no exits."""
+        """True if the bundle was made from the model alone, without data: it has no exits."""
         return self.calibration.train_samples == 0 and not self.exits
 
     @property
@@ -248,7 +248,7 @@ class Manifest:
         return last_beginning(self.segments)
 
     def of_variant(self, number: int) -> Manifest:
-        """Give the manifest as one of its variants has it: with the segments and exits of that."""
+        """Return the manifest of one of its variants, with the variant's segments and exits."""
         if number == 0:
             return self
         variant = self.variants[number - 1]
@@ -264,11 +264,11 @@ class Manifest:
 
 
 _NAMED: Final = 4
-"""Tensors that a message names at most."""
+"""Most tensors that a message names."""
 
 
 def _check_unique(what: str, names: Iterable[str]) -> None:
-    """No name occurs twice; ``what`` says what they are names of."""
+    """Check that no name occurs twice; ``what`` is for the message."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -277,7 +277,7 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Inputs that nothing reads have places of their own among all inputs, which rise."""
+    """Check that places of inputs that no operator reads are rising and within all inputs."""
     places = [each.place for each in manifest.unread]
     end = len(manifest.inputs) + len(places)
     if places != sorted(set(places)) or any(not 0 <= place < end for place in places):
@@ -285,7 +285,7 @@ def _check_places(manifest: Manifest) -> None:
 
 
 def _check_answer(manifest: Manifest) -> None:
-    """The answer is the one output, of the shape and type that its task has."""
+    """Check that the answer is the only output, of the shape and type of its task."""
     answer, outputs = manifest.answer, manifest.outputs
     if [output.name for output in outputs] != [answer.output]:
         raise ValueError(
@@ -320,7 +320,7 @@ def _check_answer(manifest: Manifest) -> None:
 
 
 def _check_plain(manifest: Manifest) -> None:
-    """Exits shrink batches and imitate answers: without them alone may that be impossible."""
+    """Check that a model whose samples cannot be batched or imitated has no exits."""
     if not manifest.exits:
         return
     if manifest.no_batching:
@@ -332,7 +332,7 @@ def _check_plain(manifest: Manifest) -> None:
 
 
 def _check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> None:
-    """There is a shape of a sample for each input, which the input takes."""
+    """Check that each input has the shape of a sample, and accepts it."""
     shapes = calibration.sample_shapes
     names = sorted(tensor.name for tensor in inputs)
     if not names or sorted(shapes) != names:
@@ -355,7 +355,7 @@ def _check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> No
 
 
 def _check_precision(manifest: Manifest) -> None:
-    """The last segment and the last exit of a cascade, and of no other, are what they must be."""
+    """Check that a cascade, and no other bundle, has a cascade's last segment and last exit."""
     last = len(manifest.segments) - 1
     own = [e.index for e in manifest.exits if e.head.kind == "own"]
     if manifest.training is not None and manifest.precision != "fp32":
@@ -383,7 +383,7 @@ def _check_precision(manifest: Manifest) -> None:
 
 
 def _copy_of(manifest: Manifest) -> str:
-    """Name what makes a manifest a cascade."""
+    """Return the name of the property that makes a manifest a cascade."""
     if manifest.subnet:
         return f"subnet {manifest.subnet!r:.100}"
     return f"precision {manifest.precision}" if manifest.training is None else "joint training"
@@ -399,7 +399,7 @@ def _check_trained(training: JointTraining, exits: int) -> None:
 
 
 def _check_variants(manifest: Manifest) -> None:
-    """Each variant is whole by itself, and its files lie in its own folder."""
+    """Check that each variant is complete, and that its files are in its folder."""
     if [variant.index for variant in manifest.variants] != [*range(1, len(manifest.variants) + 1)]:
         raise ValueError("variants: indices must count from 1 in order")
     _check_unique("variants", (variant.name for variant in manifest.variants))
@@ -417,7 +417,7 @@ def _check_variants(manifest: Manifest) -> None:
 
 
 def _check_sharing(manifest: Manifest) -> None:
-    """What sharing weights costs is said of the model and of each variant, or of none."""
+    """Check that costs of sharing weights are of the model and of all variants, or of none."""
     said = [cost.variant for cost in manifest.weight_sharing]
     if said and said != [*range(len(manifest.variants) + 1)]:
         raise ValueError(
@@ -427,15 +427,15 @@ def _check_sharing(manifest: Manifest) -> None:
 
 
 def _check_chain(manifest: Manifest) -> None:
-    """Each segment reads what those before it give, and graph inputs; exits do likewise.
+    """Check that each segment and exit reads graph inputs and outputs of earlier segments only.
 
-    What a segment gives is read by others, but by exits alone where the source model is next: in a
-    cascade it reads graph inputs.
+    Every output of a segment must be read by a later segment. In a cascade, the segments before the
+    source model are an exception: it reads graph inputs, so exits alone may read them.
     """
     graph_inputs = {tensor.name for tensor in manifest.inputs}
     anew = len(manifest.segments) - 1 if manifest.is_cascade else 0
     alive: list[tuple[str, ...]] = []
-    """By segment, the cut tensors that are there when it begins."""
+    """Cut tensors that exist when each segment begins."""
     given: tuple[str, ...] = ()
     for segment in manifest.segments:
         if segment.index == anew:
@@ -467,5 +467,5 @@ def _check_reads(
 
 def _refuse_reads(what: str, read: Sequence[str], given: Sequence[str]) -> None:
     cuts = " or ".join(map(repr, given[-_NAMED:]))
-    expected = f"{cuts:.100}, and graph inputs beside it" if given else "graph inputs"
+    expected = f"{cuts:.100}, and further graph inputs" if given else "graph inputs"
     raise ValueError(f"{what}: reads {list(read)!s:.200}, expected {expected}")

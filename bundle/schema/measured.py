@@ -1,4 +1,4 @@
-"""What was measured where a bundle was compiled: ``profiles/DEVICE.json`` and ``measured.json``."""
+"""Measurements of the compiling machine: ``profiles/DEVICE.json`` and ``measured.json``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from offramp.bundle.schema.serde import check_numbers
 
 MEASURED: Final = "measured.json"
-"""File of a bundle that holds a :class:`Measured`, unless its policy or profile is a later one."""
+"""File of a bundle with a :class:`Measured`, unless its policy or profile was changed later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Time over the unmodified model's for the same batches: a median over rounds."""
+    """Time divided by the unmodified model's for the same batches: a median over rounds."""
 
     value: float
     half_width: float
-    """Half of the median's 95 % interval."""
+    """Half width of the median's 95 % interval."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "value", above=0)
@@ -29,20 +29,20 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSize:
-    """What was measured at a batch size."""
+    """Measurements at a batch size."""
 
     batch_size: int
     rounds: int
     samples: int
-    """Answered in all rounds."""
+    """Samples answered in all rounds."""
     mean: Ratio
-    """Of the samples' latencies, from the start of their batch to their own answer."""
+    """Ratio of mean sample latency, from the start of the batch to the sample's answer."""
     median: Ratio
-    """Likewise."""
+    """Ratio of median sample latency."""
     busy: Ratio
-    """From a batch's start to its last answer: 1 less this is the share of compute saved."""
+    """Ratio of time from a batch's start to its last answer; 1 − it is the compute saved."""
     nothing_exits: Ratio
-    """``busy`` with thresholds that nobody reaches."""
+    """``busy`` with thresholds that no sample reaches."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "batch_size", "rounds", "samples", least=1)
@@ -50,17 +50,17 @@ class MeasuredSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A policy beside the unmodified model, batch by batch on samples of the certify split."""
+    """A policy compared with the unmodified model, in batches of samples of the certify split."""
 
     device: str
     threads: int
     samples: int
-    """Different ones, at all batch sizes together."""
+    """Number of different samples, at all batch sizes together."""
     agreement: float
-    """Share of the answers that are those of the unmodified model."""
+    """Share of the answers that equal the unmodified model's."""
     sizes: tuple[MeasuredSize, ...]
     disturbed: tuple[str, ...] = ()
-    """In what ways the machine was disturbed meanwhile, in words."""
+    """Disturbances of the machine during the measurement, in words."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "threads", "samples", least=1)
@@ -70,7 +70,7 @@ class Measured:
             raise ValueError(f"sizes: batch sizes {batch_sizes} must rise, and there must be one")
 
     def nearest(self, batch_size: int) -> MeasuredSize:
-        """What was measured at the size that is nearest by ratio; the larger one of two."""
+        """Return the measurements at the nearest size by ratio; the larger one of two."""
         return min(
             reversed(self.sizes),
             key=lambda at: max(at.batch_size / batch_size, batch_size / at.batch_size),
@@ -79,21 +79,21 @@ class Measured:
 
 _MOST_BATCH: Final = 2**20
 _MOST_MS: Final = 1e9
-"""Some days: times beyond are none, and their squares are no numbers."""
+"""Limit on times, some days: larger ones are not real, and their squares would overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How sure a profile is, by batch size: halves of 95 % intervals, as shares of the source's."""
+    """Uncertainty of a profile by batch size: half 95 % intervals, as shares of the source's."""
 
     rounds: tuple[int, ...]
-    """Fewest that an estimate is made of."""
+    """Fewest rounds of any estimate."""
     source: tuple[float, ...]
-    """Of ``source_ms``; what else the machine did moves it, and leaves the others be."""
+    """Uncertainty of ``source_ms``; other load on the machine affects it, and not the others."""
     segments: tuple[float, ...]
-    """Of the segment that is known least."""
+    """Uncertainty of the segment with the largest one."""
     added: tuple[float, ...]
-    """Of what all exits add together, heads and borders."""
+    """Uncertainty of the time that all exits add together, heads and borders."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "rounds", "source", "segments", "added", least=0)
@@ -103,29 +103,29 @@ class Spread:
 class Profile:
     """Milliseconds per batch, by batch size: medians of interleaved rounds.
 
-    Parts were compared with the source model in the same round, so their ratios hold where the
-    machine was busy and all of them were slow.
+    Parts were compared with the source model in the same round, so their ratios are valid even if
+    the machine was busy and all of them were slow.
     """
 
     device: str
     threads: int
     batch_sizes: tuple[int, ...]
-    """Rising; the columns of everything below."""
+    """Rising batch sizes; the columns of all following fields."""
     source_ms: tuple[float, ...]
-    """The unmodified model as one graph."""
+    """Times of the unmodified model as one graph."""
     segments_ms: tuple[tuple[float, ...], ...]
-    """[segments][batch_sizes]: each segment's part of ``source_ms``, which a column adds up to;
-    what a border between stages costs beyond is in ``stages_ms``. In a cascade the parts of the
-    quantised model add up to its own time as one graph, and the last row is ``source_ms``."""
+    """[segments][batch_sizes]: each segment's part of ``source_ms``, which is the sum of a column;
+    the extra cost of a border between stages is in ``stages_ms``. In a cascade the parts of the
+    quantised model sum to its time as one graph, and the last row is ``source_ms``."""
     exits_ms: tuple[tuple[float, ...], ...]
-    """[exits][batch_sizes]: bridge and head, beyond the cost of an empty graph."""
+    """[exits][batch_sizes]: time of bridge and head, minus that of an empty graph."""
     stages_ms: tuple[tuple[float, ...], ...]
-    """[exits][batch_sizes]: what the border behind an exit costs: layout changes, copies and lost
+    """[exits][batch_sizes]: cost of the border after an exit: layout changes, copies and lost
     fusion, which grow with the tensors that cross, a call of the backend, the exit check."""
     spread: Spread | None = None
-    """``None`` where it was not measured."""
+    """Uncertainty of the times; ``None`` where it was not measured."""
     disturbed: tuple[str, ...] = ()
-    """In what ways the machine was disturbed while it was measured, in words."""
+    """Disturbances of the machine during the measurement, in words."""
 
     def __post_init__(self) -> None:
         width = len(self.batch_sizes)
@@ -153,5 +153,5 @@ class Profile:
             raise ValueError("segments_ms: a column adds up to 0, expected the model's own time")
 
     def column(self, batch_size: int) -> int:
-        """Index of the smallest profiled batch size that holds ``batch_size``."""
+        """Return the column of the least profiled size of at least ``batch_size``, or the last."""
         return min(bisect_left(self.batch_sizes, batch_size), len(self.batch_sizes) - 1)

@@ -17,17 +17,17 @@ class Segment:
     index: int
     file: str
     inputs: tuple[str, ...]
-    """Tensors read: cut tensors, then the graph inputs needed beside them."""
+    """Tensors read: cut tensors, then further graph inputs."""
     output: str
-    """The cut tensor, or the model's answer in the last segment."""
+    """Name of the cut tensor, or of the model's answer in the last segment."""
     also: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
-    """Further tensors that it writes and that are carried on, where the cut is a set of tensors."""
+    """Further tensors that it writes for later segments, where the cut is a set of tensors."""
     flops_share: float
     """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
-    where their number is not known); of a quantised segment, that of what it stands for."""
+    where their number is not known); for a quantised segment, that of the original segment."""
     row_bytes: int = 0
-    """Bytes of a row that cross the border behind it, at the shapes of the calibration data: cut
-    tensors and graph inputs that what follows reads; 0 behind the last."""
+    """Bytes of a row that cross the border after it, at the shapes of the calibration data: cut
+    tensors and graph inputs that later segments read; 0 after the last."""
     weight_bytes: int = 0
     """Bytes of its weights, and of those of the exit that follows it."""
 
@@ -37,14 +37,14 @@ class Segment:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """All tensors that it writes: of a set cut, those that no segment before it wrote."""
+        """All tensors that it writes; for a set cut, those that no earlier segment wrote."""
         return (self.output, *self.also)
 
 
 def last_beginning(segments: Sequence[Segment]) -> int:
-    """Find the last place where segments read nothing of those before: what follows begins there.
+    """Return the last segment from which on no tensor of an earlier segment is read.
 
-    That is 0, but in a cascade, where the source model is the last segment.
+    It is 0 except in a cascade, where the source model is the last segment.
     """
     first_written = {name: s.index for s in segments for name in s.outputs}
     reaching = len(segments)
@@ -57,7 +57,7 @@ def last_beginning(segments: Sequence[Segment]) -> int:
 
 
 def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[str, ...]:
-    """List what the segments from ``first`` to ``last`` give to those behind, or their answer."""
+    """Return tensors of segments ``first`` to ``last`` that later ones read, or their answer."""
     read = {name for segment in segments[last + 1 :] for name in segment.inputs}
     written = [name for segment in segments[first : last + 1] for name in segment.outputs]
     return tuple(name for name in written if name in read) or (segments[last].output,)
@@ -66,33 +66,33 @@ def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[st
 HeadKind: TypeAlias = Literal[
     "grid", "first", "last", "mean", "attention", "vector", "joined", "own", "bridge"
 ]
-"""How a head pools: average a map to a grid; first token; last one that counts; masked mean;
-learned attention queries; not at all; each tensor of a cut set, joined.
-:mod:`offramp.calibration.heads.families` has a class for each but the last two. ``own`` is no head:
-the answer of a cascade's copy itself, after its last segment. ``bridge`` pools nothing: some blocks
-of the model, then its own head."""
+"""Pooling of a head: average a map to a grid; first token; last token that counts; masked mean;
+learned attention queries; none; each tensor of a cut set, joined.
+:mod:`offramp.calibration.heads.families` has a class for each but the last two. ``own`` is not a
+head: it is the answer of a cascade's copy, after its last segment. ``bridge`` has no pooling: it is
+some blocks of the model, then the model's head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """How an exit pools its cut tensor, and the layers behind the pooling."""
+    """The pooling of an exit's cut tensor, and the layers after it."""
 
     kind: HeadKind
     grid: int = 0
     """Side of the pooled map, for ``grid``."""
     queries: int = 0
-    """Learned queries, for ``attention``."""
+    """Number of learned queries, for ``attention``."""
     hidden: int = 0
     """Width of the hidden layer; 0 is a linear head."""
     axes: int = field(default=2, metadata=LEFT_OUT)
-    """Sides of the pooled map, for ``grid``: 1 of a signal, 2 of an image, 3 of a video."""
+    """Dimensions of the pooled map, for ``grid``: 1 of a signal, 2 of an image, 3 of a video."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "grid", "queries", "hidden", least=0)
         check_numbers(self, "axes", least=1, most=3)
 
     def describe(self) -> str:
-        """``4×4 grid, hidden 64``, for reports."""
+        """Return ``4×4 grid, hidden 64``, for reports."""
         if self.kind == "own":
             return "the copy's own answer"
         if self.kind == "bridge":
@@ -110,7 +110,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadScore:
-    """One head that was trained for an exit to the end, and what it brought there."""
+    """One head that was fully trained for an exit, and its results there."""
 
     head: Head
     agreement: float
@@ -133,24 +133,24 @@ class Exit:
     after_segment: int
     file: str
     inputs: tuple[str, ...]
-    """The cut tensor, then the mask where the head pools tokens with one."""
+    """Names of the cut tensor, then of the mask where the head pools tokens with one."""
     output: str
-    """Name of the head's answer; the shape and form are those of the model's answer."""
+    """Name of the head's answer; shape and form are those of the model's answer."""
     confidence: str
     """Name of the answer's confidence, float32 [batch], which the same graph computes."""
     head: Head
     agreement: float
     """Share of the certify split answered like the source model if all exit here."""
     accuracy: float | None = None
-    """The same against the labels of the data, where there were any."""
+    """The same compared with the labels of the data, where there were any."""
     share: float = field(default=1.0, metadata=LEFT_OUT)
-    """Of the answer's principal values, so many are at least as large as its confidence (PAME's
-    count threshold, 5.3); of one principal value, all."""
+    """Share of the answer's principal values that are at least as large as its confidence (PAME's
+    count threshold, 5.3); 1 if there is one principal value."""
     certainty: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
     """Weights of the criterion ``learned``: of the log-odds of largest probability, margin and
     1 − relative entropy, and a constant."""
     trials: tuple[HeadScore, ...] = ()
-    """The heads that were trained to the end; the chosen one is among them."""
+    """Heads that were fully trained, including the chosen one."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "agreement", "accuracy", least=0, most=1)
@@ -160,26 +160,26 @@ class Exit:
 
 
 VARIANTS: Final = "variants"
-"""Folder of a bundle with a folder of each variant, by its number."""
+"""Folder of a bundle with one folder for each variant, named by its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A subnet of the model, which shares its weights (SuperServe 3), and its own exits.
+    """A subnet of the model, which shares its weights (SuperServe 3), with its exits.
 
-    It is built as a cascade is: exits follow the subnet's segments, its own answer is the last of
-    them, and the unmodified model is the last segment. Batches that run it end at its own answer;
+    It has the form of a cascade: exits follow the subnet's segments, its answer is the last of
+    them, and the unmodified model is the last segment. Batches that run it end at its answer;
     audits run on.
     """
 
     index: int
-    """From 1; 0 is the full model."""
+    """Number of the variant from 1; 0 is the full model."""
     name: str
-    """What it keeps of the model, as in ``depth 5 of 7, width 0.5``."""
+    """Part of the model that it keeps, as in ``depth 5 of 7, width 0.5``."""
     segments: tuple[Segment, ...]
-    """The subnet's, then the unmodified model."""
+    """The subnet's segments, then the unmodified model."""
     exits: tuple[Exit, ...]
-    """In depth order; the last is the subnet's own answer."""
+    """Exits in depth order; the last is the subnet's answer."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "index", least=1)
@@ -188,7 +188,7 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        """Where in the bundle its files are, with a slash at the end."""
+        """Folder of its files in the bundle, with a slash at the end."""
         return folder_of(self.index)
 
     @property
@@ -198,22 +198,22 @@ class Variant:
 
 
 def folder_of(variant: int) -> str:
-    """Give the folder of a variant's files, with a slash at the end; of the full model, none."""
+    """Return the folder of a variant's files, with a slash at the end; empty for the full model."""
     return f"{VARIANTS}/{variant}/" if variant else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSizes:
-    """Bytes of what crosses borders between segments, and of weights."""
+    """Bytes of tensors that cross borders between segments, and of weights."""
 
     row_bytes: tuple[int, ...]
-    """[segments - 1]: of a row that crosses the border behind each segment."""
+    """[segments - 1]: bytes of a row that cross the border after each segment."""
     weight_bytes: tuple[int, ...]
-    """[segments]: of the weights of each, and of the exit that follows it."""
+    """[segments]: bytes of the weights of each, and of the exit that follows it."""
 
     @staticmethod
     def kept_by(segments: Sequence[Segment]) -> PartSizes:
-        """Return the sizes that the segments of a manifest have."""
+        """Return the sizes of a manifest's segments."""
         return PartSizes(
             row_bytes=tuple(s.row_bytes for s in segments[:-1]),
             weight_bytes=tuple(s.weight_bytes for s in segments),

@@ -1,6 +1,6 @@
-"""The exit policy: which exits are active, and the confidence thresholds that they answer from.
+"""The exit policy: the exits in use, and their confidence thresholds.
 
-Confidence is in [0, 1], higher is surer; a sample exits when ``confidence >= threshold``. A
+Confidence is in [0, 1], higher is more certain; a sample exits when ``confidence >= threshold``. A
 threshold above 1 (:data:`NEVER`) switches an exit off.
 """
 
@@ -36,8 +36,8 @@ class ActiveExit:
 class Promise:
     """The certificate of a policy, found by Learn then Test (Angelopoulos et al. 2021).
 
-    With probability ``confidence_level`` over the certify split, disagreement on unseen data drawn
-    like it stays within ``max_disagreement``.
+    With probability ``confidence_level`` over the certify split, disagreement on unseen data of the
+    same distribution stays within ``max_disagreement``.
     """
 
     max_disagreement: float
@@ -50,7 +50,7 @@ class Promise:
     predicted_savings: float
     """Share of the source model's time saved on the certify split, from profiled times."""
     max_class_disagreement: float | None = field(default=None, metadata=LEFT_OUT)
-    """Bound that holds for each class of the model's with enough certify samples, by itself; see
+    """Bound that is valid for each class of the model with enough certify samples; see
     :mod:`offramp.bundle.records`."""
 
     def __post_init__(self) -> None:
@@ -63,18 +63,18 @@ class Promise:
             check_numbers(self, "max_class_disagreement", above=0, below=1)
 
     def covers(self, max_disagreement: float, confidence_level: float) -> bool:
-        """Whether what was certified is what is asked for, or more."""
+        """Return whether the promise is at least as strict as the one requested."""
         within = self.max_disagreement <= max_disagreement
         return within and self.confidence_level >= confidence_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitPolicy:
-    """An exit policy: versioned, never changed, and swapped whole."""
+    """An immutable, versioned exit policy; it is replaced as a whole."""
 
     version: int
     active: tuple[ActiveExit, ...]
-    """In depth order; empty is the unmodified model."""
+    """Exits in use, in depth order; empty for the unmodified model."""
     promise: Promise | None = None
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Serialisation of frozen dataclasses to plain JSON values and back, strictly.
+"""Strict serialisation of frozen dataclasses to plain JSON values and back.
 
-Only what the schema of a bundle needs: nested dataclasses, homogeneous tuples, ``dict[str, str]``,
-literals, optionals and scalars. Unknown and missing fields are errors, so that a bundle of
-another version is never half understood.
+It supports only what the schema of a bundle needs: nested dataclasses, homogeneous tuples,
+``dict[str, str]``, literals, optionals and scalars. Unknown and missing fields are errors, so that
+a bundle of another version is never partly understood.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from offramp.bundle.schema.errors import BundleSchemaError
 _T = TypeVar("_T")
 
 _MOST_INTEGER: Final = 2**53
-"""Beyond it JSON readers differ, and numpy has no room soon."""
+"""Largest integer: beyond it JSON readers differ, and numpy's types overflow."""
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _UNPRINTABLE: Final = frozenset({"Cc", "Cs"})
-"""Control characters, which forge lines of a log, and half characters, which no encoding has."""
+"""Categories of control characters, which could forge lines of a log, and of surrogates."""
 
 
 def json_key(key: str) -> Any:
-    """Declare a field whose key in JSON is not its name."""
+    """Return a field whose key in JSON differs from its name."""
     return dataclasses.field(metadata={"key": key})
 
 
 LEFT_OUT: Final = types.MappingProxyType({"left out": True})
-"""Metadata of a field that JSON leaves out where it has its default."""
+"""Metadata of a field that JSON leaves out if it has its default."""
 
 
 def _may_lack(field: dataclasses.Field[Any]) -> bool:
@@ -48,7 +48,7 @@ def _key(field: dataclasses.Field[Any]) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Give dataclasses as dicts and tuples as lists, recursively."""
+    """Convert dataclasses to dicts and tuples to lists, recursively."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         held = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
         said = [(f, v) for f, v in held if not (_may_lack(f) and v == f.default)]
@@ -61,10 +61,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[_T], value: Any, where: str) -> _T:
-    """Build a frozen dataclass from what ``json.loads`` gave.
+    """Build a frozen dataclass from the result of ``json.loads``.
 
     ``where`` is the file's name, then the path inside it. A ``BundleSchemaError`` names the field,
-    what was found and what was expected.
+    the value found and the value expected.
     """
     result: _T = _convert(cls, value, where)
     return result
@@ -148,7 +148,7 @@ def _expect(holds: bool, where: str, expected: str, value: Any) -> None:  # noqa
 
 
 def _shown(value: Any) -> str:
-    """Show a value in a message, of which not more is looked at than is shown."""
+    """Return a shortened text of a value, without reading more of it than is shown."""
     return f"{reprlib.repr(value):.100}"
 
 
@@ -160,10 +160,10 @@ def check_numbers(
     above: float = -math.inf,
     below: float = math.inf,
 ) -> None:
-    """Refuse fields of a dataclass whose numbers are out of range: ValueError.
+    """Raise ValueError if numbers in fields of a dataclass are out of range.
 
-    ``least`` and ``most`` are in range themselves, ``above`` and ``below`` are not. ``None`` is no
-    number, tuples are looked into, and what is not finite is never in range.
+    ``least`` and ``most`` are included in the range, ``above`` and ``below`` are not. ``None``
+    passes, tuples are checked element by element, and values that are not finite never pass.
     """
     for name in names:
         for number in _numbers(getattr(facts, name)):
@@ -175,7 +175,7 @@ def check_numbers(
 
 
 def check_hash(sha256: str) -> None:
-    """Refuse what is no SHA-256 in hexadecimal digits, small ones: ValueError."""
+    """Raise ValueError unless the text is a SHA-256 of lower-case hexadecimal digits."""
     if not _SHA256.fullmatch(sha256):
         raise ValueError(f"sha256 {sha256!r:.80} is not 64 hexadecimal digits")
 

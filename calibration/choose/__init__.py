@@ -1,1 +1,1 @@
-"""Which exits and thresholds are in use, on recorded answers, and why none is."""
+"""Choice of exits and thresholds from recorded answers, and the reasons if none is in use."""

@@ -1,4 +1,4 @@
-"""The recorded answers of every exit to every sample, computed by the graphs that are served."""
+"""Recorded answers of every exit to every sample, computed by the graphs that are served."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from offramp.engine.answers.exit_check import confidence_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecords:
-    """The answers of exits and source model, reduced to what thresholds are chosen by."""
+    """Answers of exits and source model, reduced to the values that thresholds are chosen from."""
 
     confidence: NDArray[np.float32]
     """[exits, samples]."""
     prediction: NDArray[np.int32]
-    """[exits, samples]: codes of the answers (:mod:`~offramp.engine.answers.agreement`), of
-    classification the classes."""
+    """[exits, samples]: codes of the answers (:mod:`~offramp.engine.answers.agreement`); for
+    classification they are the classes."""
     final_prediction: NDArray[np.int32]
-    """[samples], the source model's: what an exit's equals where their answers agree."""
+    """[samples], the source model's codes: an exit's code equals it where the answers agree."""
     final_confidence: NDArray[np.float32]
     """[samples]."""
     labels: NDArray[np.int64] | None
     """[samples], where the data has labels."""
     ranges: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 2)))
-    """[exits + 1, 2]: smallest and largest value of the answers of each exit, and of the model, as
-    far as they are finite; [0, 2] where they are not known, as a bundle does not keep them."""
+    """[exits + 1, 2]: smallest and largest finite value of the answers of each exit, and of the
+    model; [0, 2] where they are not known, as bundles do not store them."""
     copies: NDArray[np.int64] | None = None
-    """[samples]: rows of the data that each sample stands for; ``None`` is one each."""
+    """[samples]: number of rows of the data that each sample represents; ``None`` is one each."""
 
     @classmethod
     def kept_by(cls, bundle: Bundle, split: int) -> ExitRecords:
-        """Read what a bundle keeps of its ``TUNE`` or ``CERTIFY`` split."""
+        """Read the records of a bundle's ``TUNE`` or ``CERTIFY`` split."""
         kept = bundle.records()
         rows = kept["split"] == split
         return cls(
@@ -57,17 +57,17 @@ class ExitRecords:
 
     @property
     def agrees(self) -> NDArray[np.bool_]:
-        """Whether each exit answers each sample like the source model, [exits, samples]."""
+        """True where an exit answers a sample like the source model, [exits, samples]."""
         same: NDArray[np.bool_] = self.prediction == self.final_prediction
         return same
 
 
 def worst_of(records: Sequence[ExitRecords]) -> ExitRecords:
-    """Take the worst that is recorded of the same samples in batches of other sizes.
+    """Return the worst case over records of the same samples in batches of other sizes.
 
-    The model's own answers are those of the first. An exit is as sure as it ever is, and where it
-    answers otherwise than the model in any of them, it does: so what holds of these records holds
-    of each.
+    The model's answers are those of the first. An exit's confidence is the largest in any of them,
+    and it differs from the model if it does in any of them. So a bound that holds for these records
+    holds for each of the given ones.
     """
     worst = replace(records[0])
     for other in records[1:]:
@@ -92,11 +92,11 @@ def record_answers(
 ) -> ExitRecords:
     """Run the joined graph of the model and all exits, or those of a cascade, over a data set.
 
-    ``model`` gives ``answer`` and ``exit_outputs``: the names of the exits' answers and
+    ``model`` outputs ``answer`` and ``exit_outputs``: the names of the exits' answers and
     confidences, in depth order. ``progress`` is called with the size of each finished batch. A
-    ``DataError`` where the model fails on a sample, or its answer is not finite; a
-    ``CriterionError`` where a user's criterion fails. A criterion that depends on earlier exits has
-    seen all of them, as while serving.
+    ``DataError`` if the model fails on a sample, or its answer is not finite; a ``CriterionError``
+    if a user's criterion fails. A criterion that depends on earlier exits gets all of them, as
+    while serving.
     """
     shape = (len(exit_outputs), len(dataset))
     records = ExitRecords(
@@ -133,7 +133,7 @@ def record_answers(
 
 
 def _widen(records: ExitRecords, answers: Sequence[NDArray[Any]]) -> None:
-    """Widen the ranges by the answers of a batch: those of each exit, and the model's."""
+    """Widen the ranges by the answers of a batch, of each exit and of the model."""
     for place, values in enumerate(answers):
         finite = values[np.isfinite(values)]
         if finite.size:
@@ -142,7 +142,7 @@ def _widen(records: ExitRecords, answers: Sequence[NDArray[Any]]) -> None:
 
 
 def kept_records(tune: ExitRecords, certify: ExitRecords) -> dict[str, NDArray[Any]]:
-    """Give both splits as a bundle keeps them; see :meth:`offramp.bundle.Bundle.records`."""
+    """Return both splits as a bundle stores them; see :meth:`offramp.bundle.Bundle.records`."""
     parts = (tune, certify)
     names = ("confidence", "prediction", "final_prediction", "final_confidence")
     arrays: dict[str, NDArray[Any]] = {
@@ -158,9 +158,9 @@ def kept_records(tune: ExitRecords, certify: ExitRecords) -> dict[str, NDArray[A
 
 
 def dump_records(tune: ExitRecords, certify: ExitRecords) -> bytes:
-    """Give the content of ``records.npz``."""
+    """Return the content of ``records.npz``."""
     arrays = kept_records(tune, certify)
     buffer = io.BytesIO()
-    # allow_pickle is left out: numpy before 2.1 would store it as an array
+    # allow_pickle is not passed: numpy before 2.1 would store it as an array
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Why no exit is active: which limit binds, its value, and what would lift it."""
+"""Reasons why no exit is active: the limit that prevents it, its value, and how to raise it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offramp.certify.learn_then_test import count_errors, count_strata, level_of
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
-"""Certify samples beyond which no number is named."""
+"""Most certify samples that a message proposes."""
 _BETTER_HEADS = (
     "more --data or --epochs make better heads, and a larger --max-disagreement lets more samples "
     "leave"
@@ -25,9 +25,9 @@ _BETTER_HEADS = (
 
 
 def measured_loss(measured: Measured, batch_size: int) -> str | None:
-    """Return the limit where exits surely took more time than they saved, as it was measured.
+    """Return the limit if exits were measured to take more time than they save; else ``None``.
 
-    That is decided at the batch size that is nearest to the one they were chosen for.
+    The decision uses the batch size that is nearest to the one that exits were chosen for.
     """
     at = measured.nearest(batch_size)
     if at.busy.value - at.busy.half_width <= 1:
@@ -41,14 +41,14 @@ def measured_loss(measured: Measured, batch_size: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTerms:
-    """What the user asked of the exit policy."""
+    """The user's requirements on the exit policy."""
 
     max_disagreement: float
     confidence_level: float
-    """Of the certificate."""
+    """Confidence level of the certificate."""
     max_overhead: float | None
     batch_size: int
-    """The batch size that savings are predicted at."""
+    """Batch size that savings are predicted at."""
 
     def tested(self, *, copies: bool) -> PolicyTerms:
         """Return the terms of each test, of which there are two if the data have copies."""
@@ -56,22 +56,22 @@ class PolicyTerms:
         return replace(self, confidence_level=level)
 
     def allowed_errors(self, samples: int) -> int:
-        """Errors with which a policy is certified on so many samples; -1 if none is."""
+        """Return the most errors with which a policy is certified; −1 if none is."""
         return allowed_errors(samples, self.max_disagreement, self.confidence_level)
 
 
 def limit_of_heads(best: Sequence[HeadScore], source_ms: float, terms: PolicyTerms) -> str:
-    """Say why no exit was built: no head saves, alone, more than it costs.
+    """Return why no exit was built: no head alone saves more than it costs.
 
-    ``best`` is, of every candidate, the head that nets most; ``source_ms`` is the model's time at
-    the batch size of the terms.
+    ``best`` has the head with the largest net savings of every candidate; ``source_ms`` is the
+    model's time at the batch size of the terms.
     """
     if not best:
         return (
             "no cut point's tensor has a shape that a head could read; eecompile inspect lists "
             "them, --exits names others"
         )
-    # the share of the model's time that each head would save if it took none
+    # the share of the model's time that each head would save if it took no time
     if_free = [head.net_savings + head.cost_ms / source_ms for head in best]
     saved = max(if_free)
     if saved >= MIN_GAIN:
@@ -90,12 +90,12 @@ def limit_of_heads(best: Sequence[HeadScore], source_ms: float, terms: PolicyTer
 
 
 def limit_of_rehearsal(max_violations: float, min_gain: float) -> str:
-    """Say why a rehearsal kept no exit."""
+    """Return why a rehearsal kept no exit."""
     return (
         "every exit made too many of the rehearsed batches later than the unmodified model would "
         f"(--max-violations {max_violations:g}), or shortened their mean latency by too little "
-        f"(--min-gain {min_gain:g}); a larger share of the one, a smaller one of the other, or "
-        "--selection savings, keeps exits"
+        f"(--min-gain {min_gain:g}); raise the first, lower the second, or use "
+        "--selection savings, to keep exits"
     )
 
 
@@ -105,7 +105,7 @@ def limit_of_choice(
     terms: PolicyTerms,
     strata: Sequence[Stratum] = (),
 ) -> str:
-    """Say why no set of exits was chosen on the tuning split.
+    """Return why no set of exits was chosen on the tuning split.
 
     ``costs`` are those of all exits (at least one), by profiled batch size; ``strata`` are those of
     the tuning split.
@@ -147,13 +147,13 @@ def _overhead(
     least = min(cost.sure_overhead((index,)) for index in range(cost.exits))
     names = ", ".join(map(str, active))
     sure = cost.sure_overhead(active)
-    passing = np.ceil(round(sure * 1000, 6)) / 1000  # a thousandth up, so that it lets this pass
+    passing = np.ceil(round(sure * 1000, 6)) / 1000  # rounded up, so that this value is accepted
     return (
         f"--max-overhead {terms.max_overhead:g}: exits {names} would save "
         f"{candidates.savings(active, cost):.1%} of the model's time, but add "
-        f"{cost.overhead(active):.1%} (surely {sure:.1%}) at batch {terms.batch_size} where none "
-        f"is taken, and the cheapest exit alone surely adds {least:.1%}; without --max-overhead, "
-        f"or with --max-overhead {passing:g}, they would be used"
+        f"{cost.overhead(active):.1%} (certainly {sure:.1%}) at batch {terms.batch_size} where "
+        f"none is taken, and the cheapest exit alone certainly adds {least:.1%}; without "
+        f"--max-overhead, or with --max-overhead {passing:g}, they would be used"
     )
 
 
@@ -181,14 +181,14 @@ def _costs(
 
 
 def limit_of_samples(samples: int, terms: PolicyTerms) -> str | None:
-    """Say that certify samples are too few for any policy; ``None`` if they are enough."""
+    """Return that certify samples are too few for any policy; ``None`` if they are enough."""
     if terms.allowed_errors(samples) >= 0:
         return None
     needed = samples_needed(terms.max_disagreement, terms.confidence_level)
     return (
         f"{samples} certify samples are too few to certify disagreement ≤ "
         f"{terms.max_disagreement:g} with confidence {terms.confidence_level:g}: {needed} are the "
-        "least, if all of them agree; more --data lifts it, so does a larger --max-disagreement"
+        "least, if all of them agree; pass more --data, or a larger --max-disagreement"
     )
 
 
@@ -199,11 +199,11 @@ def limit_of_certificate(
     terms: PolicyTerms,
     strata: Sequence[Stratum] = (),
 ) -> str:
-    """Say why no policy on the path of the chosen exits was certified to save time.
+    """Return why no policy on the path of the chosen exits was certified to save time.
 
-    ``active`` is at least one exit; ``path`` float64[levels, active] has their thresholds from
-    conservative to aggressive; ``certify`` are records of the certify split, of all exits, and
-    ``strata`` those of its classes that have a bound of their own.
+    ``active`` is at least one exit; ``path``, float64[levels, active], has their thresholds from
+    conservative to aggressive; ``certify`` has records of all exits on the certify split;
+    ``strata`` are its classes that have a separate bound.
     """
     rows = list(active)
     confidence, agrees = certify.confidence[rows], certify.agrees[rows]
@@ -239,13 +239,13 @@ def limit_of_certificate(
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return (
         f"the data is too little to certify disagreement ≤ {bound:g} with "
-        f"confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, so does a "
-        f"larger {bounds} or a smaller --confidence"
+        f"confidence {terms.confidence_level:g}: {found}; pass more --data{more}, a larger "
+        f"{bounds} or a smaller --confidence"
     )
 
 
 def _samples_for(error_rate: float, terms: PolicyTerms) -> int | None:
-    """Certify samples with which such an error rate passes; ``None`` where none would do."""
+    """Return about how many certify samples pass with an error rate; ``None`` if none would do."""
     samples = 100
     while error_rate < terms.max_disagreement and samples < _MOST_SAMPLES:
         if error_rate * samples <= terms.allowed_errors(samples):

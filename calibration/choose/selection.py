@@ -1,7 +1,7 @@
-"""The choice of the exits in use on the tuning split, and of the exit policy that is certified.
+"""Choice of the exits in use on the tuning split, and certification of their exit policy.
 
-All predictions come from profiled times and the records of the tuning split; the certify split
-is looked at once, when the path of policies is fixed.
+All predictions use profiled times and the records of the tuning split. The certify split is used
+once, when the path of policies is fixed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 MIN_GAIN = 0.003
-"""Share of the source model's time that every further exit must save: what is within the noise of
-a profile adds or drops no exit. A larger one was tried: at 0.01 the Fashion-MNIST example keeps
-three exits instead of four, which nobody who leaves early is served by: 1.2 points less of the time
-is saved at batch 16, and 0.9 at batch 1."""
+"""Share of the source model's time that every further exit must save, so that noise in a profile
+does not add or drop an exit. A larger value was tried: with 0.01 the Fashion-MNIST example keeps
+three exits instead of four, and saves 1.2 points less time at batch 16, and 0.9 at batch 1."""
 _NO_EXITS = ExitPolicy(version=1, active=())
 
 
@@ -43,7 +42,7 @@ def net_savings_alone(
     index: int,
     max_disagreement: float,
 ) -> float:
-    """Predict what an exit saves with no other beside it, its own cost taken off.
+    """Predict the net savings of an exit without any other, with its cost subtracted.
 
     ``confidence`` and ``agrees`` are [samples] of the tuning split, of which a share of at most
     ``max_disagreement`` may disagree; ``cost`` has the head's cost at ``index``.
@@ -61,19 +60,19 @@ def net_savings_alone(
 
 
 def certifiable_errors(samples: int, max_disagreement: float, confidence_level: float) -> int:
-    """Count the errors on the tuning split with which a policy may pass on the certify split.
+    """Return the errors on the tuning split with which a policy may pass on the certify split.
 
-    What could still be certified on as many samples, or half the constraint where that is more,
-    since a small split can certify little.
+    This is the number that could be certified on as many samples, or half the bound if that is
+    more, since a small split can certify little.
     """
     allowed = allowed_errors(samples, max_disagreement, confidence_level)
     return max(allowed, int(max_disagreement * samples / 2))
 
 
 class Candidates:
-    """The sets of exits that may be chosen, and what each would do on the tuning split.
+    """Sets of exits that may be chosen, and the outcome of each on the tuning split.
 
-    Counts depend on no cost, and are kept.
+    Counts do not depend on costs, and are cached.
     """
 
     def __init__(
@@ -93,12 +92,12 @@ class Candidates:
             (s.rows, certifiable_errors(len(s.rows), s.max_disagreement, confidence_level))
             for s in strata
         ]
-        # each exit's column of the common path is its own, whatever exits are beside it
+        # an exit's column of the common path does not depend on the other exits
         self._path = tuning_path(confidence, agrees) if self.exits else np.empty((0, 0))
         self._counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
     def counts(self, active: tuple[int, ...]) -> NDArray[np.int64]:
-        """Count the answers at exits and model's end where it may pass: int64[levels, active+1]."""
+        """Count answers at exits and end on levels that may pass: int64[levels, active + 1]."""
         if active not in self._counts:
             rows = list(active)
             path, confidence = self._path[:, rows], self._confidence[rows]
@@ -112,25 +111,26 @@ class Candidates:
         return self._counts[active]
 
     def savings(self, active: tuple[int, ...], cost: CostModel) -> float:
-        """Predict the most that a policy on the common path of some exits saves, as a share."""
+        """Predict the largest savings of a policy on the common path of some exits, as a share."""
         if not active:
             return 0.0
         saved = savings_of(self.counts(active), cost.latency_ms(list(active)), cost.source_ms)
         return float(saved.max(initial=0.0))
 
     def choose(self, cost: CostModel, *, max_overhead: float | None = None) -> tuple[int, ...]:
-        """Find the exits that are expected to save most time together, in depth order; maybe none.
+        """Return the exits that are expected to save most time together, in depth order.
 
-        What exits cost where none is taken is a part of that sum, at the share of the samples that
-        take none: a price, not a limit, so that noise in what was measured moves the choice to one
-        that saves nearly as much. Each exit must add :data:`MIN_GAIN` to it.
+        The cost of exits for samples that take none is part of that sum, at the share of these
+        samples. It is a price, not a limit, so that noise in measurements moves the choice only to
+        a set that saves nearly as much. Each exit must add :data:`MIN_GAIN` to the savings; the
+        result may be empty.
 
-        Single exits are dropped, added and exchanged while that helps, once from no exit on, and
-        once from what is left of all when the least useful one is dropped while that helps; the
-        better result counts, the smaller set where they are equal.
+        The search drops, adds and exchanges single exits while that helps. It runs twice: from no
+        exit, and from the set that is left when the least useful exit is dropped from all exits
+        while that helps. The better result counts, the smaller set where they are equal.
 
-        ``cost`` is that of all exits at the reference batch size. ``max_overhead`` is the share of
-        the source model's time that exits may be sure to add where none is taken (Apparate's ramp
+        ``cost`` is that of all exits at the reference batch size. ``max_overhead`` limits the share
+        of the source model's time that exits certainly add where no sample exits (Apparate's ramp
         budget, 3.1); ``None`` is no limit.
         """
 
@@ -160,7 +160,7 @@ class Candidates:
 
 
 def _neighbours(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
-    """List every set that has one exit less, one more, or one exchanged; smaller ones first."""
+    """Return every set with one exit less, one exchanged, or one more, in this order."""
     others = [index for index in range(exits) if index not in active]
     fewer = [tuple(e for e in active if e != index) for index in active]
     more = [tuple(sorted({*active, other})) for other in others]
@@ -182,15 +182,16 @@ def certified_policy(
     strata: Sequence[Stratum] = (),
     max_class_disagreement: float | None = None,
 ) -> ExitPolicy:
-    """Find how far along the path the promise holds (Learn then Test).
+    """Return the policy of the most aggressive level that is certified (Learn then Test).
 
     ``path`` [levels, active] has the thresholds of the ``active`` exits, fixed without the certify
-    split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits, and
-    ``copies`` [samples] how many rows of the data each sample stands for, where not one; ``strata``
-    are those of its classes, where ``max_class_disagreement`` bounds them. The
-    certificate holds with probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
-    The policy has no active exits if nothing passed or nothing was worth it; all of ``active``, at
-    ``NEVER`` where the certificate needs none, if it is to be ``whole``.
+    split. ``confidence`` and ``agrees`` are [exits, samples] of that split, for all exits.
+    ``copies`` [samples] is the number of rows that each sample represents, if not one. ``strata``
+    are its classes, if ``max_class_disagreement`` bounds them. The certificate holds with
+    probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
+
+    The policy has no active exits if no level passed or nothing is saved. With ``whole`` it has all
+    of ``active``, at ``NEVER`` where the certificate does not need one.
     """
     if not active:
         return _NO_EXITS

@@ -1,9 +1,9 @@
-"""Trade-offs of exits and subnets: what a model's time and its answers come to, way by way.
+"""Trade-offs of exits and subnets: time and agreement of a model that is made faster.
 
 A model can be made faster by exits (Apparate 3, E3 2), by subnets (SuperServe 3), or by both: every
-subnet with exits of its own. Here all three are judged by the same records and profiles, so that
-they can be compared: *counted* are answers, on recorded samples; *predicted* is time, put together
-of profiled parts. Neither paper has both.
+subnet with its own exits. Here all three are evaluated with the same records and profiles, so that
+they can be compared. Answers are *counted* on recorded samples; time is *predicted* from profiled
+parts. Neither paper has both.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ from offramp.engine.control.costs import CostModel
 
 Way: TypeAlias = Literal["exits", "subnets", "both", "handing-on"]
 WAYS: Final[tuple[Way, ...]] = ("exits", "subnets", "both", "handing-on")
-"""The full model's exits; subnets to their own ends; the full model and every subnet, each with
-exits of its own; and subnets with exits of which the last one, the subnet's own answer, hands what
-it is not sure of on to the full model."""
+"""Ways to make a model faster: the full model's exits; subnets without exits; the full model and
+every subnet, each with its exits; subnets with exits of which the last one, the subnet's answer,
+passes samples with too little confidence on to the full model."""
 BOUNDS: Final = (0.002, 0.01, 0.05)
-"""Disagreements for which sets of exits are chosen."""
+"""Bounds on disagreement for which sets of exits are chosen."""
 _CONFIDENCE_LEVEL: Final = 0.95
 _LEVELS: Final = 60
-"""Of a path of thresholds that are judged."""
+"""Number of levels of a path that are evaluated."""
 _ALIKE: Final = 0.99
-"""Share of the answers that are equal at least, where the samples are."""
+"""Least share of equal answers for which records count as being of the same samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeOff:
-    """A variant of a model with thresholds, and an exit beyond which nothing runs."""
+    """A variant of a model with thresholds, and the last part that runs."""
 
     variant: int
-    """0 is the full model."""
+    """Number of the variant; 0 is the full model."""
     active: tuple[ActiveExit, ...]
-    """The exits in use, in depth order; at ``deepest`` all that is left leaves, by threshold 0."""
+    """Exits in use, in depth order; all remaining samples leave at ``deepest``, threshold 0."""
     deepest: int
-    """The exit that ends it; ``MODEL_END`` where the full model does."""
+    """Exit where the variant ends; ``MODEL_END`` if it ends with the full model."""
     cost: float
-    """Mean time of a sample over the full model's: predicted from profiled parts."""
+    """Mean time of a sample divided by the full model's, predicted from profiled parts."""
     agreement: float
-    """Share of the samples that are answered like the full model: counted."""
+    """Counted share of samples answered like the full model."""
     accuracy: float | None
-    """Share answered like their labels: counted; ``None`` without labels."""
+    """Counted share of samples answered like their labels; ``None`` without labels."""
     early: float
     """Share that leaves before the last exit or end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedVariant:
-    """A variant of a model: what its exits said of the tuning split, and what its parts take."""
+    """A variant of a model: recorded answers to the tuning split, and times of its parts."""
 
     variant: int
     name: str
     tune: ExitRecords
-    """Thresholds come from it alone."""
+    """Records of the tuning split; thresholds are chosen on them alone."""
     cost: CostModel
-    """At the batch size that time is predicted for."""
+    """Costs at the batch size that time is predicted for."""
     in_use: tuple[int, ...] = ()
-    """The exits that its policy has."""
+    """Exits in the variant's policy."""
 
     @classmethod
     def kept_by(cls, bundle: Bundle, batch_size: int) -> RecordedVariant:
-        """Read what a bundle, or what it shows as one of its variants, keeps of its tuning split.
+        """Read the tuning split of a bundle, or of one of its variants (:meth:`.Bundle.variant`).
 
         ValueError if the batch size was not profiled.
         """
@@ -89,9 +89,10 @@ class RecordedVariant:
         *,
         batch_size: int | None = None,
     ) -> RecordedVariant:
-        """Describe the full model by the parts of a bundle; the batch size as it predicts savings.
+        """Describe the full model by the parts of a bundle.
 
-        ValueError if that was not profiled.
+        ``batch_size`` is by default the one that savings are predicted at; ValueError if it was not
+        profiled.
         """
         size = batch_size or manifest.calibration.reference_batch_size
         return cls(
@@ -104,7 +105,7 @@ class RecordedVariant:
 
     @property
     def end(self) -> int:
-        """The exit that ends it: a subnet's own answer is its last, the full model has none."""
+        """Exit where the variant ends: a subnet's last exit; ``MODEL_END`` for the full model."""
         return self.cost.exits - 1 if self.variant else MODEL_END
 
     @property
@@ -113,10 +114,10 @@ class RecordedVariant:
         return self.cost.exits - (1 if self.variant else 0)
 
     def exit_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Give sets of exits worth trying: those in use, each alone, the best within each bound.
+        """Return sets of exits to try: those in use, each alone, the best within each bound.
 
-        By the tuning split, and compared with the variant's own end: an exit that errs where that
-        errs too costs no agreement.
+        They are chosen on the tuning split, in comparison with the variant's end: errors that an
+        exit shares with that end do not reduce agreement.
         """
         count, tune = self.own_exits, self.tune
         sets = {tuple(e for e in self.in_use if e < count), *((e,) for e in range(count))}
@@ -135,9 +136,9 @@ class RecordedVariant:
         return tuple(sorted(sets))
 
     def judge(self, active: Sequence[ActiveExit], deepest: int, judged: ExitRecords) -> TradeOff:
-        """Count what thresholds do on some records, where all that is left leaves at ``deepest``.
+        """Evaluate thresholds on some records, where all remaining samples leave at ``deepest``.
 
-        That is an exit behind those of ``active``, or ``MODEL_END``.
+        ``deepest`` is an exit after those of ``active``, or ``MODEL_END``.
         """
         levels = np.array([[a.threshold for a in active]], np.float64).reshape(1, len(active))
         (found,) = self._judge([a.exit for a in active], levels, deepest, judged)
@@ -146,10 +147,10 @@ class RecordedVariant:
     def along_paths(
         self, judged: ExitRecords, *, sets: Sequence[tuple[int, ...]], deepest: int | None = None
     ) -> Iterator[TradeOff]:
-        """Judge levels of the tuning split's paths of some sets of exits.
+        """Yield evaluations of levels on the tuning split's paths of some sets of exits.
 
-        Each exit of a set, and the variant's end, is tried as the deepest one; or ``deepest`` alone
-        behind all of them.
+        Each exit of a set, and the variant's end, is tried as the deepest one; if ``deepest`` is
+        passed, only that one, after all exits of the set.
         """
         for exits in sets:
             path = np.empty((1, 0))
@@ -165,7 +166,7 @@ class RecordedVariant:
                 yield from self._judge(exits[:depth], before, last, judged)
 
     def _alone(self) -> CostModel:
-        """What parts take if the variant were all that there is."""
+        """Return the costs if the variant were the whole model."""
         cost, count = self.cost, self.own_exits
         if not self.variant:
             return cost
@@ -186,7 +187,7 @@ class RecordedVariant:
         deepest: int,
         judged: ExitRecords,
     ) -> Iterator[TradeOff]:
-        """Judge thresholds [levels, exits] of which none rises."""
+        """Yield evaluations of thresholds [levels, exits], none of which rises."""
         rows, samples = [*exits, deepest], len(judged.final_prediction)
         if not samples:
             return
@@ -194,7 +195,7 @@ class RecordedVariant:
         said = [judged.prediction[e] for e in exits]
         said.append(judged.final_prediction if whole else judged.prediction[deepest])
         confidence = [judged.confidence[e] for e in exits]
-        confidence.append(np.ones(samples, np.float32))  # at the deepest all are sure enough
+        confidence.append(np.ones(samples, np.float32))  # all remaining samples leave there
         path = np.hstack([levels, np.zeros((len(levels), 1))])
         answers, sure = np.array(said), np.array(confidence)
         walked = walk(path, sure, answers == judged.final_prediction)
@@ -222,17 +223,17 @@ class RecordedVariant:
 
 
 Judged: TypeAlias = Sequence[tuple[RecordedVariant, ExitRecords]]
-"""Variants, the full model first, and the records of each that trade-offs are counted on."""
+"""Variants, the full model first, each with the records that its trade-offs are counted on."""
 
 
 Worth: TypeAlias = Callable[[TradeOff], float]
-"""How well a trade-off answers."""
+"""Quality of a trade-off's answers; more is better."""
 
 
 def same_samples(judged: Judged) -> bool:
-    """Whether all were recorded on the same samples: what the full model says of them tells.
+    """Return whether all records are of the same samples, by the full model's answers to them.
 
-    Where sums were rounded otherwise it may say something else of a few.
+    Different rounding may change a few of these answers, so they need not all be equal.
     """
     (_, first), *others = judged
     said = first.final_prediction
@@ -244,7 +245,7 @@ def same_samples(judged: Judged) -> bool:
 
 
 def trade_offs(judged: Judged, way: Way) -> list[TradeOff]:
-    """Judge all that a way offers; the full model as it is belongs to each.
+    """Evaluate all choices of one way; the unmodified full model is one of each.
 
     ValueError if the full model is not the first.
     """
@@ -266,17 +267,17 @@ def trade_offs(judged: Judged, way: Way) -> list[TradeOff]:
 
 
 def agreement_worth(point: TradeOff) -> float:
-    """How well a trade-off answers, by agreement."""
+    """Return the quality of a trade-off's answers as agreement."""
     return point.agreement
 
 
 def accuracy_worth(point: TradeOff) -> float:
-    """How well a trade-off answers, by accuracy; by agreement where there are no labels."""
+    """Return the quality of a trade-off's answers as accuracy; as agreement without labels."""
     return point.agreement if point.accuracy is None else point.accuracy
 
 
 def front_of(points: Iterable[TradeOff], worth: Worth = agreement_worth) -> tuple[TradeOff, ...]:
-    """Give what no other point dominates: the cheapest first, each worth more than those before."""
+    """Return the points that no other dominates, cheapest first, so in rising order of worth."""
     front: list[TradeOff] = []
     for point in sorted(points, key=lambda p: (p.cost, -worth(p), p.variant, len(p.active))):
         if not front or worth(point) > worth(front[-1]):
@@ -287,7 +288,7 @@ def front_of(points: Iterable[TradeOff], worth: Worth = agreement_worth) -> tupl
 def cheapest_at(
     points: Iterable[TradeOff], level: float, worth: Worth = agreement_worth
 ) -> TradeOff | None:
-    """Find the point of least time that is worth a level; ``None`` if none is."""
+    """Return the point of least time with at least a worth of ``level``; ``None`` if none has."""
     reaching = (p for p in points if worth(p) >= level - 1e-12)
     return min(reaching, key=lambda p: (p.cost, -worth(p)), default=None)
 
@@ -297,7 +298,7 @@ def kept_variants(
 ) -> list[tuple[RecordedVariant, ExitRecords]]:
     """Read a bundle's variants, the full model first, each with its records of the certify split.
 
-    The batch size is the one that the bundle's savings are predicted at, unless given.
+    The default batch size is the one that the bundle's savings are predicted at.
     """
     size = batch_size or bundle.manifest.calibration.reference_batch_size
     return [

@@ -1,4 +1,4 @@
-"""The tensors inside a model, as it computes them for samples: a batch at a time, bounded."""
+"""Tensors inside a model, computed for samples batch by batch, within bounded memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from offramp.calibration.data.running import BATCH_SIZE
 from offramp.engine.backends.onnxruntime import make_session
 
 BATCH_BYTES = 2**28
-"""Activations of a batch that are held at once."""
+"""Bytes of a batch's activations that are held in memory."""
 
 
 def activations(
     proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, *, threads: int
 ) -> Iterator[tuple[str, NDArray[Any], str]]:
-    """Give each of some float32 tensors for a batch, batch by batch, and which samples those are.
+    """Yield name and value of some float32 tensors, batch by batch, and the batch's sample range.
 
-    The samples are words for messages. Nothing is written to disk. A ``DataError`` where the model
-    fails on one.
+    The range is text for messages. Nothing is written to the disk. A ``DataError`` if the model
+    fails on a sample.
     """
     if not len(dataset):
-        raise DataError("no samples to measure the ranges of activations on; give some hundreds")
+        raise DataError("no samples to measure the ranges of activations on; pass some hundreds")
     given = {i.name for i in proto.graph.input}
     inner = [name for name in tensors if name not in given]
     session = make_session(_exposing(proto, inner), threads)
@@ -51,7 +51,7 @@ def activations(
 
 
 def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
-    """Give the model with inner tensors among its outputs."""
+    """Return the model with inner tensors as additional outputs."""
     exposed = onnx.ModelProto()
     exposed.CopyFrom(proto)
     inner = [name for name in tensors if name not in {o.name for o in proto.graph.output}]

@@ -1,13 +1,13 @@
-"""Data augmentation: more samples to train heads on, made of real ones and labelled by the model.
+"""Data augmentation: more samples to train heads on, made from real ones and labelled by the model.
 
-A head imitates the source model, so whatever the model can be asked is a training sample: no
-human's label is needed, and none is invented. Only training sees made samples; exits are tuned
-and certified on real ones, so the promise does not depend on how realistic they are.
+A head imitates the source model, so any input that the model accepts is a training sample: no human
+labels are needed. Only training uses made samples; exits are tuned and certified on real ones, so
+the promise does not depend on how realistic made samples are.
 
 Measured on the Fashion-MNIST example (certified share of time saved on test data, seven candidate
 exits, predicted from costs): none .749; shifts and flips .749; mixup .774; mixup of shifted and
-flipped images .768; the two kinds of mixup together .785, at the price of one more pass of the
-source model. So mixup it is, once: it needs no idea of what an image is.
+flipped images .768; the two kinds of mixup together .785, but with one more pass of the source
+model. So mixup is used, once; it also needs no knowledge of images.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from offramp.bundle import TensorSpec
 from offramp.calibration.data.dataset import Dataset
 
 Method: TypeAlias = Literal["mixup", "splice"]
-"""``mixup``: convex combinations of two samples (Zhang et al., arXiv 1710.09412); ``splice``: the
-beginning of one token sequence and the end of another."""
+"""Methods to make samples. ``mixup``: convex combinations of two samples (Zhang et al., arXiv
+1710.09412); ``splice``: the beginning of one token sequence and the end of another."""
 
 MIXING = 0.4
 """Both parameters of the Beta distribution that mixup draws its weights from."""
 
 
 def method_for(specs: Sequence[TensorSpec]) -> Method | None:
-    """Choose how samples of a model can be made from others; ``None`` where nothing fits.
+    """Choose how samples of a model can be made from others; ``None`` where no method fits.
 
-    Continuous inputs are floats, and bytes of three dimensions and more; tokens are integers
-    [batch, tokens]. All inputs must be of one kind: of a model that reads both, what would be
-    joined in different ways belongs together.
+    Continuous inputs are floats, and uint8 of three dimensions or more; tokens are integers
+    [batch, tokens]. All inputs must be of one kind: in a model that reads both, the inputs of a
+    sample belong together, but would be joined in different ways.
     """
     kinds = [(np.dtype(spec.dtype), len(spec.shape)) for spec in specs]
     if all(dtype.kind == "f" or (dtype == np.uint8 and rank > 2) for dtype, rank in kinds):
@@ -44,7 +44,7 @@ def method_for(specs: Sequence[TensorSpec]) -> Method | None:
 
 
 def makes_sense(method: Method, dataset: Dataset) -> bool:
-    """Whether samples of a data set can be joined: inputs that are spliced have one length."""
+    """Return whether samples of a data set can be joined: spliced inputs must have one length."""
     some = dataset.take(slice(1)).values()
     widths = {array.shape[1] for array in some if array.ndim == 2}
     return len(dataset) > 1 and (method == "mixup" or len(widths) == 1)
@@ -52,16 +52,16 @@ def makes_sense(method: Method, dataset: Dataset) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MadeSamples:
-    """Made samples, each of two real ones, computed when taken."""
+    """Samples made from two real ones each, computed when they are read."""
 
     base: Dataset
     method: Method
     first: NDArray[np.intp]
-    """[n]: the first sample of each pair, by its place in ``base``."""
+    """[n]: index in ``base`` of the first sample of each pair."""
     partner: NDArray[np.intp]
-    """[n]: the other sample of each pair."""
+    """[n]: index in ``base`` of the other sample of each pair."""
     share: NDArray[np.float32]
-    """[n]: what the first one contributes, 0 to 1."""
+    """[n]: contribution of the first one, 0 to 1."""
 
     @classmethod
     def draw(cls, base: Dataset, method: Method, *, seed: int) -> MadeSamples:
@@ -69,7 +69,7 @@ class MadeSamples:
         rng, samples = np.random.default_rng(seed), len(base)
         order = rng.permutation(samples)
         partner = np.empty(samples, np.intp)
-        partner[order] = np.roll(order, 1)  # nobody's own, unless there is one sample only
+        partner[order] = np.roll(order, 1)  # never the sample itself, unless there is only one
         mixed = method == "mixup"
         share = rng.beta(MIXING, MIXING, samples) if mixed else rng.uniform(size=samples)
         return cls(
@@ -84,22 +84,22 @@ class MadeSamples:
         return len(self.first)
 
     def subset(self, rows: NDArray[np.intp]) -> MadeSamples:
-        """Give some of them."""
+        """Return some of the samples."""
         return replace(
             self, first=self.first[rows], partner=self.partner[rows], share=self.share[rows]
         )
 
     @property
     def rows(self) -> NDArray[np.intp]:
-        """The place in the file of the first of each pair, [n], for messages."""
+        """Row in the file of the first of each pair, [n], for messages."""
         return self.base.rows[self.first]
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
-        """Give the inputs of some samples."""
+        """Return the inputs of some samples."""
         return {name: self.column(name, rows) for name in self.base.inputs}
 
     def column(self, name: str, rows: slice | NDArray[np.intp] = slice(None)) -> NDArray[Any]:
-        """Give one input of some samples."""
+        """Return one input of some samples."""
         if self.method == "splice":
             return self._spliced(name, rows)
         first, other = (self.base.column(name, of[rows]) for of in (self.first, self.partner))
@@ -107,15 +107,15 @@ class MadeSamples:
         with np.errstate(invalid="ignore"):
             mixed = first * share + other * (1 - share)
         if first.dtype.kind == "f":
-            # What is missing or masked is so in the first sample: a mean of that means nothing.
+            # A mean with a missing or masked value is meaningless: the first sample's value stays.
             mixed = np.where(np.isfinite(first) & np.isfinite(other), mixed, first)
         return (np.rint(mixed) if first.dtype.kind == "u" else mixed).astype(first.dtype)
 
     def _spliced(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
-        """Join the tokens before a random place of one sample to those from there on of the other.
+        """Join tokens of one sample before a random place to tokens of the other from there on.
 
         All inputs of a pair are cut at the same place, within the first one's length: up to the
-        last token that any input has beside padding.
+        last token that is not padding in any input.
         """
         first, other = (self.base.column(name, of[rows]) for of in (self.first, self.partner))
         inputs = np.stack([self.base.column(n, self.first[rows]) for n in self.base.inputs])

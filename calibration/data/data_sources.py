@@ -1,4 +1,4 @@
-"""Sources of samples: what every kind of data has in common, and the two kinds of numpy files.
+"""Sources of samples: the protocol of all kinds of data, and the two kinds of numpy files.
 
 Other kinds, such as folders of images and tables, are in :mod:`offramp.compiler.data`.
 """
@@ -23,34 +23,34 @@ HELD_BYTES: Final = 2**26
 _HASHED_BYTES: Final = 2**20
 
 ArraysAndHash: TypeAlias = tuple[dict[str, NDArray[Any]], str]
-"""Arrays by name, and the sha256 of all that was read."""
+"""Arrays by name, and the SHA-256 of all data that was read."""
 
 
 class DataSource(Protocol):
     """Samples of any kind, which become arrays for the inputs of a model.
 
-    Implementations stream: they hold a few batches in memory, and write large arrays into files
-    without a name in the scratch folder. They need not check names, dtypes and shapes against the
-    model: :func:`offramp.calibration.data.dataset.read_dataset` does so.
+    Implementations stream: they hold a few batches in memory, and write large arrays to unnamed
+    files in the scratch folder. They need not check names, dtypes and shapes against the model:
+    :func:`offramp.calibration.data.dataset.read_dataset` does so.
     """
 
     @property
     def name(self) -> str:
-        """Name of the data in messages, such as the path that was given."""
+        """Name of the data in messages, such as its path."""
 
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Return the arrays by name, each with first dimension n, and the sha256 of the content.
+        """Return the arrays by name, each with first dimension n, and the SHA-256 of the content.
 
         Args:
             specs: The inputs that the model reads, in its order.
-            scratch: Where large arrays go; they are returned as mapped files then.
-            keys: Names of arrays that are wanted besides inputs and labels, such as the key of
-                ``--group``. A source without such arrays leaves them out.
+            scratch: Space for large arrays, which are then returned as mapped files.
+            keys: Names of arrays that are needed besides inputs and labels, such as the key of
+                ``--group``. A source without such arrays omits them.
 
         Labels are in the array ``label``, where the source has any. The same content always has
-        the same hash. DataError where something cannot be read; the message names file and row.
+        the same hash. DataError where the source cannot be read; the message names file and row.
         """
 
 
@@ -66,16 +66,16 @@ def numpy_source(path: Path) -> DataSource:
 
 @dataclass(frozen=True, slots=True)
 class NpzSource:
-    """An npz file with an array for each input; ``label`` or ``labels`` holds the classes.
+    """An npz file with an array for each input; ``label`` or ``labels`` contains the classes.
 
-    An npy file is the one array that it holds, by the name of the file.
+    An npy file counts as one array with the name of the file.
     """
 
     path: Path
 
     @property
     def name(self) -> str:
-        """The path as it was given."""
+        """The user's path."""
         return str(self.path)
 
     def load(
@@ -85,7 +85,7 @@ class NpzSource:
         *,
         keys: Collection[str] = (),  # noqa: ARG002
     ) -> ArraysAndHash:
-        """Map the arrays, where they are large; what is compressed is unpacked into scratch."""
+        """Map the arrays, if they are large; compressed ones are unpacked to scratch space."""
         try:
             with open_regular(self.path) as file:
                 single = file.read(6) == b"\x93NUMPY"
@@ -115,7 +115,7 @@ class NpzSource:
             unpacked = scratch.unnamed_file(takes.packed, what, remedy)
         except ScratchError as error:
             raise DataError(str(error)) from error
-        with unpacked:  # what is mapped stays
+        with unpacked:  # the mapping outlives the file object
             return map_npz(file, unpacked)
 
 
@@ -127,7 +127,7 @@ class NpyFolderSource:
 
     @property
     def name(self) -> str:
-        """The path as it was given."""
+        """The user's path."""
         return str(self.path)
 
     def load(

@@ -1,6 +1,6 @@
 """Data sets: one array for each model input, and labels where there are any.
 
-Large arrays stay on the disk, and are read as far as is asked for.
+Large arrays stay on the disk, and only the parts in use are read.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from offramp.engine.common.validation import check_tensors
 _log = logging.getLogger(__name__)
 
 LABEL_KEYS = ("label", "labels")
-"""Names under which an npz may hold the true classes, int [n]."""
+"""Names of the array with the true classes in an npz file, int [n]."""
 _BLOCK_BYTES: Final = 2**24
-"""Bytes of an array that are checked at once."""
+"""Bytes of an array that are checked together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TakenInputs(Mapping[str, NDArray[Any]]):
-    """The inputs of some samples of a data set, which stay where they are.
+    """The inputs of some samples of a data set, without a copy.
 
-    An input is copied when it is asked for as a whole; :meth:`Dataset.take` copies what it gives.
+    An input is copied when it is read as a whole; :meth:`Dataset.take` copies the rows it returns.
     """
 
     whole: Mapping[str, NDArray[Any]]
-    """The inputs of all samples."""
+    """Inputs of all samples."""
     rows: NDArray[np.intp]
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -58,24 +58,24 @@ class TakenInputs(Mapping[str, NDArray[Any]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Samples in the format that the model takes, with their labels where there are any."""
+    """Samples in the format of the model's inputs, with their labels where there are any."""
 
     inputs: Mapping[str, NDArray[Any]]
-    """By input name, first dimension n; arrays in mapped files, where the data are large."""
+    """Arrays by input name, first dimension n; in mapped files, if the data are large."""
     labels: NDArray[np.int64] | None
-    """[n], only for reporting accuracy."""
+    """[n]: true classes, only for reporting accuracy."""
     sha256: str
-    """Hash of the file, or of all that are in a folder, for the manifest."""
+    """Hash of the file, or of all files in a folder, for the manifest."""
     group: NDArray[np.int64] | None = None
-    """[n]: numbers of what the user says belongs together; ``None`` where nothing was said."""
+    """[n]: group numbers from the user's key; ``None`` without a key."""
     copies: NDArray[np.int64] | None = None
-    """[n]: rows of the file that each sample stands for, itself included; ``None`` is one each."""
+    """[n]: rows of the file that each sample represents, including it; ``None`` is one each."""
     taken: NDArray[np.intp] | None = None
-    """[n]: the samples of the file that these are; ``None`` is all of them."""
+    """[n]: rows of the file that these samples are; ``None`` is all of them."""
 
     @property
     def rows(self) -> NDArray[np.intp]:
-        """The place of each sample in the file, [n], for messages."""
+        """Row of each sample in the file, [n], for messages."""
         return np.arange(len(self)) if self.taken is None else self.taken
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class Dataset:
         return len(next(iter(self.inputs.values())))
 
     def subset(self, rows: NDArray[np.intp]) -> Dataset:
-        """Give some samples as a data set (of the same file), without copying their inputs."""
+        """Return some samples as a data set (of the same file), without copying their inputs."""
         labels = None if self.labels is None else self.labels[rows]
         group = None if self.group is None else self.group[rows]
         copies = None if self.copies is None else self.copies[rows]
@@ -96,21 +96,21 @@ class Dataset:
         )
 
     def distinct(self, rows: NDArray[np.intp], groups: Groups) -> Dataset:
-        """Return some rows as distinct samples, each for all rows of its group."""
+        """Return some rows as distinct samples, each representing all rows of its group."""
         return replace(self.subset(rows), copies=groups.copies(rows))
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
-        """Give the inputs of some samples."""
+        """Return the inputs of some samples."""
         return {name: self.column(name, rows) for name in self.inputs}
 
     def column(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
-        """Give one input of some samples."""
+        """Return one input of some samples."""
         if isinstance(self.inputs, TakenInputs):
             return copy_rows(self.inputs.whole[name], self.inputs.rows[rows])
         return copy_rows(self.inputs[name], rows)
 
     def not_finite(self) -> NDArray[np.intp]:
-        """Return the samples, [k], that hold NaN or infinity in an input."""
+        """Return the indices of samples, [k], with NaN or infinity in an input."""
         found = np.zeros(len(self), np.bool_)
         for name in self.inputs:
             one = self.column(name, slice(1))
@@ -124,7 +124,7 @@ class Dataset:
         return np.flatnonzero(found)
 
     def batches(self, size: int = 64) -> Iterator[dict[str, NDArray[Any]]]:
-        """Give the inputs of all samples, so many at a time."""
+        """Yield the inputs of all samples, in batches of ``size``."""
         for start in range(0, len(self), size):
             yield self.take(slice(start, start + size))
 
@@ -140,19 +140,19 @@ def read_dataset(
 ) -> Dataset:
     """Read samples from a source, and check them against the model's inputs.
 
-    A path is that of an npz file, or of a folder of npy files; other kinds are
-    :mod:`offramp.compiler.data`'s. Large data are not read into memory, but mapped: the files must
-    stay as they are until all is done. What has to be converted or unpacked is written into a file
-    without a name in ``scratch`` (``None``: the system's folder for temporary files).
+    A path is that of an npz file, or of a folder of npy files; other kinds are in
+    :mod:`offramp.compiler.data`. Large data are mapped, not read into memory: the files must not
+    change while they are in use. Converted or unpacked arrays are written to an unnamed file in
+    ``scratch`` (``None``: the system's folder for temporary files).
 
-    The array ``label`` or ``labels`` holds the classes. Of models with other answers than classes
-    (``answer``) labels are sets of labels [n, labels], or are left aside. The data may hold the
-    inputs that nothing reads (``unread``): they are checked, then left aside. The array that
-    ``group`` names is no input: rows with equal values in it are one group.
+    The array ``label`` or ``labels`` contains the classes. For models whose answers are not classes
+    (``answer``), labels are sets of labels [n, labels], or are ignored. The data may contain inputs
+    that no operator reads (``unread``): they are checked, then ignored. The array that ``group``
+    names is not an input: rows with equal values in it form one group.
 
-    A ``DataError`` where the source cannot be read, an array's name, dtype or shape is not what the
-    model takes, or arrays have different lengths. Values may be NaN or infinite: whether the model
-    answers such samples is seen when it runs (:func:`.data.running.check_unusual`).
+    A ``DataError`` where the source cannot be read, an array's name, dtype or shape does not fit
+    the model, or arrays have different lengths. Values may be NaN or infinite: running the model
+    shows whether it answers such samples (:func:`.data.running.check_unusual`).
     """
     source = numpy_source(source) if isinstance(source, Path) else source
     keys = () if group is None else (group.key,)
@@ -185,7 +185,7 @@ def read_dataset(
 
 
 def _only_input(specs: Sequence[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return the name of the array that alone fits a model's only input, which has no array."""
+    """Return the only array that fits a model's only input, if no array has the input's name."""
     if len(specs) != 1 or specs[0].name in arrays:
         return ""
     fitting = [n for n, a in arrays.items() if check_tensors(specs, {specs[0].name: a}) is None]
@@ -207,7 +207,7 @@ def read_samples(
 ) -> Dataset:
     """Read samples for the model of a bundle, as :func:`read_dataset` does.
 
-    Where no ``group`` is named, it is the one of the compilation, if the data have it.
+    The default ``group`` is the one of the compilation, if the data have it.
     """
     known, asked = manifest.calibration.distinct, None
     if group is not None:
@@ -220,14 +220,14 @@ def read_samples(
 
 
 def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArray[np.int64] | None:
-    """Give labels as codes of answers, [n]; ``None`` where they are none of one class or label."""
+    """Return labels as codes of answers, [n]; ``None`` if they are not classes or label sets."""
     kind = "classification" if answer is None else answer.task.kind
     found = f"{where}: labels are {labels.dtype} {list(labels.shape)}"
     if kind == "classification":
         if labels.ndim != 1 or labels.dtype.kind not in "iu":
             raise DataError(
-                f"{found}, expected classes as integers [n]; bring them into that form, or leave "
-                "them out: exits learn without"
+                f"{found}, expected classes as integers [n]; convert them, or omit "
+                "them: exits do not need labels"
             )
         if (
             answer is not None
@@ -245,16 +245,16 @@ def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArra
             labels = labels[:, None]
         if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
             raise DataError(
-                f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; leave "
-                "them out where there are none"
+                f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; omit "
+                "them if there are none"
             )
         if len(labels) and not 0 <= labels.min() <= labels.max() <= 1:
             raise DataError(
                 f"{where}: labels go from {labels.min()} to {labels.max()}, expected 0 or 1 each; "
-                "leave them out where there are none"
+                "omit them if there are none"
             )
         return agreement_of(answer).codes(np.asarray(labels) != 0).astype(np.int64)
-    _log.info("%s, and are left aside: accuracy is reported of classes and labels alone.", found)
+    _log.info("%s, and are ignored: accuracy is only reported for classes and labels.", found)
     return None
 
 
@@ -263,12 +263,12 @@ class DataSplit:
     """The training, tuning and certify splits of a data set; every group is in one of them."""
 
     train: Dataset
-    """Trains the heads; all rows of its groups."""
+    """Split that heads are trained on; all rows of its groups."""
     tune: Dataset
-    """Chooses heads, active exits, and the path of policies; one row for each group."""
+    """Split that heads, active exits and the path of policies are chosen on; one row a group."""
     certify: Dataset
-    """Finds how far along the path the promise holds; nothing else ever sees it. One row for each
-    group: the promise is about distinct samples, as many as there are."""
+    """Split that the path is tested on; nothing else ever uses it. One row a group: the promise is
+    about distinct samples, so their number counts."""
     groups: Groups
     """Groups of all rows."""
 
@@ -282,9 +282,9 @@ def split(
 ) -> DataSplit:
     """Split a data set at random, by groups (default: each row is one).
 
-    ``certify_at_least`` are the samples without which not even a policy that never errs can be
-    certified (:func:`offramp.certify.binomial.samples_needed`); a ``DataError`` says how
-    many samples are needed where there are too few.
+    ``certify_at_least`` is the number of samples without which even a policy that never errs cannot
+    be certified (:func:`offramp.certify.binomial.samples_needed`). If there are too few samples, a
+    ``DataError`` states how many are needed.
     """
     groups = groups or Groups.singletons(len(dataset))
     samples = len(groups)
@@ -296,9 +296,9 @@ def split(
 
 
 def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int) -> DataSplit:
-    """Split a data set at random into so many groups to train and to tune with; others certify.
+    """Split a data set at random; ``sizes`` are the groups to train and tune on, others certify.
 
-    The same data, groups, sizes and seed give the same parts.
+    The same data, groups, sizes and seed produce the same parts.
     """
     order = groups.shuffled(seed)
     train, tune, certify = (np.sort(rows) for rows in np.split(order, np.cumsum(sizes)))
@@ -311,16 +311,16 @@ def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int)
 
 
 def _too_few(groups: Groups, needed: int, certify_at_least: int) -> str:
-    """Say that there are too few samples, and what helps."""
+    """Return the message that there are too few samples, and the remedies."""
     found, remedy = f"{len(groups)} calibration samples are too few", ""
     if groups.joins:
         found = (
             f"{len(groups)} distinct calibration samples are too few ({groups.rows} rows, of which "
-            f"{'; '.join(groups.found)}, so that they are no evidence of their own)"
+            f"{'; '.join(groups.found)}, so that they are not independent)"
         )
         remedy = (
-            ". If rows that are nearly the same, overlap or resemble each other are independent "
-            "samples all the same, add --copies-within 0"
+            ". If rows that are nearly the same, overlap or resemble each other are nevertheless "
+            "independent samples, add --copies-within 0"
         )
     return (
         f"{found}: the promise alone needs {certify_at_least}, and heads must be trained on "

@@ -1,8 +1,8 @@
-"""Errors of calibration, in a module of their own: nothing large is imported with them."""
+"""Errors of calibration, in a separate module that imports nothing large."""
 
 
 class UntrainableError(Exception):
-    """A graph cannot be trained as a whole; the message says why, and what can be done."""
+    """A graph cannot be trained as a whole; the message states the reason and a remedy."""
 
 
 class DataError(Exception):

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from offramp.calibration.data.row_values import IntArray, RowValues
 
 _MOST_IGNORED: Final = 0.01
-"""Share of joined rows up to which samples are tested once, as if each were one row: a certificate
-must not become much dearer by a single coincidence."""
+"""Largest share of joined rows for which samples are tested once, as if each were one row: a few
+coincidences must not make a certificate much more expensive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Overlaps:
-    """Values of windows over a series, by which windows overlap."""
+    """Values of windows over a series, from which overlaps are found."""
 
     window: IntArray
     """[rows]: the window that each row is, or is a copy of."""
@@ -27,20 +27,20 @@ class Overlaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Groups:
-    """A partition of the rows of a data set, with one row of each part to stand for it."""
+    """A partition of the rows of a data set, with one representative row of each group."""
 
     number: IntArray
-    """[rows]: the group of each row; groups are numbered as their representatives follow."""
+    """[rows]: the group of each row; groups are numbered in the order of their representatives."""
     representative: IntArray
     """[groups]: the row that counts for each group, rising."""
     overlaps: Overlaps | None = None
-    """What rows of neighbouring groups have in common, if they are windows over a series."""
+    """Values that rows of neighbouring groups share, if they are windows over a series."""
     found: tuple[str, ...] = ()
-    """Reasons to join rows that applied, each with the number of rows, as phrases for messages."""
+    """Reasons why rows were joined, each with the number of rows, as phrases for messages."""
 
     @classmethod
     def singletons(cls, rows: int) -> Groups:
-        """Return a partition in which every row is a group of its own."""
+        """Return a partition in which every row is a separate group."""
         return cls(number=np.arange(rows), representative=np.arange(rows))
 
     def __len__(self) -> int:
@@ -48,17 +48,17 @@ class Groups:
 
     @property
     def rows(self) -> int:
-        """The number of rows that are partitioned."""
+        """Number of rows that are partitioned."""
         return len(self.number)
 
     @property
     def joins(self) -> bool:
-        """Whether any group has more rows than one."""
+        """True if any group has more than one row."""
         return len(self) < self.rows
 
     @property
     def represents(self) -> NDArray[np.bool_]:
-        """Whether each row counts for its group, bool[rows]."""
+        """bool[rows]: true for the representative of each group."""
         found = np.zeros(self.rows, np.bool_)
         found[self.representative] = True
         return found
@@ -66,7 +66,8 @@ class Groups:
     def shuffled(self, seed: int) -> NDArray[np.intp]:
         """Return the representatives in a random order.
 
-        It is a part of an order of all rows: a few copies leave the other rows in their places.
+        It is a part of an order of all rows, so that a few copies do not change the order of the
+        other rows.
         """
         order = np.random.default_rng(seed).permutation(self.rows)
         chosen: NDArray[np.intp] = order[self.represents[order]]
@@ -74,11 +75,11 @@ class Groups:
 
     @property
     def repeats(self) -> bool:
-        """Whether so many rows are joined that it matters if errors are counted by rows."""
+        """True if so many rows are joined that counting errors by rows makes a difference."""
         return self.rows - len(self) > _MOST_IGNORED * self.rows
 
     def copies(self, rows: NDArray[np.intp]) -> IntArray | None:
-        """Return how many rows the group of each row has; ``None`` where that does not matter."""
+        """Return the number of rows in the group of each row; ``None`` if it may be ignored."""
         return np.bincount(self.number)[self.number[rows]] if self.repeats else None
 
     def members(self, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -88,7 +89,7 @@ class Groups:
         return np.flatnonzero(wanted[self.number])
 
     def apart(self, rows: NDArray[np.intp], others: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return those of some rows which do not overlap with others, in neighbouring groups."""
+        """Return the rows that do not overlap with ``others``, in neighbouring groups."""
         if self.overlaps is None:
             return rows
         window = self.overlaps.window
@@ -101,10 +102,10 @@ class Groups:
     ) -> Groups:
         """Join the groups that have equal labels, int64[groups].
 
-        The representative that stays is the one in the middle, in the order of the file: in a
-        series it is farthest from the neighbouring groups. Where ``shared`` float64[groups] is
-        given, it is the one with the smallest value. ``reason`` has a place for the number of rows
-        that no longer count by themselves.
+        The representative that remains is the one in the middle, in the order of the file: in a
+        series it is farthest from the neighbouring groups. With ``shared``, float64[groups], it is
+        the one with the smallest value. ``reason`` has a placeholder for the number of rows that no
+        longer count separately.
         """
         count = len(label)
         keys = (np.arange(count), label) if shared is None else (np.arange(count), shared, label)
@@ -137,7 +138,7 @@ def components(count: int, first: IntArray, second: IntArray) -> IntArray:
         before = label
         low = np.minimum(label[first], label[second])
         label = label.copy()
-        # both ends, and what their labels stand for: long chains take few rounds
+        # both ends, and the nodes that their labels are: long chains take few rounds
         for ends in (first, second, before[first], before[second]):
             np.minimum.at(label, ends, low)
         label = label[label]

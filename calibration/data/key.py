@@ -1,4 +1,4 @@
-"""The array of a data file by which the user says which samples belong together."""
+"""The array of a data file that states which samples belong together."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupKey:
-    """The name of the array, as ``--group`` gives it."""
+    """Name of the array, as passed to ``--group``."""
 
     key: str
     needed: bool = True
-    """Whether data without the array are refused."""
+    """True if data without the array are refused."""
 
     def take(
         self, arrays: dict[str, NDArray[Any]], inputs: Collection[str]
     ) -> NDArray[np.int64] | None:
-        """Number the values of the array, int64[n], and take it out of what is no input.
+        """Number the values of the array, int64[n], and remove it from ``arrays`` if not an input.
 
-        ``None`` where it is missing and may be. ValueError where it is missing and may not be, or
-        is of another form than one integer or text for each sample.
+        ``None`` if it is missing and not needed. ValueError if it is missing and needed, or does
+        not have one integer or text for each sample.
         """
         if self.key not in arrays:
             if not self.needed:
@@ -45,15 +45,15 @@ class GroupKey:
 
 
 def group_hint(arrays: Mapping[str, NDArray[Any]], inputs: Collection[str]) -> str:
-    """Return the end of an error about arrays that are no inputs: one of them may group rows.
+    """Return the end of an error about arrays that are not inputs: one of them may group rows.
 
-    Empty where none of them has an integer or a text for each sample.
+    Empty if none of them has an integer or a text for each sample.
     """
     rows = {len(array) for name, array in arrays.items() if name in inputs and array.ndim}
     for name, array in arrays.items():
         if name not in inputs and array.ndim == 1 and {len(array)} == rows and _names(array):
             return (
-                f"; if {name!r} says which rows belong together, name it: --group {name} "
+                f"; if {name!r} states which rows belong together, name it: --group {name} "
                 "(eecompile, eecompile rehearse, eebench load)"
             )
     return ""

@@ -1,4 +1,4 @@
-"""Values that rows have in common, at other places."""
+"""Values that rows share, at different places."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 
 LEAST_VALUES: Final = 8
-"""Values that two rows must have in common, at least, to overlap."""
+"""Least number of values that two overlapping rows share."""
 LEAST_SHARE: Final = 0.3
-"""Share of the values of the shorter of two rows that they must have in common to overlap."""
+"""Least share of the values of the shorter of two overlapping rows that both have."""
 
 
 class RowValues(NamedTuple):
@@ -21,10 +21,10 @@ class RowValues(NamedTuple):
     row: IntArray
     value: NDArray[np.uint64]
     place: IntArray
-    """Where in the row the value is; in windows over a series each has it somewhere else."""
+    """Position of the value in its row; in windows over a series it differs from row to row."""
 
     def renamed(self, row: IntArray) -> RowValues:
-        """Give rows other numbers; the values of those with the same number are united."""
+        """Renumber rows; the values of rows with the same new number are united."""
         found = row[self.row]
         order = np.lexsort((self.value, found))
         found, value, place = found[order], self.value[order], self.place[order]
@@ -38,8 +38,8 @@ class RowValues(NamedTuple):
     def shares(self, first: IntArray, second: IntArray, count: int) -> NDArray[np.float64]:
         """Return the share of values that pairs of rows have at different places, float64[pairs].
 
-        0 where fewer than eight are. ``count`` is the number of all rows. What two rows have at the
-        same place is no sign of a series: the columns of one user, say, in a table of purchases.
+        0 where there are fewer than eight. ``count`` is the number of all rows. Values at the same
+        place do not show a series: for example, the columns of one user in a table of purchases.
         """
         starts = np.searchsorted(self.row, np.arange(count + 1))
         sizes = np.diff(starts)
@@ -60,7 +60,7 @@ class RowValues(NamedTuple):
         return np.where(common >= LEAST_VALUES, common / smaller, 0.0)
 
     def overlapping(self, others: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Whether each row overlaps with the others that are named, bool[rows]; both [rows]."""
+        """Return whether each row overlaps with any of ``others``: bool[rows]; both [rows]."""
         of_others = np.unique(self.value[others[self.row]])
         place = np.minimum(np.searchsorted(of_others, self.value), max(len(of_others) - 1, 0))
         common = of_others[place] == self.value if len(of_others) else np.zeros(len(place), bool)

@@ -1,8 +1,8 @@
-"""Run a graph over a data set, batch by batch, and check what the source model answers.
+"""Runs a graph over a data set, batch by batch, and checks the source model's answers.
 
 :func:`run_over` yields the outputs of each batch, and names the sample on which a graph fails.
-:func:`check_answers` refuses NaN and infinity in answers; :func:`check_unusual` tries whether the
-model takes samples that contain them.
+:func:`check_answers` refuses NaN and infinity in answers; :func:`check_unusual` tests whether the
+model accepts samples that contain them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _log = logging.getLogger(__name__)
 
 BATCH_SIZE = 64
 _UNUSUAL = 1024
-"""Samples whose inputs are not finite, and that are tried before anything is trained."""
+"""Most samples with inputs that are not finite that are tried before training."""
 
 Graphs: TypeAlias = bytes | Sequence[bytes]
-"""A graph, or several that share no names of outputs: those of a cascade may be of different
-opsets, which one graph cannot be."""
+"""One graph, or several with different output names: the graphs of a cascade may have different
+opsets, which one graph cannot."""
 
 
 class _Part(NamedTuple):
-    """One of the graphs, and what it is asked for."""
+    """One of the graphs, with the inputs that it reads and the outputs to compute."""
 
     session: ort.InferenceSession
     read: list[str]
@@ -59,10 +59,10 @@ def run_over(
     threads: int,
     batch_size: int = BATCH_SIZE,
 ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
-    """Give the rows of each batch, and the model's ``outputs`` for them.
+    """Yield the rows of each batch, and the model's ``outputs`` for them.
 
     ``model`` may read fewer inputs than the data set has; all samples are run, in order. A
-    ``DataError`` where it fails on one, for instance on a token beyond its vocabulary.
+    ``DataError`` if it fails on a sample, for instance on a token beyond its vocabulary.
     """
     if isinstance(model, bytes):
         parts = [_Part.of(model, threads, outputs)]
@@ -87,7 +87,7 @@ def run_over(
 def _first_failing(
     session: ort.InferenceSession, batch: Mapping[str, NDArray[Any]], read: Sequence[str]
 ) -> int:
-    """Find the first row of a batch that fails alone; 0 if rows only fail together."""
+    """Return the first row of a batch that fails alone; 0 if rows only fail together."""
     for row in range(len(next(iter(batch.values())))):
         try:
             session.run(None, {name: batch[name][row : row + 1] for name in read})
@@ -97,16 +97,16 @@ def _first_failing(
 
 
 def check_answers(values: NDArray[Any], sources: NDArray[np.intp], answer: Answer) -> None:
-    """Refuse answers [rows, …] of the source model that decide nothing: nothing can agree.
+    """Raise DataError for answers [rows, …] of the source model that no answer can agree with.
 
-    ``sources`` [rows] are the samples' places in the file.
+    ``sources`` [rows] are the samples' rows in the file.
     """
     decided = agreement_of(answer).decided(values)
     if not decided.all():
         bad = sources[np.flatnonzero(~decided)[0]]
         raise DataError(
             f"the source model answers calibration sample {bad} with NaN or infinity; "
-            "mend the model or remove the sample"
+            "correct the model or remove the sample"
         )
 
 
@@ -115,8 +115,9 @@ def check_unusual(
 ) -> None:
     """Run a model on samples with NaN or infinity in an input, :data:`_UNUSUAL` at most.
 
-    An imputer in the graph, or a mask that is added, takes them, and they are samples like others;
-    else they are broken data, which is a ``DataError``. ``graph`` makes the model's bytes.
+    An imputer in the graph, or an additive mask, handles such values: then these are samples like
+    others. Else they are broken data, which is a ``DataError``. ``graph`` returns the model's
+    bytes.
     """
     rows = dataset.not_finite()
     if not len(rows):

@@ -1,4 +1,4 @@
-"""Samples that arrive batch by batch, collected into arrays in bounded memory."""
+"""Collects samples that arrive batch by batch into arrays, within bounded memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LABEL: Final = "label"
 _STEP_BYTES: Final = 2**26
 """Bytes by which a scratch file grows."""
 _BLOCK_BYTES: Final = 2**22
-"""Bytes of an array that are written at once."""
+"""Bytes of an array that are written together."""
 
 
 class SampleWriter:
     """Arrays by name that grow batch by batch.
 
-    An array of up to :data:`.data_sources.HELD_BYTES` is held in memory; a larger one moves into an
-    unnamed scratch file, and is mapped in the end. Labels and keys, which are small, are always
-    held. A context manager, which closes the files.
+    An array of up to :data:`.data_sources.HELD_BYTES` is held in memory; a larger one moves to an
+    unnamed scratch file, and is mapped at the end. Labels and keys, which are small, are always
+    held. The object is a context manager, which closes the files.
     """
 
     def __init__(self, name: str, scratch: ScratchSpace, *, keys: Collection[str] = ()) -> None:
@@ -37,7 +37,7 @@ class SampleWriter:
         self._keys = frozenset(keys)
         self._columns: dict[str, _HeldColumn | _StoredColumn] = {}
         self.samples = 0
-        """Samples so far."""
+        """Number of samples so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -49,8 +49,8 @@ class SampleWriter:
     def append(self, batch: Mapping[str, NDArray[Any]], where: str) -> None:
         """Add the samples of a batch, arrays [n, …] by name; ``where`` is its place in the data.
 
-        DataError where it has other names than the batches before, or an array of another dtype or
-        shape; or where arrays have different lengths, or there is no room for them.
+        DataError if it has other names than earlier batches, or an array of another dtype or shape;
+        or if arrays have different lengths, or the disk is full.
         """
         self._check(batch, where)
         for name, array in batch.items():
@@ -62,7 +62,7 @@ class SampleWriter:
             if not column.takes(array):
                 raise DataError(
                     f"{where}: {name!r} is {_form(array)} for each sample, expected "
-                    f"{_form(column.first)} as in the samples before; bring all into one form"
+                    f"{_form(column.first)} as in the samples before; convert all to one form"
                 )
             try:
                 column.append(array)
@@ -88,7 +88,7 @@ class SampleWriter:
             raise DataError(f"{where}: arrays differ in length: {lengths}; every sample needs all")
 
     def finish(self) -> ArraysAndHash:
-        """Return the arrays by name, and the sha256 of all but the keys; DataError if none came."""
+        """Return the arrays by name, and the SHA-256 of all but keys; DataError if empty."""
         if not self.samples:
             raise DataError(f"{self.name}: there are no samples in it")
         digest = hashlib.sha256()
@@ -99,7 +99,7 @@ class SampleWriter:
 
 
 def hash_arrays(arrays: Mapping[str, NDArray[Any]], *, keys: Collection[str] = ()) -> str:
-    """Return the hash that :class:`SampleWriter` would have, without writing the arrays."""
+    """Return the hash that :class:`SampleWriter` would compute, without writing the arrays."""
     digest = hashlib.sha256()
     for name in sorted(arrays.keys() - set(keys)):
         array, of_array = arrays[name], hashlib.sha256()
@@ -113,14 +113,14 @@ def hash_arrays(arrays: Mapping[str, NDArray[Any]], *, keys: Collection[str] = (
 
 
 class _HeldColumn:
-    """Labels or a key: small, and texts may be of other lengths from batch to batch."""
+    """Labels or a key: small, and the length of texts may differ from batch to batch."""
 
     def __init__(self, first: NDArray[Any]) -> None:
         self.first = first[:0].copy()
         self._parts: list[NDArray[Any]] = []
 
     def takes(self, array: NDArray[Any]) -> bool:
-        """Whether an array is of the same kind and shape as those before."""
+        """Return whether an array has the same kind and shape as those before."""
         kinds = {array.dtype.kind, self.first.dtype.kind}
         same = len(kinds) == 1 or kinds <= {"i", "u"}
         return same and array.shape[1:] == self.first.shape[1:]
@@ -137,11 +137,11 @@ class _HeldColumn:
         return array.astype(np.int64) if array.dtype.kind in "iu" else array
 
     def close(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing, as there is no file."""
 
 
 class _StoredColumn:
-    """An input: held in memory while it is small, then in a scratch file."""
+    """An input: in memory while it is small, then in a scratch file."""
 
     def __init__(self, first: NDArray[Any], writer: SampleWriter) -> None:
         self.first = first[:0].copy()
@@ -152,7 +152,7 @@ class _StoredColumn:
         self._digest = hashlib.sha256()
 
     def takes(self, array: NDArray[Any]) -> bool:
-        """Whether an array is of the dtype and shape of those before."""
+        """Return whether an array has the dtype and shape of those before."""
         return array.dtype == self.first.dtype and array.shape[1:] == self.first.shape[1:]
 
     def append(self, array: NDArray[Any]) -> None:
@@ -160,7 +160,7 @@ class _StoredColumn:
             self._digest.update(block.data)
             self._bytes += block.nbytes
             if self._file is None and self._bytes <= data_sources.HELD_BYTES:
-                self._held.append(block.copy())  # the caller may use its array again
+                self._held.append(block.copy())  # the caller may reuse its array
                 continue
             file = self._with_room()
             for each in (*self._held, block):
@@ -169,7 +169,7 @@ class _StoredColumn:
         self._rows += len(array)
 
     def _with_room(self) -> IO[bytes]:
-        """Return the file, with room for all bytes so far."""
+        """Return the file, with space for all bytes so far."""
         what, remedy = f"the arrays of {self._writer.name}", "read fewer samples (--max-samples)"
         lacking = max(self._bytes - self._allocated, 0)
         step = -(-lacking // _STEP_BYTES) * _STEP_BYTES
@@ -198,7 +198,7 @@ class _StoredColumn:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()  # what is mapped stays
+            self._file.close()  # the mapping outlives the file object
 
 
 def row_blocks(array: NDArray[Any]) -> Iterable[NDArray[Any]]:

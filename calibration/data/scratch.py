@@ -1,4 +1,4 @@
-"""Scratch: room on the disk for what does not stay, and an account of what was taken there."""
+"""Disk space for temporary files, with a count of the bytes in use."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _GIB = 2**30
 
 
 class ScratchError(Exception):
-    """There is no room for temporary files; the message names bytes, folder and remedy."""
+    """The disk has no space for temporary files; the message names bytes, folder and remedy."""
 
 
 @dataclass(slots=True)
 class ScratchSpace:
-    """A folder for temporary files, and the bytes that are taken there."""
+    """A folder for temporary files, and the bytes that are in use there."""
 
     folder: Path | None = None
-    """``None``: the system's folder for temporary files."""
+    """Folder for temporary files; ``None`` is the system's."""
     taken_bytes: int = 0
-    """Now."""
+    """Bytes in use now."""
     peak_bytes: int = 0
-    """The most at once."""
+    """Largest number of bytes in use so far."""
 
     @property
     def place(self) -> Path:
-        """The folder itself."""
+        """The folder, also if it is the system's."""
         return self.folder or Path(tempfile.gettempdir())
 
     def check_room(self, size_bytes: int, what: str, remedy: str) -> None:
-        """Check that something has room; ScratchError if not."""
+        """Check that the disk has space for ``size_bytes``; ScratchError if not."""
         free = shutil.disk_usage(self.place).free
         if size_bytes > free:
             raise ScratchError(
@@ -45,13 +45,13 @@ class ScratchSpace:
             )
 
     def take(self, size_bytes: int) -> None:
-        """Count bytes that stay taken until all is done; those given back are negative."""
+        """Count bytes as in use from now on; negative bytes are released."""
         self.taken_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
 
     @contextmanager
     def taking(self, size_bytes: int) -> Iterator[None]:
-        """Count bytes that are taken meanwhile."""
+        """Count bytes as in use within the context."""
         self.take(size_bytes)
         try:
             yield
@@ -59,9 +59,9 @@ class ScratchSpace:
             self.take(-size_bytes)
 
     def unnamed_file(self, size_bytes: int, what: str, remedy: str) -> IO[bytes]:
-        """Make a file of some size that has no name, so that it is gone with this process.
+        """Create a file of some size without a name, so that it is removed with this process.
 
-        ScratchError if there is no room for it.
+        ScratchError if there is no space for it.
         """
         self.check_room(size_bytes, what, remedy)
         with self._reporting(size_bytes, what, remedy):
@@ -74,9 +74,9 @@ class ScratchSpace:
         return file
 
     def extend(self, file: IO[bytes], start: int, size_bytes: int, what: str, remedy: str) -> None:
-        """Make room for more bytes in a file, from byte ``start`` on.
+        """Reserve space for more bytes of a file, from byte ``start`` on.
 
-        ScratchError if there is no room for them.
+        ScratchError if there is no space for them.
         """
         self.check_room(size_bytes, what, remedy)
         with self._reporting(start + size_bytes, what, remedy):
@@ -86,7 +86,7 @@ class ScratchSpace:
 
     @contextmanager
     def _reporting(self, size_bytes: int, what: str, remedy: str) -> Iterator[None]:
-        """Turn an OSError about a temporary file into a ScratchError."""
+        """Convert an OSError about a temporary file to a ScratchError."""
         try:
             yield
         except OSError as error:
@@ -98,7 +98,7 @@ class ScratchSpace:
 
 
 def describe_bytes(size: int) -> str:
-    """Name a size in the unit that fits."""
+    """Return a size as text, in a unit that fits."""
     if size < _GIB / 10:
         return f"{size / 2**20:,.1f} MiB"
     return f"{size / _GIB:,.2f} GiB"

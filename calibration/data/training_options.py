@@ -1,4 +1,4 @@
-"""How heads are trained; apart from training, so that who only passes it on needs no torch."""
+"""Options of training heads, in a separate module, so that passing them on needs no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class TrainingOptions:
 
     epochs: int = 8
     batch_size: int = 512
-    """At most."""
+    """Largest batch size."""
     learning_rate: float = 4e-3
-    """At its peak; it rises over the first tenth of the steps, then falls along a cosine."""
+    """Peak learning rate; it rises over the first tenth of the steps, then falls as a cosine."""
     weight_decay: float = 1e-4
     dropout: float = 0.1
-    """On the hidden layer, or on the features of a linear head."""
+    """Dropout rate on the hidden layer, or on the features of a linear head."""
     threads: int = 1
-    """Exits that are trained at once."""
+    """Number of exits that are trained in parallel."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -31,7 +31,7 @@ class TrainingOptions:
 
 
 def rate_after(progress: float) -> float:
-    """Give the factor on the learning rate after a share of the steps: a rise, then a cosine."""
+    """Return the learning rate's factor after a share of the steps: a rise, then a cosine."""
     if progress < _WARM_UP:
         return (progress + 1e-3) / _WARM_UP
     return 0.5 * (1 + math.cos(math.pi * min((progress - _WARM_UP) / (1 - _WARM_UP), 1)))

@@ -1,9 +1,9 @@
-"""Search for rows that are no independent samples; each group of rows counts as one sample.
+"""Finds rows that are not independent samples; each group of rows counts as one sample.
 
-:func:`find_groups` takes the surest reason first: rows that the data name alike, equal rows, near
-copies, then rows in series. Series are of two kinds: windows over a series that share values,
-wherever in the file they are (:func:`overlapping_windows`), and consecutive rows that resemble each
-other, as frames of a film do (:func:`film_blocks`).
+:func:`find_groups` applies the most certain reason first: rows with the same key of the user, equal
+rows, near copies, then rows in series. Series are of two kinds: windows over a series that share
+values, anywhere in the file (:func:`overlapping_windows`), and consecutive rows that are similar,
+as frames of a film are (:func:`film_blocks`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from offramp.calibration.groups.sketch import (
 )
 
 _LEAST_COPIES: Final = 0.001
-"""Share of the rows that must be nearly the same as others, or no such rows are joined: so few
-change no certificate, and large sets of pictures have some."""
+"""Least share of rows that must be nearly equal to others before any are joined: fewer do not
+change a certificate, and large sets of pictures contain some."""
 
 
 def find_groups(dataset: Dataset, *, within: float) -> Groups:
-    """Partition the rows of a data set into what counts as one sample each.
+    """Partition the rows of a data set into groups that count as one sample each.
 
-    In turn, each step on the representatives of the one before: rows of one number in
+    The steps, each on the representatives of the step before: rows with one number in
     ``dataset.group``, equal rows, nearly equal rows (:mod:`.sketch`), overlapping windows, and
-    consecutive rows that are alike. The same data give the same groups. With ``within`` 0 only the
-    first two steps are done: the user says that the others are independent.
+    similar consecutive rows. The same data produce the same groups. With ``within`` 0 only the
+    first two steps run: the user asserts that other rows are independent.
     """
     groups = _named(dataset, Groups.singletons(len(dataset)))
     rows = sketch(dataset)
@@ -52,7 +52,7 @@ def _named(dataset: Dataset, groups: Groups) -> Groups:
 
 
 def _equal(rows: RowSketch, groups: Groups) -> Groups:
-    """Join groups that have any two equal rows."""
+    """Join groups that contain equal rows."""
     order = np.argsort(rows.whole, kind="stable")
     same = np.flatnonzero(rows.whole[order[1:]] == rows.whole[order[:-1]])
     number = groups.number[order]
@@ -81,38 +81,39 @@ def _in_series(rows: RowSketch, groups: Groups) -> Groups:
 
 
 _FAR_LAGS: Final = (23, 29, 37, 43, 53, 61)
-"""Lags that say how far apart rows of one neighbourhood of the file are; primes, so that no period
-meets several of them."""
+"""Lags that measure the distance between rows of one neighbourhood of the file; primes, so that no
+period is a divisor of several of them."""
 _COMPARED_LAGS: Final = (67, 71, 73)
-"""Lags whose distances are compared with those of lag 1, to find whether the order matters."""
+"""Lags whose distances are compared with those of lag 1, to decide whether the order matters."""
 _NEAR: Final = 0.7
-"""Share of the neighbourhood's distance below which two rows are alike: a correlation above 1/2."""
+"""Share of the neighbourhood's distance below which two rows are similar: a correlation above
+1/2."""
 _LEAST_EXCESS: Final = 0.1
-"""Share of the rows that must be like the next one, beyond those that are so by chance."""
+"""Least share of rows similar to the next one, beyond the share of those similar by chance."""
 _LEAST_ROWS: Final = 4 * max(_COMPARED_LAGS)
 _DECAYED: Final = 0.9
-"""Share of the largest distance at which rows of a film count as no longer alike."""
+"""Share of the largest distance at which rows of a film no longer count as similar."""
 _BLOCK_LAGS: Final = 2
-"""Length of a block, in lags at which the likeness has decayed: the row in its middle is so far
-from both of its ends."""
+"""Length of a block, in lags at which similarity has decayed: the row in its middle has this
+distance from both of its ends."""
 
 _LEAST_PAIRS: Final = 8
-"""Pairs that a median distance is taken of, at least."""
+"""Fewest pairs for a median distance."""
 
 
 def film_blocks(position: Float32Array) -> IntArray:
-    """Label blocks of consecutive rows that are alike, int64[rows]; single rows otherwise.
+    """Label blocks of consecutive similar rows, int64[rows]; other rows get separate labels.
 
-    Rows are alike if the distance to the next one is below 0.7 of the distances to rows some 23 to
-    61 places away. Why not of distances between random rows: in a file that is sorted by class the
-    next row is nearer than a random one, but so is the 61st, and the samples are as independent as
-    in any other order. Rows count as a film only if they are like the next one more often (by a
-    tenth of all rows) than they are like the 70th, which happens by chance in data of few
-    dimensions, and unless they are sorted by the only number that they have.
+    Rows are similar if the distance to the next one is below 0.7 of the distances to rows 23 to 61
+    places away. Distances between random rows would not do: in a file sorted by class the next row
+    is nearer than a random one, but so is the 61st, and the samples are as independent as in any
+    other order. Rows count as a film only if they are similar to the next one more often (by a
+    tenth of all rows) than to the 70th, which happens by chance in data of few dimensions, and only
+    if they are not sorted by the only number that they have.
 
-    A run of alike rows is one block, or several where it is longer than twice the lag at which the
-    distance has reached nine tenths of its largest value: a film of one scene gives as many samples
-    as it has stretches that no longer resemble each other.
+    A run of similar rows is one block, or several if it is longer than twice the lag at which the
+    distance reaches nine tenths of its largest value: a film of one scene has as many samples as
+    it has stretches that are no longer similar.
     """
     rows = len(position)
     single = np.arange(rows)
@@ -134,16 +135,16 @@ def film_blocks(position: Float32Array) -> IntArray:
 
 
 def _is_sorted(position: Float32Array) -> bool:
-    """Whether rows rise or fall throughout along any direction, or have none."""
+    """Return whether rows rise or fall throughout along any direction, or have no directions."""
     steps = np.diff(position, axis=0)
     return bool(((steps >= 0).all(axis=0) | (steps <= 0).all(axis=0)).any() or not steps.shape[1])
 
 
 def _neighbourhood(position: Float32Array) -> NDArray[np.float64]:
-    """Return how far each row is from others of its neighbourhood, float64[rows].
+    """Return the distance of each row to others of its neighbourhood, float64[rows].
 
-    It is the smaller of the median distances to rows before and behind it: at the border of two
-    classes the rows of one side are of the same class.
+    It is the smaller of the median distances to rows before and after it: at the border of two
+    classes the rows on one side are of the same class.
     """
     apart = np.full((2, len(_FAR_LAGS), len(position)), np.inf)
     for place, lag in enumerate(_FAR_LAGS):
@@ -158,14 +159,14 @@ def _apart(position: Float32Array, lag: int) -> NDArray[np.float64]:
 
 
 def _alike(position: Float32Array, around: NDArray[np.float64], lag: int) -> NDArray[np.bool_]:
-    """Whether each row is like the one ``lag`` places on, bool[rows − lag]."""
+    """Return whether each row is similar to the one ``lag`` places later, bool[rows − lag]."""
     limit = _NEAR * np.minimum(around[:-lag], around[lag:])
     found: NDArray[np.bool_] = _apart(position, lag) < limit
     return found
 
 
 def _decay_lag(position: Float32Array, run: IntArray) -> int:
-    """Return the lag from which on rows of a run are no longer alike; beyond all where none is."""
+    """Return the lag from which rows of a run are no longer similar; the number of rows if none."""
     lags = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
     lags += [128 * 2**k for k in range(int(np.log2(max(len(run) / 512, 1))) + 1)]
     known = {}
@@ -178,7 +179,7 @@ def _decay_lag(position: Float32Array, run: IntArray) -> int:
 
 
 def _cut(run: IntArray, length: int) -> IntArray:
-    """Cut runs into blocks of about equal length, at least ``length`` where the run is so long."""
+    """Cut runs into blocks of about equal length, at least ``length`` if the run is so long."""
     label = np.empty(len(run), np.int64)
     starts = np.append(np.flatnonzero(np.diff(run, prepend=-1)), len(run))
     count = 0
@@ -190,16 +191,16 @@ def _cut(run: IntArray, length: int) -> IntArray:
 
 
 _MOST_BY_CHANCE: Final = 0.05
-"""Median share that random rows may have in common, where values say which rows overlap."""
+"""Largest median share that random rows may have in common for values to show overlaps."""
 _MOST_LEFT: Final = 0.1
-"""Mean share of values that representatives may have in common with others."""
+"""Largest mean share of values that representatives may have in common with others."""
 _ROUNDS: Final = 6
-"""Rounds of joining windows at most. Each about halves the number of samples."""
+"""Most rounds of joining windows. Each about halves the number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowLabels:
-    """What is known of windows that overlap."""
+    """Labels of overlapping windows, and their shared values."""
 
     label: IntArray
     """[rows]: the stretch of the series that each window belongs to."""
@@ -209,14 +210,14 @@ class WindowLabels:
 
 
 def overlapping_windows(rows: RowSketch, chosen: IntArray) -> WindowLabels | None:
-    """Label windows over a series which overlap, wherever in the file they are.
+    """Label windows over a series that overlap, anywhere in the file.
 
-    The value of a window with the smallest hash is that of its neighbours too, more likely the more
-    they overlap (Broder 1997); so equal ones label a stretch of the series. Further rounds join
-    stretches, until those that stand for them have little in common. Values must tell rows apart:
-    where random rows have more than a twentieth of theirs in common, as pictures of 256 shades
-    have, the result is ``None``. Windows must have three tenths of their values in common, and at
-    least eight.
+    A window's value with the smallest hash is probably also that of its neighbours, with a
+    probability that grows with the overlap (Broder 1997); so equal ones label a stretch of the
+    series. Further rounds join stretches, until their representatives have little in common. Values
+    must distinguish rows: the result is ``None`` if random rows share more than a twentieth of
+    their values, as pictures of 256 shades do. Windows must share three tenths of their values, and
+    at least eight.
     """
     known = _telling_values(rows, chosen)
     if known is None:
@@ -245,10 +246,10 @@ def _left(label: IntArray, shared: NDArray[np.float64], known: RowValues) -> flo
 
 
 def _telling_values(rows: RowSketch, chosen: IntArray) -> RowValues | None:
-    """Return the values of some rows, numbered by their place in ``chosen``.
+    """Return the values of some rows, numbered by their index in ``chosen``.
 
-    Those that occur in more rows than windows over a series can have them in common are left out.
-    ``None`` if random rows have some in common.
+    Values that occur in more rows than windows over a series could share are left out. ``None`` if
+    random rows share some of the others.
     """
     place = np.full(len(rows.whole), -1)
     place[chosen] = np.arange(len(chosen))
@@ -269,7 +270,7 @@ def _telling_values(rows: RowSketch, chosen: IntArray) -> RowValues | None:
 
 
 def _by_least_value(values: RowValues, count: int) -> IntArray:
-    """Join rows whose least value is the same and which overlap; int64[count], from 0 on."""
+    """Join overlapping rows whose least value is the same; int64[count], from 0 on."""
     row, first = np.unique(values.row, return_index=True)
     least = values.value[first]
     order = np.argsort(least, kind="stable")
@@ -281,7 +282,7 @@ def _by_least_value(values: RowValues, count: int) -> IntArray:
 
 
 def _shared_outside(label: IntArray, values: RowValues) -> NDArray[np.float64]:
-    """Return the share of each row's values which rows of other labels have too."""
+    """Return the share of each row's values that rows of other labels have too."""
     group = label[values.row]
     order = np.lexsort((group, values.value))
     value, group, row = values.value[order], group[order], values.row[order]

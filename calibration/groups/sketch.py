@@ -1,8 +1,8 @@
-"""Sketches of rows, by which they are compared with each other, and the search for near copies.
+"""Compact sketches of rows for comparing them with each other, and the search for near copies.
 
 :func:`sketch` keeps little of every row: hashes, a short position (random projections of its
-numbers), some values. :func:`near_copies` compares positions: rows that are nearer to each other
-than independent samples come get one label.
+numbers), some values. :func:`near_copies` compares positions and gives one label to rows that are
+nearer to each other than independent samples are.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ UInt64Array = NDArray[np.uint64]
 Float32Array = NDArray[np.float32]
 
 DIRECTIONS: Final = 32
-"""Numbers of a position. Distances are kept within some 12 % (Johnson and Lindenstrauss 1984)."""
+"""Dimensions of a position. Distances are kept within some 12 % (Johnson and Lindenstrauss
+1984)."""
 VALUES: Final = 64
-"""Values that are kept of a row, about."""
+"""Approximate number of values that are kept of a row."""
 _SAMPLED_ROWS: Final = 256
-"""Rows that the scale of each number is taken from, in chunks."""
+"""Rows from which the scale of each number is estimated, in chunks."""
 _CHUNK_ROWS: Final = 16
 _LEAST_SCALE, _LEAST_SCALE_OF_MANY = 0.25, 1.0
-"""Least scale of a number, as a share of the median one, where a row has one dimension and where it
-has more (pictures, sound): a pixel that is nearly always black must not make two shots of one scene
-different, while the columns of a table have scales of their own."""
+"""Least scale of a number, as a share of the median one, for rows with one dimension and with more
+(pictures, sound). A pixel that is nearly always black must not make two shots of one scene
+different, while the columns of a table have separate scales."""
 _BATCH_NUMBERS: Final = 2**22
 _RUN: Final = 8
-"""Integers in a row that are one value: single ones occur everywhere, phrases do not."""
+"""Consecutive integers that form one value: single ones occur everywhere, phrases do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowSketch:
-    """Facts about all rows, which take little memory however large the rows are."""
+    """Facts about all rows, which need little memory even if the rows are large."""
 
     whole: UInt64Array
     """[rows]: hash of all inputs; equal rows have equal ones."""
     fixed: UInt64Array
     """[rows]: hash of all that cannot be nearly equal: ids, texts, flags, places of NaN."""
     position: Float32Array
-    """[rows, directions]: random projection of all measured numbers, each by its own scale; no
-    directions where nothing is measured."""
+    """[rows, directions]: random projection of all measured numbers, each divided by its scale; no
+    directions if no number is measured."""
     value_row: NDArray[np.int64]
-    """[values]: the row of each value that is kept, rising."""
+    """[values]: row of each value that is kept, rising."""
     value: UInt64Array
-    """[values]: hashes of values, the same ones in all rows, within a row rising and each once."""
+    """[values]: hashes of values, the same in all rows; within a row rising, each once."""
     value_place: NDArray[np.int64]
-    """[values]: the place of each value in its row."""
+    """[values]: position of each value in its row."""
     width: int
-    """Numbers of a row, of all inputs."""
+    """Number of values in a row, over all inputs."""
 
 
 def sketch(dataset: Dataset) -> RowSketch:
@@ -95,16 +96,17 @@ def sketch(dataset: Dataset) -> RowSketch:
 
 
 def _is_measured(array: NDArray[Any]) -> bool:
-    """Whether numbers may be nearly equal: floats, and integers of 8 and 16 bits (images, sound).
+    """Return whether numbers may be nearly equal: floats, and integers of 8 and 16 bits.
 
-    Longer integers are ids more often than not, and of ids 7 is no nearer to 8 than to 9,000.
+    These integers are images and sound. Longer ones are mostly ids, and id 7 is no nearer to 8 than
+    to 9,000.
     """
     return array.dtype.kind == "f" or (array.dtype.kind in "iu" and array.dtype.itemsize <= 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Projection:
-    """Random signs for the numbers of an input, and how the numbers are brought to one scale."""
+    """Random signs for the numbers of an input, and the shift and factor to a common scale."""
 
     centre: Float32Array
     """[numbers]."""
@@ -114,7 +116,7 @@ class _Projection:
     """[numbers, directions]."""
 
     def of(self, rows: NDArray[Any]) -> Float32Array:
-        """Return [rows, directions] of rows [rows, …]."""
+        """Project rows [rows, …] to [rows, directions]."""
         flat = (rows.reshape(len(rows), -1) - self.centre).astype(np.float32) * self.factor
         found: Float32Array = np.zeros((len(rows), DIRECTIONS), np.float32)
         for start in range(0, flat.shape[1], 2**16):
@@ -124,7 +126,7 @@ class _Projection:
 
 
 def _projections(dataset: Dataset, measured: Mapping[str, NDArray[Any]]) -> dict[str, _Projection]:
-    rng = np.random.default_rng(0)  # no seed of the user's: groups are facts about the data
+    rng = np.random.default_rng(0)  # independent of the user's seed: groups are facts of the data
     count = min(_SAMPLED_ROWS, len(dataset))
     sampled = np.sort(rng.choice(len(dataset), count, replace=False))
     found = {}
@@ -145,8 +147,8 @@ def _projections(dataset: Dataset, measured: Mapping[str, NDArray[Any]]) -> dict
 def _scales(flat: NDArray[np.float64], least: float) -> NDArray[np.float64]:
     """Return the spread of each number, float64[numbers], at least a share of the median one.
 
-    The median of the standard deviations of chunks, which a few outliers do not change; the mean
-    where most chunks have none, as of a number that is rarely set.
+    It is the median of the standard deviations of chunks, which a few outliers do not change; the
+    mean if most chunks have none, as for a number that is rarely set.
     """
     chunks = np.array_split(flat, max(len(flat) // _CHUNK_ROWS, 1))
     spread = np.stack([chunk.std(axis=0) for chunk in chunks])
@@ -158,7 +160,7 @@ def _scales(flat: NDArray[np.float64], least: float) -> NDArray[np.float64]:
 
 
 def _finite(array: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int8] | None]:
-    """Put 0 for what is not finite, and tell where that is; ``None`` where it is nowhere."""
+    """Replace values that are not finite by 0; return flags of them, or ``None`` if all are."""
     if array.dtype.kind != "f" or np.isfinite(array).all():
         return array, None
     flags = (np.isnan(array) + 2 * np.isposinf(array) + 4 * np.isneginf(array)).astype(np.int8)
@@ -181,10 +183,10 @@ _PlacedValues: TypeAlias = tuple[NDArray[np.int64], UInt64Array, NDArray[np.int6
 
 
 def _values(batch: Mapping[str, NDArray[Any]]) -> _PlacedValues:
-    """Return the rows, hashes and places of values; hashes are the same wherever values occur.
+    """Return rows, hashes and places of values; equal values have equal hashes.
 
-    Of floats single values, of integers every run of eight; of each row those with the smallest
-    hashes of all that there may be, so that two rows keep the same of what they share.
+    Values are single floats, and every run of eight integers. Of each row, those with the smallest
+    of all possible hashes are kept, so that two rows keep the same ones of the values they share.
     """
     rows, hashes, places, before = [], [], [], 0
     width = sum(array[0].size for array in batch.values())
@@ -227,29 +229,29 @@ def _mixed(bits: UInt64Array) -> UInt64Array:
 
 
 _PAIRS: Final = 4096
-"""Random pairs that the typical distance is the median of."""
+"""Random pairs whose median distance is the typical one."""
 _ASKED, _FEWEST_ASKED, _COMPARED = 256, 64, 2**24
-"""Rows whose distances to all others are looked at: at most, and at least where all pairs would be
-more than so many."""
+"""Most rows whose distances to all others are computed; fewest of them, if the pairs would
+otherwise exceed the third number; and that number of pairs."""
 _STEPS_OF_TWO: Final = 2
-"""Steps in which a distance at which pairs are counted doubles."""
+"""Steps in which the distance at which pairs are counted doubles."""
 _STEPS: Final = 34
 _MOST_GROWTH: Final = 0.25
-"""Further pairs, as a share, within twice a distance, if those within it are copies. Numbers that
-spread over one dimension bring 1 (twice as many pairs), over more dimensions more."""
+"""Largest share of further pairs within twice a distance, if the pairs within it are copies. For
+numbers spread over one dimension it is 1 (twice as many pairs), over more dimensions larger."""
 _LEAST_PAIRS: Final = 20
 _WIDE: Final = 4.0
-"""Dimensions from which on chance brings no two rows near each other."""
+"""Number of dimensions from which on two rows are not near each other by chance."""
 _MOST_SHARE: Final = 0.05
-"""Share of all rows that are copies of a row on average, at most: larger groups are classes."""
+"""Largest mean share of all rows that are copies of a row: larger groups are classes."""
 _TABLES, _CELL_DIRECTIONS, _CELL_WIDTH = 10, 8, 6.0
-"""Hash tables, the directions that each cuts space by, and how wide cells are in distances."""
+"""Number of hash tables, directions that each divides space by, width of cells in distances."""
 _AT_ONCE: Final = 2**22
-"""Numbers of differences that are held at once."""
+"""Most differences that are in memory together."""
 
 
 def typical_distance(position: Float32Array) -> float:
-    """Return the median distance of random pairs of rows; 0 if there are no two."""
+    """Return the median distance of random pairs of rows; 0 for fewer than two rows."""
     if len(position) < 2:
         return 0.0
     rng = np.random.default_rng(1)
@@ -259,11 +261,11 @@ def typical_distance(position: Float32Array) -> float:
 
 
 def near_copies(position: Float32Array, fixed: UInt64Array, within: float) -> IntArray:
-    """Label rows that are nearer to each other than independent samples come, int64[rows].
+    """Label rows that are nearer to each other than independent samples are, int64[rows].
 
-    No two of the rows are equal. Two are nearly equal where they have the same ``fixed`` hash, and
-    their distance is at most ``within`` of the typical one, at most what :func:`_copy_distance`
-    finds.
+    No two of the rows are equal. Two are nearly equal if they have the same ``fixed`` hash and
+    their distance is at most the result of :func:`_copy_distance`, which is at most ``within`` of
+    the typical one.
     """
     scale = typical_distance(position)
     limit = 0.0 if not scale else _copy_distance(position / scale, within)
@@ -275,14 +277,14 @@ def near_copies(position: Float32Array, fixed: UInt64Array, within: float) -> In
 def _copy_distance(position: Float32Array, within: float) -> float:
     """Return the largest distance, up to ``within``, that copies have and other rows do not.
 
-    Copies with noise make pairs at the distance of the noise, and then no more over a wide range
-    of distances. Samples of a continuous spread do not: pairs within a distance grow at least in
-    proportion to it (their correlation dimension is at least 1; Grassberger and Procaccia 1983).
-    So there is a gap above the distance of copies, also where data of few dimensions are so dense
-    that single distances say nothing. 0 where there is none. In many dimensions independent rows
-    are never near, so that there the gap may be above no pair at all: rare copies are then found
-    by the search that follows. Groups that hold a large share of the rows are no copies but tight
-    classes.
+    Copies with noise form pairs at the distance of the noise, and then no more over a wide range
+    of distances. Samples of a continuous distribution do not: the number of pairs within a distance
+    grows at least in proportion to it (their correlation dimension is at least 1; Grassberger and
+    Procaccia 1983). So there is a gap above the distance of copies, even in data of few dimensions
+    that are so dense that single distances are no evidence. 0 if there is no gap. In many
+    dimensions independent rows are never near, so that the gap may be above 0 pairs: the search
+    that follows then finds rare copies. Groups that contain a large share of the rows are not
+    copies but tight classes.
     """
     distances = 2 * within / 2 ** (np.arange(_STEPS) / _STEPS_OF_TWO)
     pairs, asked = _count_pairs(position, distances)
@@ -299,9 +301,9 @@ def _copy_distance(position: Float32Array, within: float) -> float:
 
 
 def _is_wide(position: Float32Array) -> bool:
-    """Whether rows spread over many dimensions, by the variances along the principal axes.
+    """Return whether rows spread over many dimensions.
 
-    The number of dimensions is their participation ratio.
+    The number of dimensions is the participation ratio of the variances along the principal axes.
     """
     variances = np.linalg.eigvalsh(np.cov(position, rowvar=False))
     return bool(variances.sum() ** 2 >= _WIDE * (variances**2).sum())
@@ -310,7 +312,7 @@ def _is_wide(position: Float32Array) -> bool:
 def _count_pairs(
     position: Float32Array, distances: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], int]:
-    """Count pairs of some rows with all others within each distance, falling; and those rows."""
+    """Count pairs of some rows with all others within each falling distance; also those rows."""
     rng = np.random.default_rng(2)
     rows = len(position)
     most = min(max(_COMPARED // rows, _FEWEST_ASKED), _ASKED, rows)
@@ -329,11 +331,11 @@ def _count_pairs(
 def _near_pairs(
     position: Float32Array, fixed: UInt64Array, limit: float
 ) -> tuple[IntArray, IntArray]:
-    """Find the pairs within ``limit``, or enough of them to connect the rows that are.
+    """Return the pairs within ``limit``, or enough of them to connect the same rows.
 
     Locality-sensitive hashing (Datar, Immorlica, Indyk, Mirrokni 2004): rows in one cell of a
-    random grid are candidates, and those that follow each other in it are compared. A pair shares
-    a cell of one of the tables but for one time in a thousand.
+    random grid are candidates, and consecutive ones in it are compared. A pair has no cell in
+    common in any table with a probability of about one in a thousand.
     """
     rng = np.random.default_rng(3)
     first, second = [], []

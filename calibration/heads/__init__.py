@@ -1,1 +1,1 @@
-"""Heads: families of them, features that they read, training by self-distillation."""
+"""Heads: kinds of them, the features that they read, training by self-distillation."""

@@ -1,4 +1,4 @@
-"""Cut tensors, as heads see them: vectors, tokens, maps, and sets of these."""
+"""Cut tensors as inputs of heads: vectors, tokens, maps, and sets of these."""
 
 from __future__ import annotations
 
@@ -6,67 +6,66 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 Form: TypeAlias = Literal["vector", "tokens", "map", "set"]
-"""What a cut tensor is to heads: [batch, width]; [batch, tokens, width]; channels over one, two or
-three dimensions of a signal, an image or a video; several of these."""
+"""Form of a cut tensor: [batch, width]; [batch, tokens, width]; channels over one, two or three
+dimensions of a signal, an image or a video; several of these."""
 _READ = frozenset({"float16", "float32", "float64", "bfloat16"})
 """numpy's names of the element types that heads read."""
 _RANKS = range(2, 6)
-"""Dimensions of the cut tensors that there are heads for, with the batch."""
+"""Numbers of dimensions, including the batch, of cut tensors that heads can read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTensor:
-    """The tensor at a cut point, which the heads of an exit read, and others beside it."""
+    """The tensor at a cut point, which an exit's heads read, with the point's other tensors."""
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    """First the batch; then channels and map, or map and channels, or tokens and width, or
+    """Sizes, first the batch; then channels and map, or map and channels, or tokens and width, or
     width."""
     channels: int | None = None
-    """The dimension that holds the channels, or a token's width. ``None``: as is usual for the
-    rank, which is the first after the batch for maps of two and three dimensions, else the
-    last."""
+    """Dimension that holds the channels, or a token's width. ``None`` is the usual one for the
+    rank: the first after the batch for maps of two and three dimensions, else the last."""
     mask: str | None = None
-    """Graph input [batch, tokens] that says which tokens count, if there is one."""
+    """Graph input [batch, tokens] that marks the tokens that count, if there is one."""
     mask_dtype: str = "int64"
     answers_last: bool = False
-    """Whether the model answers by its last token that counts, as decoders do: the first one of
-    them sees no other."""
+    """True if the model answers by its last token that counts, as decoders do: their first token
+    sees no other."""
     is_answer: bool = False
-    """Whether it is the quantised model's own answer, which needs no head."""
+    """True if it is the quantised model's answer, which needs no head."""
     beside: tuple[CutTensor, ...] = ()
-    """The other tensors of the cut point, where it has several."""
+    """Other tensors of the cut point, where it has several."""
 
     @property
     def tensors(self) -> tuple[CutTensor, ...]:
-        """All tensors of the cut point, each by itself."""
+        """All tensors of the cut point, as separate cut tensors."""
         return (replace(self, beside=()) if self.beside else self, *self.beside)
 
     @property
     def read(self) -> tuple[CutTensor, ...]:
-        """Those that heads read; others are carried only."""
+        """Tensors that heads read; the others only pass through."""
         return tuple(t for t in self.tensors if t.dtype in _READ and not why_no_head(t))
 
     @property
     def rank(self) -> int:
-        """Number of dimensions, with the batch."""
+        """Number of dimensions, including the batch."""
         return len(self.shape)
 
     @property
     def channel_axis(self) -> int:
-        """The dimension that holds the channels, or a token's width."""
+        """Dimension that holds the channels, or a token's width."""
         usual = 1 if self.rank > 3 else self.rank - 1
         return usual if self.channels is None else self.channels
 
     @property
     def form(self) -> Form | None:
-        """What the cut is to heads; ``None`` where there is no kind of head for it."""
+        """Form of the cut; ``None`` if no kind of head can read it."""
         return "set" if self.beside else self.own_form
 
     @property
     def own_form(self) -> Form | None:
-        """What the tensor is, whatever is beside it."""
+        """Form of this tensor alone."""
         if self.rank not in _RANKS or self.channel_axis not in (1, self.rank - 1):
             return None
         if self.rank == 2:
@@ -75,20 +74,20 @@ class CutTensor:
 
     @property
     def width(self) -> int:
-        """Channels, or size of a token or vector; 0 where it is symbolic."""
+        """Number of channels, or size of a token or vector; 0 if it is symbolic."""
         size = self.shape[self.channel_axis]
         return size if isinstance(size, int) else 0
 
     @property
     def sides(self) -> tuple[int | str, ...]:
-        """Sizes of a map: its height and width, say."""
+        """Sizes of a map, such as its height and width."""
         return tuple(
             size for axis, size in enumerate(self.shape) if axis not in (0, self.channel_axis)
         )
 
 
 def why_no_head(cut: CutTensor) -> str:
-    """Say what a head lacks in a cut tensor; empty where one can be built."""
+    """Return why no head can read a cut tensor, with a remedy; empty if one can."""
     if cut.rank not in _RANKS:
         most = _RANKS.stop - 1
         return (

@@ -1,10 +1,10 @@
 """The kinds of heads: how each pools its cut tensor, and which of them are tried at a cut point.
 
 Apparate 3.1 pools globally and adds one linear layer. A coarse grid instead of global pooling
-keeps where things are, a small hidden layer adds the rest, and learned attention queries pool
-tokens far better than any fixed rule. Attention over maps was tried on the Fashion-MNIST example
-(four queries over a 7×7 grid): it netted 13 % at the first exit where the grid itself netted 64 %,
-and less than it at every other exit.
+keeps positions, a small hidden layer adds most of the remaining accuracy, and learned attention
+queries pool tokens far better than any fixed rule. Attention over maps was tried on the
+Fashion-MNIST example (four queries over a 7×7 grid): its net savings were 13 % at the first exit,
+where the grid had 64 %, and lower than the grid's at every other exit.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ HIDDEN = 128
 QUERIES = (1, 4)
 """Numbers of learned attention queries that are tried."""
 MAX_FEATURES = 2048
-"""Grids with more pooled values than this are not tried: a hidden layer behind them has a megabyte
-of weights, and a batch of one waits for all of them to be read."""
+"""Most pooled values of a grid: a hidden layer after more of them has a megabyte of weights, and a
+batch of one has to wait until all of them are read."""
 FAR_BELOW = -1e9
-"""Added to the scores of padding, so that a softmax passes over it."""
+"""Value added to the scores of padding, so that a softmax ignores it."""
 
 
 class GraphPart(Protocol):
     """An ONNX graph that a pooling adds its nodes to."""
 
     def add(self, op: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
-        """Add a node with one output; gives the output's name."""
+        """Add a node with one output; return the output's name."""
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
-        """Add a constant; gives its name."""
+        """Add a constant; return its name."""
 
     def reduce(self, op: str, tensor: str, axis: int, name: str = "") -> str:
-        """Add ReduceMax or ReduceMean, without the reduced axis; gives the output's name."""
+        """Add ReduceMax or ReduceMean, without the reduced axis; return the output's name."""
 
 
 class ServedHead(NamedTuple):
@@ -54,28 +54,28 @@ class ServedHead(NamedTuple):
 
 
 class Pooling(ABC):
-    """How heads of one kind make features of their cut tensor, in training and as served."""
+    """Computation of features from cut tensors, in training and in serving, for a kind of head."""
 
     kind: ClassVar[HeadKind]
     form: ClassVar[Form]
-    """What cut tensors have to be to be read."""
+    """Form of the cut tensors that this kind can read."""
     reads_mask: ClassVar[bool] = False
-    """Whether the head reads the mask too, where the model has one."""
+    """True if the head also reads the mask, where the model has one."""
     recorded: ClassVar[bool] = False
-    """Whether its features are recorded by themselves, beside the tokens."""
+    """True if its features are recorded separately, in addition to the tokens."""
     learned: ClassVar[bool] = False
-    """Whether the pooling itself has weights, so that training computes it at every step."""
+    """True if the pooling has weights, so that training computes it at every step."""
 
     tried: ClassVar[tuple[Head, ...]] = ()
-    """The heads of this kind that are tried on every cut tensor that it can read."""
+    """Heads of this kind that are tried on every cut tensor that it can read."""
 
     def heads(self, cut: CutTensor) -> Sequence[Head]:  # noqa: ARG002
-        """Give the heads of this kind that are tried on a cut tensor of known width."""
+        """Return the heads of this kind that are tried on a cut tensor of known width."""
         return self.tried
 
     @abstractmethod
     def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
-        """Add the operators that make features; gives their output's name.
+        """Add the operators that compute features; return their output's name.
 
         ``tensors`` are those of :attr:`CutTensor.read` as float32.
         """
@@ -83,9 +83,9 @@ class Pooling(ABC):
     def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
         """Pool recorded tokens [n, tokens, width] to [n, features], as the served graph does.
 
-        ``keep`` [n, tokens, 1] is 1 where a token counts, and 0 where it is padding. Vectors, grids
-        and what is joined are recorded as heads read them, and learned poolings are computed in
-        training.
+        ``keep`` [n, tokens, 1] is 1 where a token counts, and 0 where it is padding. Other kinds do
+        not use this: vectors, grids and joined tensors are recorded as heads read them, and learned
+        poolings are computed in training.
         """
         raise NotImplementedError(f"{self.kind} heads are not trained on pooled tokens")
 
@@ -107,7 +107,7 @@ class _GridPooling(Pooling):
 
 
 class _VectorPooling(Pooling):
-    """The cut tensor itself, where it is a vector."""
+    """The cut tensor unchanged, if it is a vector."""
 
     kind, form = "vector", "vector"
     tried = (Head(kind="vector"), Head(kind="vector", hidden=HIDDEN))
@@ -118,7 +118,7 @@ class _VectorPooling(Pooling):
 
 
 class _FirstTokenPooling(Pooling):
-    """The first token, which many encoders are trained to answer by."""
+    """The first token, which many encoders are trained to answer with."""
 
     kind, form = "first", "tokens"
 
@@ -136,8 +136,8 @@ class _FirstTokenPooling(Pooling):
 class _LastTokenPooling(Pooling):
     """The last token that counts, by which decoders answer: it is the one that sees all others.
 
-    Only tried on these. It is recorded by itself: among the principal components of all tokens, few
-    tell what the last one answers.
+    It is tried only on decoders. It is recorded separately: few of the principal components of all
+    tokens contain information about the last one's answer.
     """
 
     kind, form, reads_mask, recorded = "last", "tokens", True, True
@@ -152,7 +152,7 @@ class _LastTokenPooling(Pooling):
 
 
 class _MeanPooling(Pooling):
-    """The mean of the tokens that are no padding."""
+    """Mean of the tokens that are not padding."""
 
     kind, form, reads_mask = "mean", "tokens", True
     tried = (Head(kind="mean"),)
@@ -204,7 +204,7 @@ POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _
 
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
-    """Give the heads to try; none where the tensor's shape has no known kind of head."""
+    """Return the heads to try; none if no kind of head reads the tensor's shape."""
     if cut.is_answer or not cut.read:
         return ()
     kinds = [pooling for pooling in POOLINGS.values() if pooling.form == cut.form]
@@ -212,7 +212,7 @@ def family_of(cut: CutTensor) -> tuple[Head, ...]:
 
 
 def masked_tensors(cut: CutTensor, head: Head) -> tuple[CutTensor, ...]:
-    """Give the tensors by whose masks a head reads them, one for each mask."""
+    """Return the tensors with whose masks a head reads them, one for each mask."""
     if head.kind in ("own", "bridge") or not POOLINGS[head.kind].reads_mask:
         return ()
     by_mask = {tensor.mask: tensor for tensor in cut.read if tensor.mask}
@@ -220,15 +220,15 @@ def masked_tensors(cut: CutTensor, head: Head) -> tuple[CutTensor, ...]:
 
 
 def masks_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
-    """Give the masks that a head reads beside its cut tensors."""
+    """Return the masks that a head reads in addition to its cut tensors."""
     return tuple(tensor.mask for tensor in masked_tensors(cut, head) if tensor.mask)
 
 
 def grids_of(cut: CutTensor, most_features: float = MAX_FEATURES) -> tuple[int, ...]:
-    """Grids to pool a map to: all of it, and the finest of 2, 4 and its own seventh or eighth part.
+    """Return grids to pool a map to: 1, and the finest of 2, 4 and a seventh or eighth of its side.
 
-    Of those with at most so many features. Grids between were chosen only at the very end of a
-    model, where they net the same.
+    Grids have at most ``most_features`` features. Grids between these were chosen only at the very
+    end of a model, where their net savings are equal.
     """
     sides = [side for side in cut.sides if isinstance(side, int)]
     if len(sides) < len(cut.sides):
@@ -241,7 +241,7 @@ def grids_of(cut: CutTensor, most_features: float = MAX_FEATURES) -> tuple[int, 
 
 
 def join_tensors(part: GraphPart, tensors: Sequence[str], cut: CutTensor) -> str:
-    """Pool each tensor of a set, given as float32, and join them: [n, features]."""
+    """Pool each tensor of a set, passed as float32, and join them: [n, features]."""
     pooled = []
     for tensor, described in zip(tensors, cut.read, strict=True):
         match described.own_form:
@@ -260,7 +260,7 @@ def join_tensors(part: GraphPart, tensors: Sequence[str], cut: CutTensor) -> str
 
 
 def joined_width(cut: CutTensor) -> int:
-    """Count the features that :func:`join_tensors` makes."""
+    """Return the number of features of :func:`join_tensors`."""
     read = cut.read
     widths = [t.width for t in read]
     cells = [
@@ -271,10 +271,10 @@ def joined_width(cut: CutTensor) -> int:
 
 
 def pooling_window(size: int, grid: int) -> tuple[int, int]:
-    """Kernel and stride that pool ``size`` to exactly ``grid`` values, covering all.
+    """Return kernel and stride that pool ``size`` to exactly ``grid`` values, covering all.
 
-    Windows tile where ``grid`` divides ``size``, and overlap elsewhere: a little for coarse grids,
-    much where ``size`` is just below a multiple of a fine one (15 to 8: windows of 8).
+    Windows tile if ``grid`` divides ``size``, and overlap otherwise: a little for coarse grids,
+    much if ``size`` is just below a multiple of a fine one (15 to 8: windows of 8).
     """
     stride = size // grid
     return size - (grid - 1) * stride, stride
@@ -303,7 +303,7 @@ def _first_token(part: GraphPart, tokens: str) -> str:
 def last_token(part: GraphPart, tokens: str, mask: str | None, name: str = "") -> str:
     """Pool tokens [n, tokens, width] to the last one where the mask is 1: [n, width].
 
-    Without a mask that is the one at the end; where the mask is nowhere 1, the first.
+    Without a mask that is the last token; if the mask is 1 nowhere, the first.
     """
     if mask is None:
         return part.add(
@@ -312,7 +312,7 @@ def last_token(part: GraphPart, tokens: str, mask: str | None, name: str = "") -
     one, zero = (part.weight(f"{n}", np.array(n, np.int64)) for n in (1, 0))
     length = part.add("Gather", [part.add("Shape", [mask]), one])
     places = part.add("Cast", [part.add("Range", [zero, length, one])], to=1)
-    # In single precision, as not every runtime reduces integers; it is exact up to 16 million.
+    # In float32, as not every runtime reduces integers; it is exact up to 16 million.
     counted = part.add("Mul", [part.add("Cast", [mask], to=1), places])
     place = part.add("Cast", [part.reduce("ReduceMax", counted, 1)], to=7)  # INT64
     index = part.add("Unsqueeze", [place, part.weight("axis", np.array([1], np.int64))])
@@ -320,7 +320,7 @@ def last_token(part: GraphPart, tokens: str, mask: str | None, name: str = "") -
 
 
 def _token_mask(part: GraphPart, cut: CutTensor) -> str | None:
-    """Add the mask as float32 [n, tokens, 1]; nothing where the model has none."""
+    """Add the mask as float32 [n, tokens, 1]; ``None`` if the model has none."""
     if cut.mask is None:
         return None
     as_float = part.add("Cast", [cut.mask], to=1)  # onnx.TensorProto.FLOAT
@@ -328,7 +328,7 @@ def _token_mask(part: GraphPart, cut: CutTensor) -> str | None:
 
 
 def _padding_bias(part: GraphPart, keep: str) -> str:
-    """Add what padding's scores are lowered by: 0 for tokens that count."""
+    """Add the negative term for the scores of padding; it is 0 for tokens that count."""
     one = part.weight("one", np.array(1, np.float32))
     far = part.weight("far_above", np.array(-FAR_BELOW, np.float32))
     return part.add("Mul", [part.add("Sub", [keep, one]), far])

@@ -1,8 +1,8 @@
-"""How features fit on a disk: in how many passes over the data, and of how many samples.
+"""Plans how features fit on a disk: the number of passes over the data, and of samples.
 
-Heads of one candidate know nothing of another's, so candidates may be recorded and trained a few at
-a time: that costs a pass of the model over the data for each group, and changes no result. Only
-where the most passes do not suffice are samples left out, made ones first.
+Heads of different candidates are independent, so candidates may be recorded and trained a few at a
+time: that takes one pass of the model over the data for each group, and does not change results.
+Samples are left out only if the maximum number of passes does not suffice, made ones first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from offramp.calibration.data.dataset import DataError
 from offramp.calibration.data.scratch import describe_bytes
 
 MOST_PASSES = 4
-"""Over the data, to record features. Tuning, certifying and measuring take one more together."""
+"""Most passes over the data to record features. Tuning, certifying and measuring take another."""
 FEWEST_SAMPLES = 1000
-"""Real ones to train on, below which heads are rather refused than trained badly."""
+"""Fewest real samples to train on; heads trained on fewer would be too bad, so this is refused."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCounts:
-    """How many samples are recorded of each kind."""
+    """Numbers of samples that are recorded, by kind."""
 
     train: int
     made: int
@@ -30,26 +30,27 @@ class SampleCounts:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all samples."""
         return self.train + self.made + self.tune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturePlan:
-    """What is recorded in which pass."""
+    """Assignment of candidates to passes."""
 
     groups: tuple[tuple[int, ...], ...]
     """Candidates, by pass."""
     counts: SampleCounts
     size_bytes: int
-    """Of the features of the largest group, which are on the disk at once."""
+    """Bytes of the features of the largest group, which are on the disk together."""
 
 
 def plan_features(sizes: Sequence[int], counts: SampleCounts, limit_bytes: int) -> FeaturePlan:
-    """Plan to record features of at most so many bytes at once.
+    """Plan to record features of at most ``limit_bytes`` together.
 
     ``sizes`` are, by candidate, the bytes of one sample's features. As few passes as possible are
-    made; after :data:`MOST_PASSES` samples are left out. DataError where too few would be left.
+    planned; if :data:`MOST_PASSES` do not suffice, samples are left out. DataError if too few would
+    be left.
     """
     for passes in range(1, MOST_PASSES + 1):
         groups = balanced_groups(sizes, passes)
@@ -62,15 +63,15 @@ def plan_features(sizes: Sequence[int], counts: SampleCounts, limit_bytes: int) 
         least = min(counts.train, FEWEST_SAMPLES) + counts.tune
         raise DataError(
             f"features of {least:,} samples, the fewest to train and tune on, take "
-            f"{describe_bytes(largest * least)} at once in {MOST_PASSES} passes, more than the "
+            f"{describe_bytes(largest * least)} together in {MOST_PASSES} passes, more than the "
             f"{describe_bytes(limit_bytes)} of --scratch-limit; raise it, ask for fewer exits "
-            "(--candidates), or give fewer or smaller samples"
+            "(--candidates), or pass fewer or smaller samples"
         )
     return FeaturePlan(groups=groups, counts=kept, size_bytes=largest * kept.total)
 
 
 def balanced_groups(sizes: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:
-    """Divide candidates into at most so many runs of neighbours, the largest as small as can be."""
+    """Divide candidates into at most ``groups`` runs of neighbours with the least maximum size."""
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -82,7 +83,7 @@ def balanced_groups(sizes: Sequence[int], groups: int) -> tuple[tuple[int, ...],
 
 
 def _filled(sizes: Sequence[int], room: int) -> tuple[tuple[int, ...], ...]:
-    """Fill groups one after another, each as far as it has room; none is empty."""
+    """Fill groups one after another up to the size ``room``; none is empty."""
     groups: list[list[int]] = []
     free = -1
     for index, size in enumerate(sizes):
@@ -95,7 +96,7 @@ def _filled(sizes: Sequence[int], room: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _kept(counts: SampleCounts, most: int) -> SampleCounts:
-    """Leave out made samples, then real ones that train; those that tune all stay."""
+    """Leave out made samples, then real ones that train; all tuning samples stay."""
     made = min(counts.made, max(most - counts.train - counts.tune, 0))
     train = min(counts.train, max(most - counts.tune, 0))
     return SampleCounts(train=train, made=made, tune=counts.tune)

@@ -1,9 +1,9 @@
-"""The features that heads are trained on, recorded once.
+"""Records the features that heads are trained on, once.
 
-Maps are pooled to grids by ONNX Runtime with the very operators that will be served; vectors are
-kept whole, tokens in their principal components, which heads learn from as well and which the
-head's first layer and queries take back. Stored as float16 in files that are mapped into memory,
-since tokens of a real data set run to gigabytes; values beyond float16's range are clipped.
+ONNX Runtime pools maps to grids with the operators that will be served. Vectors are stored whole,
+tokens as their principal components, from which heads learn as well; the head's first layer and
+queries undo that transformation. Features are float16 in files that are mapped into memory, since
+tokens of a real data set take gigabytes; values beyond float16's range are clipped.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _log = logging.getLogger(__name__)
 _FLOAT16_MAX = 65504.0
 
 WHOLE = 0
-"""The key, in place of a grid, of a tensor that is recorded as it is."""
+"""Key, in place of a grid, of a tensor that is recorded unchanged."""
 LAST = -1
-"""The key of tokens' last one that counts."""
+"""Key of the last token that counts."""
 TOKEN_COMPONENTS = 128
-"""Principal components of tokens that are stored, at most."""
+"""Most principal components of tokens that are stored."""
 _PROJECTED_SAMPLES = 256
-"""That components of tokens are estimated from, at most."""
+"""Most samples that components of tokens are estimated from."""
 
 Projections: TypeAlias = Mapping[int, Preconditioner]
-"""By candidate, how its tokens become coordinates; others are stored as they are."""
+"""Transformation of tokens to coordinates, by candidate; tokens of others are stored unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +51,17 @@ class Recording:
     """The recorded features of every candidate exit, and the source model's answers."""
 
     features: tuple[Mapping[int, NDArray[np.float16]], ...]
-    """Per candidate, by grid: [n, channels · grid^sides]; by :data:`WHOLE`: [n, tokens, width] or
-    [n, width]; by :data:`LAST`: [n, width]."""
+    """Features per candidate, by grid: [n, channels · grid^sides]; by :data:`WHOLE`: [n, tokens,
+    width] or [n, width]; by :data:`LAST`: [n, width]."""
     masks: Mapping[str, NDArray[Any]]
-    """The masks that heads use, by graph input: [n, tokens]."""
+    """Masks that heads use, by graph input: [n, tokens]."""
     answers: NDArray[np.float32]
-    """[n, classes]: the source model's."""
+    """[n, classes]: the source model's answers."""
     projections: Projections = field(default_factory=dict)
-    """By candidate, where its tokens are stored as coordinates."""
+    """Transformations by candidate, where tokens are stored as coordinates."""
 
     def subset(self, rows: slice | NDArray[np.intp]) -> Recording:
-        """Give some samples; of a slice nothing is copied."""
+        """Return some samples; a slice is not copied."""
         return replace(
             self,
             features=tuple({key: v[rows] for key, v in e.items()} for e in self.features),
@@ -85,13 +85,12 @@ def record(
 ) -> Recording:
     """Run the source model with all poolings attached over a data set.
 
-    ``model`` is the joined graph of segments and poolings, in a cascade the source model beside it;
-    ``outputs`` are, by candidate, its outputs by grid; ``masks`` are the graph inputs that heads
-    read beside them. ``made`` samples are recorded behind the
-    others; where the source model fails or has no finite answer, the sample that one was made of is
-    there once more. (On a sample of the data set, that is a ``DataError``.) Files are put in
-    ``directory``, which the caller removes; ``progress`` is called with the number of samples of
-    each finished batch.
+    ``model`` is the joined graph of segments and poolings, in a cascade followed by the source
+    model; ``outputs`` are, by candidate, its outputs by grid; ``masks`` are further graph inputs
+    that heads read. ``made`` samples are recorded after the others; if the source model fails on
+    one or has no finite answer, the sample that it was made from is repeated in its place. (For a
+    sample of the data set, that is a ``DataError``.) Files are put in ``directory``, which the
+    caller removes; ``progress`` is called with the number of samples of each finished batch.
     """
     made_rows = 0 if made is None else len(made)
     store = _FeatureStore(
@@ -113,7 +112,7 @@ def record(
                 store.keep(len(dataset), rows, answered, values)
         except DataError as error:
             _log.warning("Heads train without some of the made samples: %s.", error)
-    # In the place of what the model cannot answer stands, once more, the sample it was made of.
+    # Samples that the model cannot answer are replaced by those that they were made from.
     bad = np.flatnonzero(~agreement_of(answer).decided(store.answers))
     if made is not None and len(bad):
         arrays: list[NDArray[Any]] = [store.answers, *store.files.values(), *read.values()]
@@ -129,13 +128,13 @@ def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _FeatureStore:
-    """The files that features are recorded to, each made when its first values come."""
+    """The files that features are recorded to; they are created with the first values."""
 
     directory: Path
     names: Sequence[str]
     """Outputs of the graph."""
     projected: Mapping[str, Preconditioner]
-    """By output, how its tokens become coordinates."""
+    """Transformation of tokens to coordinates, by output."""
     answers: NDArray[np.float32]
     progress: Callable[[int], None]
     files: dict[str, NDArray[np.float16]] = field(default_factory=dict)
@@ -143,7 +142,7 @@ class _FeatureStore:
     def keep(
         self, start: int, rows: slice, answered: NDArray[Any], values: Sequence[NDArray[Any]]
     ) -> None:
-        """Keep a batch's answers and values, ``start`` places behind its rows."""
+        """Store a batch's answers and values, ``start`` places after its rows."""
         place = slice(start + rows.start, start + rows.stop)
         self.answers[place] = answered
         stored = {n: self._stored(n, value) for n, value in zip(self.names, values, strict=True)}
@@ -161,7 +160,7 @@ class _FeatureStore:
         return flat.reshape(*value.shape[:2], -1)
 
     def _make_files(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Make all files at their full size: a full disk shows now, not after hours."""
+        """Create all files at their full size, so that a full disk is detected at the start."""
         try:
             for index, (name, shape) in enumerate(shapes.items()):
                 self.files[name] = _new_file(self.directory / f"{index}.npy", np.float16, shape)
@@ -175,7 +174,7 @@ class _FeatureStore:
 
 
 def _new_file(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Map a new file that has its room on the disk, and no name any more; OSError if it is full."""
+    """Map a new file with reserved disk space and no name; OSError if the disk is full."""
     mapped: NDArray[Any] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     _reserve(path)
     _forget(path)
@@ -183,10 +182,10 @@ def _new_file(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _reserve(path: Path) -> None:
-    """Have the disk keep room for all of a file; OSError if it is full.
+    """Reserve disk space for a whole file; OSError if the disk is full.
 
-    A file that is mapped has no room of its own before it is written to, and a write to memory for
-    which the disk has none ends the process (SIGBUS).
+    A new mapped file has no space reserved, and a write to memory without space on the disk kills
+    the process (SIGBUS).
     """
     if hasattr(os, "posix_fallocate"):  # macOS has none
         with path.open("r+b") as file:
@@ -194,11 +193,11 @@ def _reserve(path: Path) -> None:
 
 
 def _forget(path: Path) -> None:
-    """Remove the name of a file that is mapped: its room is free again as soon as nobody maps it.
+    """Remove the name of a mapped file, so that its space is released with the last mapping.
 
-    However the process ends, killed without a chance to clean up too.
+    This works even if the process is killed and cannot clean up.
     """
-    with contextlib.suppress(PermissionError):  # Windows removes no file that is open
+    with contextlib.suppress(PermissionError):  # Windows does not remove open files
         path.unlink()
 
 
@@ -210,10 +209,10 @@ def sample_sizes(
     *,
     threads: int,
 ) -> list[int]:
-    """Find the bytes that features of one sample take, by candidate, by running the first one.
+    """Return the bytes of one sample's features, by candidate, by running the first sample.
 
-    ``model`` and ``outputs`` are as :func:`record` gets them. Wide tokens are counted as the
-    components that :func:`fit_projections` keeps at most.
+    ``model`` and ``outputs`` are as for :func:`record`. Wide tokens are counted as the maximum
+    number of components that :func:`fit_projections` keeps.
     """
     wide = set(_wide_tokens(outputs, cuts))
     names = [name for per_exit in outputs for name in per_exit.values()]
@@ -241,7 +240,7 @@ def fit_projections(
     threads: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Projections:
-    """Find the principal components of wide tokens; ``outputs`` are as :func:`record` gets them.
+    """Fit the principal components of wide tokens; ``outputs`` are as for :func:`record`.
 
     ``progress`` is called with the number of samples of each finished batch, of
     :func:`projected_samples`.
@@ -266,7 +265,7 @@ def fit_projections(
 def projected_samples(
     outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTensor], samples: int
 ) -> int:
-    """Count the samples of so many that :func:`fit_projections` runs; none without wide tokens."""
+    """Return how many of ``samples`` :func:`fit_projections` runs; 0 without wide tokens."""
     return len(_projected_rows(samples)) if _wide_tokens(outputs, cuts) else 0
 
 
@@ -275,18 +274,18 @@ def _projected_rows(samples: int) -> NDArray[np.intp]:
 
 
 class _SomeTokens:
-    """Some of the tokens that count, at even distances: as many as components are fitted to."""
+    """Some of the tokens that count, evenly spaced: as many as components are fitted to."""
 
     def __init__(self, samples: Dataset, mask: str | None) -> None:
         self.kept: list[NDArray[np.float32]] = []
-        """Each [some, width]."""
+        """Tokens of each batch, [some, width]."""
         counts = None if mask is None else samples.column(mask, slice(None)) > 0
-        # A mask by which none counts is of another kind: of 0 and minus infinity, say.
+        # A mask that marks no token is of another kind, for example with 0 and minus infinity.
         self._counts = counts if counts is not None and counts.any() else None
         self._samples, self._seen = len(samples), 0
 
     def add(self, rows: slice, tokens: NDArray[Any]) -> None:
-        """Take some of the tokens [b, tokens, width] of a batch."""
+        """Add some of the tokens [b, tokens, width] of a batch."""
         width = tokens.shape[2]
         if self._counts is None:
             total, new = self._samples * tokens.shape[1], tokens.reshape(-1, width)
@@ -298,7 +297,7 @@ class _SomeTokens:
 
 
 def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTensor]) -> list[int]:
-    """Find the candidates whose tokens are worth projecting."""
+    """Return the candidates whose tokens are worth projecting."""
     return [
         candidate
         for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
@@ -309,7 +308,7 @@ def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTenso
 def _masks(
     directory: Path, names: Collection[str], dataset: Dataset, made: MadeSamples | None
 ) -> dict[str, NDArray[Any]]:
-    """Copy masks to files, by name; DataError if they have no room."""
+    """Copy masks to files, by name; DataError if the disk is full."""
     try:
         return {
             name: _mask(directory / f"mask-{index}.npy", name, dataset, made)
@@ -323,7 +322,7 @@ def _masks(
 
 
 def _mask(path: Path, name: str, dataset: Dataset, made: MadeSamples | None) -> NDArray[Any]:
-    """Copy a mask [n, tokens] to a new file, those of made samples behind the others."""
+    """Copy a mask [n, tokens] to a new file, those of made samples after the others."""
     total = len(dataset) + (0 if made is None else len(made))
     first = dataset.column(name, slice(1))
     mask = _new_file(path, first.dtype, (total, *first.shape[1:]))

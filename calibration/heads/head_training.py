@@ -1,11 +1,11 @@
-"""Train heads on the frozen model's features, each exit for itself.
+"""Trains heads on the frozen model's features, independently for each exit.
 
 Apparate 3.1: ramps are trained independently of each other on a frozen model. The targets are the
-source model's probabilities (self-distillation), so no labels are needed. Exits are dealt to
-threads, one core each: that keeps its pace beside a busy neighbour, where threads that share one
-matrix product wait for each other. Only this module, :mod:`.learners`, :mod:`.objectives`,
-:mod:`.torch.bridge_training`, :mod:`.torch.joint_training` and, for whole graphs,
-:mod:`.torch.torch_graph` with :mod:`.calibration.torch_operators` name torch.
+source model's probabilities (self-distillation), so no labels are needed. Exits are distributed to
+threads, one core each. This stays fast if another process uses a core, whereas threads that share
+one matrix product would wait for each other. Only this module, :mod:`.learners`,
+:mod:`.objectives`, :mod:`.torch.bridge_training`, :mod:`.torch.joint_training` and, for whole
+graphs, :mod:`.torch.torch_graph` with :mod:`.calibration.torch_operators` import torch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from offramp.calibration.heads.learners import (
 from offramp.calibration.heads.objectives import Objective
 
 _EVALUATED = 512
-"""Samples that are answered at once."""
+"""Samples that are answered together."""
 _FEWEST_STEPS = 24
-"""Fewest steps of an epoch: little data comes in smaller batches, or heads would hardly learn."""
+"""Fewest steps of an epoch: batches are smaller for little data, or heads would hardly learn."""
 _SMALLEST_BATCH = 32
 
 
@@ -50,18 +50,18 @@ class TrainedHead:
     candidate: int
     head: Head
     weights: Mapping[str, NDArray[np.float32]]
-    """``weight`` [inputs, classes], ``bias`` [classes]; ``hidden_weight``, ``hidden_bias`` of
-    the hidden layer; ``queries`` [queries, width]. Preconditioning is folded in."""
+    """Weights: ``weight`` [inputs, classes], ``bias`` [classes]; ``hidden_weight``, ``hidden_bias``
+    of the hidden layer; ``queries`` [queries, width]. Preconditioning is folded in."""
     principal: NDArray[np.float32]
     """[tune samples, principal values]."""
     said: NDArray[np.generic]
-    """[tune samples, …]: what its answers are compared by."""
+    """[tune samples, …]: reduced answers, for comparison."""
     statistics: NDArray[np.float32] | None = None
-    """[tune samples, 3], of one class of several: what criteria are made of."""
+    """[tune samples, 3], for one class of several: statistics that criteria are computed from."""
 
     @property
     def confidence(self) -> NDArray[np.float32]:
-        """[tune samples]: what all principal values reach."""
+        """Smallest principal value of each answer, [tune samples]."""
         smallest: NDArray[np.float32] = self.principal.min(axis=1)
         return smallest
 
@@ -77,13 +77,13 @@ def train_heads(
     known: Preconditioners | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedHead]:
-    """Train heads of every candidate; the same in every run, however many threads there are.
+    """Train heads of every candidate; results do not depend on the number of threads.
 
     ``cuts`` and ``families`` are, by candidate, its cut tensor and the heads to train, whose order
-    the result keeps. ``objective`` says what is learned of the source model's answers. The
-    features ``tune`` are answered with the trained heads, and pick each head's best epoch.
-    ``known`` preconditioners are used where there is one, and new ones added. ``progress`` is
-    called with 1 after every step of :func:`count_steps`, from several threads.
+    the result keeps. ``objective`` defines what is learned from the source model's answers. The
+    trained heads answer the features ``tune``, which select each head's best epoch. ``known``
+    preconditioners are used where there is one, and new ones added. ``progress`` is called with 1
+    after every step of :func:`count_steps`, from several threads.
     """
     torch.set_num_threads(1)
     known = {} if known is None else known
@@ -110,7 +110,7 @@ def train_heads(
     with ThreadPoolExecutor(options.threads) as pool:
         try:
             groups = list(pool.map(run, _groups(families).items()))
-        except BaseException:  # an interrupt must not wait until the others are trained
+        except BaseException:  # an interrupt must not wait until the other heads are trained
             stop.set()
             raise
     trained = {(t.candidate, t.head): t for group in groups for t in group}
@@ -119,7 +119,7 @@ def train_heads(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lesson:
-    """What a group of heads learns, and how."""
+    """Objective, targets and options of a group of heads."""
 
     objective: Objective
     targets: Tensor
@@ -128,12 +128,12 @@ class _Lesson:
 
 
 def count_steps(families: Sequence[Sequence[Head]], options: TrainingOptions) -> int:
-    """Count the progress reports of :func:`train_heads`: one an epoch of the heads on a view."""
+    """Return the number of progress calls of :func:`train_heads`: one per epoch and view."""
     return options.epochs * len(_groups(families))
 
 
 def _groups(families: Sequence[Sequence[Head]]) -> dict[View, list[Head]]:
-    """Group heads by what they see of a cut tensor, which is read once for all of them."""
+    """Group heads by their view of a cut tensor, which is read once for all of them."""
     groups: dict[View, list[Head]] = {}
     for candidate, family in enumerate(families):
         for head in family:
@@ -150,7 +150,7 @@ def _fit(
     progress: Callable[[int], None],
     stop: threading.Event,
 ) -> None:
-    """Train a group of heads, and leave each as it was after its best epoch."""
+    """Train a group of heads; each keeps the weights of its best epoch."""
     objective, targets, options = lesson.objective, lesson.targets, lesson.options
     loaded, judged = learner.load(train), learner.load(tune)
     wanted = objective.judged_by(tune.answers)
@@ -188,7 +188,7 @@ def _fit(
 
 @torch.no_grad()
 def _logits(learner: Learner, loaded: Any, samples: int) -> list[Tensor]:
-    """Compute every head's logits [samples, classes]."""
+    """Return every head's logits [samples, classes]."""
     chunks = [
         learner.logits(loaded, rows, training=False)
         for rows in torch.split(torch.arange(samples), _EVALUATED)
@@ -199,7 +199,7 @@ def _logits(learner: Learner, loaded: Any, samples: int) -> list[Tensor]:
 def _answered(
     learner: Learner, candidate: int, tune: Recording, objective: Objective
 ) -> list[TrainedHead]:
-    """Answer the tuning split with the trained heads."""
+    """Return the trained heads with their answers to the tuning split."""
     trained = []
     for index, logits in enumerate(_logits(learner, learner.load(tune), len(tune.answers))):
         reading = objective.read(logits)

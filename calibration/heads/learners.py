@@ -1,7 +1,7 @@
-"""Groups of heads that learn together from one view of a cut tensor, on torch.
+"""Groups of heads that are trained together on one view of a cut tensor, with torch.
 
-A group reads its features once for all of its heads. What it learned is given back as weights on
-the plain features, so that the served graph needs none of the coordinates of training.
+A group reads its features once for all of its heads. The resulting weights are for plain features,
+so that the served graph does not need the coordinates of training.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from offramp.calibration.heads.preconditioning import Preconditioner, moments
 
 FloatArray = NDArray[np.float32]
 _POOLED = 256
-"""Samples whose tokens are pooled at once."""
+"""Samples whose tokens are pooled together."""
 
 
 class View(NamedTuple):
-    """What a group of heads sees of a cut tensor."""
+    """The part of a cut tensor that a group of heads reads."""
 
     candidate: int
     kind: HeadKind
@@ -38,7 +38,7 @@ class View(NamedTuple):
 
 
 def view_of(candidate: int, head: Head) -> View:
-    """Give what a head sees of a candidate's cut tensor."""
+    """Return the view that a head has of a candidate's cut tensor."""
     return View(candidate, head.kind, head.grid)
 
 
@@ -48,44 +48,44 @@ _Tokens: TypeAlias = tuple[NDArray[np.float16], NDArray[Any] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The heads to train on one view, and what they start from."""
+    """The heads to train on one view, with their data and settings."""
 
     view: View
     heads: Sequence[Head]
     mask: str | None
-    """Graph input that says which tokens count, if there is one."""
+    """Graph input that marks the tokens that count, if there is one."""
     train: Recording
     scores: int
-    """Of each head: for instance one for each class."""
+    """Number of scores of each head, for instance one for each class."""
     dropout: float
     seed: int
 
     @property
     def projection(self) -> tuple[Preconditioner, ...]:
-        """How the tokens were recorded as coordinates; empty where they were recorded plain."""
+        """Transformation of recorded tokens to coordinates; empty if they are recorded plain."""
         found = self.train.projections.get(self.view.candidate)
         return () if found is None else (found,)
 
     def random(self) -> torch.Generator:
-        """Make a generator of the view's own: no head may depend on what else is trained."""
+        """Return a generator seeded by the view: no head may depend on which others are trained."""
         entropy = (self.seed, self.view.candidate, sum(self.view.kind.encode()), self.view.grid)
         (seed,) = np.random.SeedSequence(entropy).generate_state(1)
         return torch.Generator().manual_seed(int(seed))
 
     def layers(self, inputs: Sequence[int], random: torch.Generator) -> list[HeadLayers]:
-        """Make every head's layers, on so many features each."""
+        """Return every head's layers, with ``inputs`` features each."""
         return [
             HeadLayers(head, size, self.scores, dropout=self.dropout, random=random)
             for head, size in zip(self.heads, inputs, strict=True)
         ]
 
     def mask_in(self, recording: Recording) -> NDArray[Any] | None:
-        """Give the recorded mask [n, tokens], if there is one."""
+        """Return the recorded mask [n, tokens], if there is one."""
         return recording.masks[self.mask] if self.mask else None
 
 
 class HeadLayers:
-    """The one or two dense layers of a head, behind features [b, inputs]."""
+    """The one or two dense layers of a head, applied to features [b, inputs]."""
 
     def __init__(
         self, head: Head, inputs: int, classes: int, *, dropout: float, random: torch.Generator
@@ -97,7 +97,7 @@ class HeadLayers:
         self.biases = [_uniform((to,), random, 1 / math.sqrt(n)) for n, to in steps]
 
     def __call__(self, features: Tensor, *, training: bool) -> Tensor:
-        """Give logits [b, classes]."""
+        """Return logits [b, classes]."""
         x = features
         if self.head.hidden:
             x = torch.addmm(self.biases[0], x, self.weights[0]).relu()
@@ -107,7 +107,7 @@ class HeadLayers:
         return torch.addmm(self.biases[-1], x, self.weights[-1])
 
     def folded(self, *preconditioners: Preconditioner) -> dict[str, FloatArray]:
-        """Give the weights as served, on plain features; the last preconditioner came first."""
+        """Return the weights for plain features; the last preconditioner was applied first."""
         weights = [w.detach().numpy() for w in self.weights]
         biases = [b.detach().numpy() for b in self.biases]
         first, bias = weights[0], biases[0]
@@ -121,41 +121,41 @@ class HeadLayers:
 
 
 class Learner(ABC):
-    """A group of heads with what they learn, and the features that they learn from."""
+    """A group of heads with their parameters, and access to their features."""
 
     layers: list[HeadLayers]
 
     def parameters(self, index: int) -> list[Tensor]:
-        """Give what a head learns."""
+        """Return the trainable parameters of a head."""
         return [*self.layers[index].weights, *self.layers[index].biases]
 
     @abstractmethod
     def load(self, recording: Recording) -> Any:
-        """Give a recording in the form that :meth:`pool` takes rows from."""
+        """Return a recording in the form that :meth:`pool` takes rows from."""
 
     @abstractmethod
     def pool(self, loaded: Any, rows: Tensor) -> list[Tensor]:
-        """Give each head's features [b, inputs] of some rows."""
+        """Return each head's features [b, inputs] of some rows."""
 
     @abstractmethod
     def folded(self, index: int) -> dict[str, FloatArray]:
-        """Give a head's weights as served."""
+        """Return a head's weights for the served graph."""
 
     def logits(self, loaded: Any, rows: Tensor, *, training: bool) -> list[Tensor]:
-        """Give each head's logits [b, classes] of some rows."""
+        """Return each head's logits [b, classes] of some rows."""
         pooled = zip(self.layers, self.pool(loaded, rows), strict=True)
         return [layers(features, training=training) for layers, features in pooled]
 
 
 def learner_of(group: Group, known: Preconditioners) -> Learner:
-    """Make the learner for a group's kind; a new preconditioner is added to ``known``."""
+    """Return the learner for a group's kind; a new preconditioner is added to ``known``."""
     if POOLINGS[group.view.kind].learned:
         return _AttentionLearner(group)
     return _FixedLearner(group, known)
 
 
 class _FixedLearner(Learner):
-    """Heads on features that no learning changes: grids, vectors, fixed poolings of tokens."""
+    """Heads on features without trainable parameters: grids, vectors, fixed poolings of tokens."""
 
     def __init__(self, group: Group, known: Preconditioners) -> None:
         self._group = group
@@ -168,7 +168,7 @@ class _FixedLearner(Learner):
 
     def load(self, recording: Recording) -> Tensor | NDArray[np.floating]:
         seen = self._seen(recording)
-        # Features that are only scaled are many, and scaling them costs little: every time anew.
+        # Features that are only scaled are many, and scaling is cheap: done again every time.
         if self._preconditioner.matrix.ndim == 1:
             return seen
         return torch.from_numpy(self._preconditioner.apply(seen))
@@ -183,7 +183,7 @@ class _FixedLearner(Learner):
         return self.layers[index].folded(self._preconditioner, *self._projection)
 
     def _seen(self, recording: Recording) -> NDArray[np.floating]:
-        """The features [n, inputs] before preconditioning."""
+        """Return the features [n, inputs] before preconditioning."""
         key = LAST if self._pooling.recorded else self._group.view.grid or WHOLE
         recorded = recording.features[self._group.view.candidate][key]
         if self._pooling.form != "tokens" or self._pooling.recorded:
@@ -198,7 +198,7 @@ class _FixedLearner(Learner):
 
 
 class _AttentionLearner(Learner):
-    """Heads that pool tokens by learned queries, all at once: what takes time is reading tokens."""
+    """Heads with learned attention queries, trained together, as reading tokens takes most time."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -211,7 +211,7 @@ class _AttentionLearner(Learner):
         self.layers = group.layers([h.queries * width for h in group.heads], random)
 
     def _standardise(self) -> Preconditioner:
-        """Standardise single tokens; coordinates have their scale already."""
+        """Return a standardisation of single tokens; coordinates are already scaled."""
         loaded = self.load(self._group.train)
         samples = len(loaded[0])
         values, kept = _take(loaded, torch.arange(0, samples, max(1, samples // 1024)))
@@ -240,20 +240,20 @@ class _AttentionLearner(Learner):
     def folded(self, index: int) -> dict[str, FloatArray]:
         queries = (self.queries[index] * self._query_scaling).detach().numpy()
         for projection in self._group.projection:
-            # The tokens' mean shifts all scores of a sample alike, which softmax does not see.
+            # The tokens' mean adds a constant to all scores of a sample; softmax ignores it.
             queries = queries @ projection.matrix.T
         layers = self.layers[index].folded(self._standard, *self._group.projection)
         return layers | {"queries": np.ascontiguousarray(queries)}
 
 
 def _uniform(shape: tuple[int, ...], random: torch.Generator, bound: float) -> Tensor:
-    """Draw a parameter between minus and plus ``bound``."""
+    """Return a parameter drawn uniformly between minus and plus ``bound``."""
     values = torch.empty(shape).uniform_(-bound, bound, generator=random)
     return values.requires_grad_()
 
 
 def _take(loaded: _Tokens, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Give tokens and mask of some rows as float32; read in order, as they lie in a file."""
+    """Return tokens and mask of some rows as float32, read in the order of the file."""
     (tokens, mask), places = loaded, rows.numpy()
     values = torch.from_numpy(copy_rows(tokens, places)).float()
     keep = None if mask is None else copy_rows(mask, places).astype(np.float32)

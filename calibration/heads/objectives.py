@@ -1,10 +1,10 @@
-"""What heads learn for each task: targets, loss, how scores are read, and how sure an answer is.
+"""Training objectives of heads by task: targets, loss, reading of scores, and confidence.
 
-Targets are the source model's own answers (self-distillation), so no labels are needed. A head has
-one score for each class or label; that of a regression has one more, by which it learns whether it
-is near enough: an answer of values says nothing of how sure it is.
+Targets are the source model's answers (self-distillation), so no labels are needed. A head has one
+score for each class or label. For regression it has one more, with which it learns whether its
+values are near enough, as values alone contain no confidence.
 
-:func:`fit_certainty` fits, after training, the weights that turn statistics of an exit's answer
+After training, :func:`fit_certainty` fits the weights that turn statistics of an exit's answer
 into the probability that it agrees with the model.
 """
 
@@ -28,81 +28,81 @@ FloatArray = NDArray[np.float32]
 
 
 class ReadScores(NamedTuple):
-    """The scores of a head, as answers to n samples."""
+    """The scores of a head, read as answers to n samples."""
 
     principal: FloatArray
     """[n, principal values], from 0 to 1."""
     said: NDArray[np.generic]
-    """[n, …]: what the answers are compared by."""
+    """[n, …]: reduced answers, for comparison."""
     statistics: FloatArray | None = None
-    """[n, 3], of one class of several: what criteria are made of."""
+    """[n, 3], for one class of several: statistics that criteria are computed from."""
 
 
 class Objective(ABC):
-    """What heads of a task learn from the source model's answers [n, …]."""
+    """The training objective of heads for a task, from the source model's answers [n, …]."""
 
     def __init__(self, answer: Answer, answers: FloatArray) -> None:
         """Take the model's answers to the training samples, which may set scales."""
         self.answer = answer
         self.scores = answers.shape[1]
-        """Scores that a head gives."""
+        """Number of scores of a head."""
 
     @abstractmethod
     def targets(self, answers: FloatArray) -> Tensor:
-        """Give what a head learns of answers, [n, …]."""
+        """Return the training targets for answers, [n, …]."""
 
     def judged_by(self, answers: FloatArray) -> Tensor:
-        """Give what a head's epochs are judged by, [n, …]."""
+        """Return the targets that a head's epochs are compared by, [n, …]."""
         return self.targets(answers)
 
     @abstractmethod
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Give the mean loss of scores [n, scores]."""
+        """Return the mean loss of scores [n, scores]."""
 
     @abstractmethod
     def read(self, scores: Tensor) -> ReadScores:
         """Read scores [n, scores] as answers."""
 
     def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
-        """Give a head's weights as they are served: what it learned in, it may not answer in."""
+        """Return a head's weights for serving, which may use other units than training."""
         return weights
 
 
 class ClassObjective(Objective):
-    """One class of several: the probabilities are learned, and epochs judged by the class.
+    """One class of several: the probabilities are learned, and epochs compared by the class.
 
     A class that the model rules out for every training sample, by a mask before its activation, is
     ruled out at exits too: its bias is -infinity.
     """
 
     def __init__(self, answer: Answer, answers: FloatArray) -> None:
-        """Find the classes that the model never gives any probability."""
+        """Find the classes whose probability is always 0."""
         super().__init__(answer, answers)
         never = 0.0 if answer.form == "probabilities" else -np.inf
         self._ruled_out: NDArray[np.bool_] = (answers == never).all(axis=0)
 
     def targets(self, answers: FloatArray) -> Tensor:
-        """Give probabilities [n, classes]."""
+        """Return probabilities [n, classes]."""
         if self.answer.form == "probabilities":
             return torch.from_numpy(answers)
         shifted = np.exp(answers - answers.max(axis=1, keepdims=True))
         return torch.from_numpy(shifted / shifted.sum(axis=1, keepdims=True))
 
     def judged_by(self, answers: FloatArray) -> Tensor:
-        """Give classes [n]."""
+        """Return classes [n]."""
         return torch.from_numpy(answers.argmax(axis=1))
 
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Give the cross entropy."""
+        """Return the cross entropy."""
         return functional.cross_entropy(scores, targets)
 
     def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
-        """Rule classes out that the model never gives."""
+        """Rule out classes that the model never predicts."""
         bias = np.where(self._ruled_out, np.float32(-np.inf), weights["bias"])
         return weights | {"bias": bias}
 
     def read(self, scores: Tensor) -> ReadScores:
-        """Take the largest probability, and its class."""
+        """Read the largest probability, and its class."""
         scores = scores.masked_fill(torch.from_numpy(self._ruled_out), -np.inf)
         confidence, classes = scores.softmax(1).max(1)
         statistics = statistics_of(scores.numpy(), "logits")
@@ -110,9 +110,9 @@ class ClassObjective(Objective):
 
 
 class LevelObjective(ClassObjective):
-    """One class of several by logits that the model clips or rounds: their level is learned too.
+    """One class of several, by logits that the model clips or rounds: their level is learned too.
 
-    A cross entropy does not tell logits apart that differ by a constant; clipping does.
+    The cross entropy is the same for logits that differ by a constant; clipping is not.
     """
 
     def __init__(self, answer: Answer, answers: FloatArray) -> None:
@@ -125,7 +125,7 @@ class LevelObjective(ClassObjective):
         return torch.from_numpy(answers)
 
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy, and the squared error of logits in units of their spread."""
+        """Return the cross entropy plus the squared error of logits in units of their spread."""
         if targets.ndim == 1:
             return functional.cross_entropy(scores, targets)
         apart = functional.mse_loss(scores / self._spread, targets / self._spread)
@@ -136,26 +136,26 @@ class LabelObjective(Objective):
     """A yes or no for each label."""
 
     def targets(self, answers: FloatArray) -> Tensor:
-        """Give probabilities [n, labels]."""
+        """Return probabilities [n, labels]."""
         given = torch.from_numpy(answers)
         return given if self.answer.form == "probabilities" else given.sigmoid()
 
     def judged_by(self, answers: FloatArray) -> Tensor:
-        """Give decisions [n, labels], 0 or 1."""
+        """Return decisions [n, labels], 0 or 1."""
         return (self.targets(answers) >= HALF).float()
 
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Give the binary cross entropy of all labels."""
+        """Return the binary cross entropy of all labels."""
         return functional.binary_cross_entropy_with_logits(scores, targets)
 
     def read(self, scores: Tensor) -> ReadScores:
-        """Take the probability of each decision."""
+        """Read the probability of each decision."""
         chance = scores.sigmoid()
         return ReadScores(torch.maximum(chance, 1 - chance).numpy(), (scores >= 0).numpy())
 
 
 class ValueObjective(Objective):
-    """Values, learned in units of their spread, and a score of being near enough."""
+    """Values, learned in units of their spread, and a score for being near enough."""
 
     def __init__(self, answer: Answer, answers: FloatArray) -> None:
         """Measure mean and spread of every value."""
@@ -167,23 +167,23 @@ class ValueObjective(Objective):
         self._within = torch.from_numpy(answer.task.within / self._spread).float()
 
     def targets(self, answers: FloatArray) -> Tensor:
-        """Give values in units of their spread, [n, values]."""
+        """Return values in units of their spread, [n, values]."""
         return torch.from_numpy((answers - self._mean) / self._spread)
 
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Give the squared error, and the cross entropy of knowing whether it is small enough."""
+        """Return the squared error, plus the cross entropy of predicting that it is small."""
         values, sure = scores[:, :-1], scores[:, -1]
         near = ((values.detach() - targets).abs() <= self._within).all(1).float()
         knows = functional.binary_cross_entropy_with_logits(sure, near)
         return functional.mse_loss(values, targets) + knows
 
     def read(self, scores: Tensor) -> ReadScores:
-        """Take the probability of being near enough."""
+        """Read the probability of being near enough."""
         values = scores[:, :-1].numpy() * self._spread + self._mean
         return ReadScores(scores[:, -1:].sigmoid().numpy(), values.astype(np.float32))
 
     def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
-        """Let the last layer give values in their own units."""
+        """Scale the last layer, so that it outputs values in their units."""
         weight, bias = weights["weight"].copy(), weights["bias"].copy()
         weight[:, :-1] *= self._spread
         bias[:-1] = bias[:-1] * self._spread + self._mean
@@ -191,9 +191,9 @@ class ValueObjective(Objective):
 
 
 def objective_of(answer: Answer, answers: FloatArray, *, levels: bool = False) -> Objective:
-    """Return what pooled heads learn; ``answers`` [n, …] are the model's to the training samples.
+    """Return the objective of pooled heads for the model's answers to the training samples.
 
-    ``levels`` asks for the level of logits too.
+    ``answers`` are [n, …]; with ``levels`` the level of logits is learned too.
     """
     match answer.task.kind:
         case "classification":
@@ -207,22 +207,22 @@ def objective_of(answer: Answer, answers: FloatArray, *, levels: bool = False) -
 
 
 def truth_of(answer: Answer, answers: FloatArray) -> NDArray[np.generic]:
-    """Give what the source model's answers are compared by, [n, …]."""
+    """Return the source model's answers reduced for comparison, [n, …]."""
     return agreement_of(answer).reduce(answers)
 
 
 _STEPS = 50
 _PRIOR = np.array([1.0, 0.0, 0.0, 0.0])
-"""The largest probability as it is."""
+"""Weights of the unchanged largest probability."""
 
 
 def fit_certainty(statistics: NDArray[np.float32], agrees: NDArray[np.bool_]) -> tuple[float, ...]:
     """Fit the weights of an exit by Newton's method: of the statistics' log-odds, and a constant.
 
-    Of ``statistics`` [samples, 3] (:func:`offramp.engine.answers.certainty.statistics_of`) and bool
-    ``agrees`` [samples], of samples that trained no head. The penalty ``|w − w0|² / 2``
+    ``statistics`` are [samples, 3] (:func:`offramp.engine.answers.certainty.statistics_of`) and
+    ``agrees`` is bool[samples], of samples that trained no head. The penalty ``|w − w0|² / 2``
     draws towards the largest probability alone, and keeps the fit finite where all agree
-    (:func:`offramp.certify.agreement.fit_agreement` has the same of one feature).
+    (:func:`offramp.certify.agreement.fit_agreement` does the same with one feature).
     """
     design = np.column_stack([log_odds(statistics), np.ones(len(statistics))]).astype(np.float64)
     weights = _PRIOR.copy()

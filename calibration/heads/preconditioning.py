@@ -1,9 +1,9 @@
 """Preconditioning: features as coordinates in which heads learn fast (partly whitened PCA).
 
-Neighbouring cells of a pooled map say nearly the same, so a head on the plain features spends its
-epochs on a few directions. On the Fashion-MNIST example heads on these coordinates reached in five
-epochs what took eight without, at a quarter of the time, and the first exit agreed more often
-(90.3 % instead of 89.5 %).
+Neighbouring cells of a pooled map have nearly the same values, so a head on the plain features
+spends its epochs on a few directions. On the Fashion-MNIST example heads on these coordinates
+reached in five epochs what took eight without, in a quarter of the time, and the first exit agreed
+more often (90.3 % instead of 89.5 %).
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from offramp.bundle.npz import copy_rows
 FloatArray = NDArray[np.float32]
 
 COMPONENTS = 512
-"""Principal components that are kept, at most."""
+"""Most principal components that are kept."""
 LARGEST = 2048
-"""Features beyond which they are only standardised: the decomposition grows with their cube."""
+"""Most features that are decomposed, as its time grows with their cube; more are only
+standardised."""
 SAMPLES = 4096
 """Most samples that moments and components are estimated from."""
 LEAST_DEVIATION = 0.05
-"""Least standard deviation of a component, in those of a feature: the rest is rounding."""
+"""Least standard deviation of a component, in those of a feature: smaller ones are rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Preconditioner:
-    """An affine map of features [n, f] to coordinates [n, k]; heads are trained behind it."""
+    """An affine map of features [n, f] to coordinates [n, k], on which heads are trained."""
 
     mean: FloatArray
     """[f]."""
@@ -38,15 +39,15 @@ class Preconditioner:
 
     @classmethod
     def fit(cls, features: NDArray[np.floating], *, components: int = COMPONENTS) -> Preconditioner:
-        """Fit to features [n, f], keeping at most so many components.
+        """Fit to features [n, f], keeping at most ``components`` components.
 
-        A component of standard deviation s is scaled by s^-1/2, half way between leaving it as
-        it is and whitening: whitening fully gave the many weak components too much say (−3 points
-        of time saved).
+        A component of standard deviation s is scaled by s^-1/2, half way between no change and
+        whitening: full whitening gave the many weak components too much weight (3 points less time
+        saved).
         """
         step = -(-len(features) // SAMPLES)
         sample = copy_rows(features, slice(None, None, step)).astype(np.float32)
-        # A model may have NaN where it is masked; nothing can be learned from that.
+        # A model may output NaN where it is masked; such samples are left out.
         sample = sample[np.isfinite(sample).all(axis=1)]
         if not len(sample):
             width = features.shape[1]
@@ -63,11 +64,11 @@ class Preconditioner:
 
     @property
     def width(self) -> int:
-        """The number of coordinates, k."""
+        """Number of coordinates, k."""
         return int(self.matrix.shape[-1])
 
     def apply(self, features: NDArray[np.floating]) -> FloatArray:
-        """Give the coordinates [n, k] of features [n, f], float32."""
+        """Return the coordinates [n, k] of features [n, f], float32."""
         result = np.empty((len(features), self.width), np.float32)
         for start in range(0, len(features), SAMPLES):
             rows = slice(start, start + SAMPLES)
@@ -78,10 +79,10 @@ class Preconditioner:
     def fold(
         self, weight: NDArray[np.floating], bias: NDArray[np.floating]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Give the layer on plain features that equals ``weight`` [j·k, m], ``bias`` [m] on these.
+        """Fold this map into a layer: return weight and bias that act on plain features.
 
-        The layer reads the coordinates of j vectors, one after another. In float64: large terms
-        may cancel.
+        ``weight`` [j·k, m] and ``bias`` [m] act on the coordinates of j consecutive vectors. The
+        result is float64, as large terms may cancel.
         """
         exact = self.matrix.astype(np.float64)
         blocks = weight.astype(np.float64).reshape(-1, self.width, weight.shape[1])
@@ -91,10 +92,10 @@ class Preconditioner:
 
 
 def moments(features: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Estimate mean and scale to standardise [samples, features] by.
+    """Return mean and scale to standardise [samples, features].
 
     A feature that hardly varies keeps a scale of 1/256 of its mean, as features are recorded in
-    float16 (steps of 1/1024 and less): what is rounding there must not become a signal.
+    float16 (steps of 1/1024 and less): rounding must not become a signal.
     """
     mean = features.mean(0)
     scale = np.maximum(features.std(0), np.maximum(1e-3, np.abs(mean) / 256))

@@ -1,1 +1,1 @@
-"""Times of graphs and policies, measured in turns, with intervals."""
+"""Times of graphs and policies, measured in alternation, with intervals."""

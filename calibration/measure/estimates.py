@@ -1,4 +1,4 @@
-"""Estimates, from timed rounds, of a model's parts: the source, its segments, heads and borders.
+"""Estimates the times of a model's parts from timed rounds: source, segments, heads and borders.
 
 Nothing here runs or reads anything; :mod:`offramp.calibration.measure.profiling` does.
 """
@@ -17,27 +17,27 @@ from offramp.engine.common.timing import Rounds
 FloatArray = NDArray[np.float64]
 
 _HUBER = 1.345
-"""Deviations, in robust standard deviations, from which on an observation counts less."""
+"""Deviation, in robust standard deviations, from which on an observation has less weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackboneTimes:
-    """The measured times of the source model and of its segments, in milliseconds."""
+    """Measured times of the source model and of its segments, in milliseconds."""
 
     batch_sizes: tuple[int, ...]
     source_ms: tuple[float, ...]
-    """By batch size: medians over rounds."""
+    """Median over rounds, by batch size."""
     segments_ms: tuple[tuple[float, ...], ...]
-    """[segments][batch sizes], scaled to add up to ``source_ms``. In a cascade those of the
-    quantised model add up to its time, and the last is ``source_ms``."""
+    """[segments][batch sizes], scaled to sum to ``source_ms``. In a cascade the segments of the
+    quantised model sum to its time, and the last is ``source_ms``."""
     source_widths: tuple[float, ...] = ()
-    """By batch size: half of the interval of ``source_ms``, as a share of it."""
+    """Half of the interval of ``source_ms``, as a share of it, by batch size."""
     segment_widths: tuple[float, ...] = ()
-    """By batch size: half of the widest interval of a segment, as a share of ``source_ms``."""
+    """Half of the widest interval of a segment, as a share of ``source_ms``, by batch size."""
     rounds: tuple[int, ...] = ()
-    """By batch size."""
+    """Number of rounds, by batch size."""
     disturbed: tuple[str, ...] = ()
-    """In what ways the machine was disturbed meanwhile."""
+    """Disturbances of the machine during the measurement."""
 
 
 def backbone_of(
@@ -45,7 +45,7 @@ def backbone_of(
 ) -> BackboneTimes:
     """Estimate times from rounds, by batch size, of the source model and then its segments.
 
-    Of a cascade they are of the source model, the quantised one, and the segments of that.
+    In a cascade the rounds are of the source model, the quantised one, and the segments of that.
     """
     wholes = [of_size.base() for of_size in rounds]
     columns = []
@@ -77,16 +77,17 @@ def heads_of(rounds: Sequence[Rounds]) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """The costs of the borders between stages, and how sure it is what all exits add."""
+    """Costs of the borders between stages, and the uncertainty of the time that all exits add."""
 
     stages_ms: tuple[tuple[float, ...], ...]
-    """[exits][batch sizes]: at least 0, by a model of all sizes and exits (:func:`fit_borders`)."""
+    """[exits][batch sizes]: at least 0, from one model of all sizes and exits
+    (:func:`fit_borders`)."""
     added_widths: tuple[float, ...]
-    """By batch size: half of the interval of what all exits add, as a share of the source's."""
+    """Half of the interval of the time that all exits add, as a share of the source's, by size."""
     rounds: tuple[int, ...]
-    """By batch size."""
+    """Number of rounds, by batch size."""
     disturbed: tuple[str, ...] = ()
-    """In what ways the machine was disturbed meanwhile."""
+    """Disturbances of the machine during the measurement."""
 
 
 def stages_of(
@@ -98,13 +99,13 @@ def stages_of(
     *,
     front_ms: Sequence[Sequence[float]] = (),
 ) -> StageCosts:
-    """Estimate what borders cost.
+    """Estimate the costs of borders.
 
-    ``rounds`` are by batch size; their systems are the source model, then the sets of exits at
-    work, of which the first is all exits. ``sample_bytes`` float64[exits] is the size of the
-    tensors that cross each exit's border, a sample; ``exits_ms`` [exits][batch sizes] are the
-    heads' own times. ``front_ms`` [sets][batch sizes] is, in a cascade, what of the quantised model
-    runs before the source model with each set at work.
+    ``rounds`` are by batch size; their systems are the source model, then active sets of exits, of
+    which the first is all exits. ``sample_bytes``, float64[exits], is the size of the tensors that
+    cross each exit's border, per sample; ``exits_ms`` [exits][batch sizes] are the times of the
+    heads. In a cascade, ``front_ms`` [sets][batch sizes] is the time of the part of the quantised
+    model that runs before the source model with each active set.
     """
     source_ms = np.array([of_size.base().value for of_size in rounds])
     ratios = [of_size.ratios() for of_size in rounds]
@@ -123,7 +124,7 @@ def stages_of(
 
 
 def sets_of_exits(exits: int) -> list[tuple[int, ...]]:
-    """Choose sets that tell a call's cost from a tensor's: all, the early, and the late exits."""
+    """Return sets that separate a call's cost from a tensor's: all, the early, the late exits."""
     everything = tuple(range(exits))
     if exits < 2:
         return [everything] if exits else []
@@ -131,16 +132,16 @@ def sets_of_exits(exits: int) -> list[tuple[int, ...]]:
 
 
 def widest_ratio(rounds: Sequence[Rounds]) -> float:
-    """Give the half width of the least known ratio to the first system, over all batch sizes."""
+    """Return the largest half width of a ratio to the first system, over all batch sizes."""
     return max((e.half_width for of_size in rounds for e in of_size.ratios()), default=0.0)
 
 
 def rising(values: FloatArray) -> FloatArray:
-    """Find the nearest row that never falls and is nowhere negative: float64[batch sizes].
+    """Return the nearest row that never falls and is never negative: float64[batch sizes].
 
-    What grows with the batch is estimated at all sizes together (pool adjacent violators), so
-    that an estimate below 0 at one size takes from its neighbours what it lacks, instead of
-    being cut off: cutting off single values would make their mean too large.
+    A quantity that grows with the batch is estimated at all sizes together (pool adjacent
+    violators). So an estimate below 0 at one size lowers its neighbours, instead of being cut off:
+    cutting off single values would make their mean too large.
     """
     pools: list[tuple[float, int]] = []
     for value in values.tolist():
@@ -155,15 +156,15 @@ def rising(values: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorderCosts:
-    """The cost of a border: a part for the call, and a part for the tensors that cross it."""
+    """Cost of a border: a part for the call, and a part for the tensors that cross it."""
 
     call_ms: float
-    """A call of the backend and an exit check, whatever crosses."""
+    """Time of a call of the backend and an exit check, independent of the tensors."""
     ms_per_byte: float
-    """Layout changes, copies and fusions lost: they grow with the tensors."""
+    """Time of layout changes, copies and lost fusions, per byte of the tensors."""
 
     def at(self, batch_size: int, sample_bytes: FloatArray) -> FloatArray:
-        """Predict the milliseconds of borders that so many bytes a sample cross."""
+        """Predict the milliseconds of borders, by the bytes of a sample that cross them."""
         return self.call_ms + self.ms_per_byte * batch_size * sample_bytes
 
 
@@ -174,14 +175,14 @@ def fit_borders(
     sample_bytes: FloatArray,
     scale_ms: FloatArray,
 ) -> BorderCosts:
-    """Find the border costs that explain best what sets of exits add at all batch sizes.
+    """Fit border costs to the time that sets of exits add at all batch sizes.
 
-    Weighted least squares under the constraint that nothing is negative, with Huber's weights,
+    Weighted least squares, with the constraint that no cost is negative, and with Huber's weights,
     so that a batch size that was disturbed throughout does not decide.
 
-    ``added_ms`` float64[batch sizes, sets of exits at work] is beyond the source model and the
-    heads, and may be negative, as noise makes it. ``sample_bytes`` is as in :func:`stages_of`;
-    ``scale_ms`` float64[batch sizes] is the source model's time, of which noise is a share.
+    ``added_ms``, float64[batch sizes, active sets of exits], is the time beyond the source model
+    and the heads; noise can make it negative. ``sample_bytes`` is as in :func:`stages_of`;
+    ``scale_ms``, float64[batch sizes], is the source model's time, to which noise is proportional.
     """
     calls = [len(set_) for set_ in sets]
     crossing = [float(sample_bytes[list(set_)].sum()) for set_ in sets]
@@ -199,7 +200,7 @@ def fit_borders(
 
 
 def _least_squares(design: FloatArray, observed: FloatArray, weights: FloatArray) -> FloatArray:
-    """Solve for coefficients of at least 0, by trying which of them are 0: there are few."""
+    """Solve for coefficients of at least 0, by trying every set of zero coefficients."""
     best, least = np.zeros(design.shape[1]), np.inf
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
     weighted = design / scale * weights[:, None]

@@ -1,7 +1,7 @@
-"""Measure what a policy brings: its stages as they are served, beside the unmodified model.
+"""Measures the savings of a policy: its stages as they are served, next to the unmodified model.
 
-What is predicted rests on times of parts, and on the assumption that a sample that leaves saves
-its share of the batch. Here nothing is assumed: both run the same batches in turn.
+Predictions rely on times of parts, and on the assumption that a sample that leaves saves its share
+of the batch. Here nothing is assumed: both run the same batches in alternation.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ Clock = Callable[[], float]
 class Budget:
     """The time to spend on measuring at a batch size.
 
-    It is about ``seconds``. A model so large that ``least_rounds`` batches take longer is measured
-    for as long as those take: some 25 passes of it at that size, loading and warm-up included.
+    It is about ``seconds``. If ``least_rounds`` batches of a large model take longer, measuring
+    takes as long as those: some 25 passes of it at that size, loading and warm-up included.
     """
 
     seconds: float = 1.8
     rounds: int = 12
     least_rounds: int = 6
-    """Fewest that give a median an interval of 95 %."""
+    """Fewest rounds from which a median has a 95 % interval."""
 
     def batches(self, seconds_a_batch: float, available: float) -> tuple[int, int]:
-        """Give the rounds to run, and the batches of each.
+        """Return the number of rounds to run, and of batches in each.
 
-        ``seconds_a_batch`` counts all that is done with a batch; ``available`` is how many batches
-        the data has.
+        ``seconds_a_batch`` is the time of everything that is done with a batch; ``available`` is
+        the number of batches in the data.
         """
         affordable = int(min(self.seconds / max(seconds_a_batch, 1e-9), available))
         rounds = min(max(affordable, self.least_rounds), self.rounds)
@@ -71,7 +71,7 @@ class Compared(NamedTuple):
     source: BatchRunner
     bundle: BatchRunner
     nothing_exits: BatchRunner
-    """The bundle, with thresholds that nobody reaches."""
+    """The bundle, with thresholds that no sample reaches."""
 
 
 def measure_policy(
@@ -84,11 +84,11 @@ def measure_policy(
     threads: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Measured:
-    """Measure a policy on the CPU beside the unmodified model, in a plain session of ONNX Runtime.
+    """Measure a policy on the CPU and the unmodified model in a plain session of ONNX Runtime.
 
     ``plan`` has the policy's stages, run as the engine runs them; ``dataset`` is the certify split,
-    and ``stage`` [samples] says where each of it leaves (:func:`stages_of_samples`). ``progress``
-    is called with 1 after each of :data:`MEASURED_BATCH_SIZES`.
+    and ``stage`` [samples] is the stage where each sample leaves (:func:`stages_of_samples`).
+    ``progress`` is called with 1 after each of :data:`MEASURED_BATCH_SIZES`.
     """
     backend = OnnxRuntimeBackend(threads=threads)
     slot = backend.open_slot()
@@ -114,7 +114,7 @@ def measure_policy(
 
 
 def stages_of_samples(policy: ExitPolicy, records: ExitRecords) -> NDArray[np.int64]:
-    """Find which of the policy's stages answers each sample of some records: int64[samples]."""
+    """Return the stage of the policy that answers each sample of some records: int64[samples]."""
     active = [a for a in policy.active if a.threshold < NEVER]
     thresholds = np.array([a.threshold for a in active])
     first = first_exit(records.confidence[[a.exit for a in active]], thresholds)
@@ -136,10 +136,10 @@ def measure_runners(
     progress: Callable[[int], None] = lambda _: None,
     one_by_one: bool = False,
 ) -> Measured:
-    """Measure whatever answers batches; see :func:`measure_policy`.
+    """Measure any systems that answer batches; see :func:`measure_policy`.
 
-    ``clock`` times what is compared; ``None`` is that of so many threads. ``one_by_one`` is for
-    systems that cannot all be loaded at once: each answers the batches of a round before the next.
+    ``clock`` times the systems; ``None`` is the clock for ``threads``. ``one_by_one`` is for
+    systems that cannot all be loaded together: each answers the batches of a round before the next.
     """
     clock = clock or clock_of(threads)
     sizes, rounds, agrees = [], [], []
@@ -149,8 +149,8 @@ def measure_runners(
         seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), wall_clock)
         how_many = (budget or Budget()).batches(seconds, len(stage) / size)
         batches = deal(stage, *how_many, size)
-        # Survivors come in many sizes, and each is slower the first time. Those that occur are
-        # found by running the batches, which costs less than every size that could occur.
+        # Survivors come in many sizes, and each size is slower the first time. Running the batches
+        # once covers the sizes that occur, in less time than all possible sizes.
         for rows in batches.reshape(-1, size):
             collections.deque(compared.bundle.run(dataset.take(rows)), maxlen=0)
         systems = [
@@ -179,9 +179,10 @@ def deal(
 ) -> NDArray[np.int64]:
     """Choose samples for all rounds, such that each round has the mix of the whole split.
 
-    Samples are sorted by where they leave and taken at even distances, so that chance in who is
-    measured does not pass for a difference in time; within a round, batches are random. Samples
-    repeat where there are too few. Given are rows of the split, int64[rounds, batches, size].
+    Samples are sorted by the stage where they leave and taken at even distances, so that random
+    differences between samples do not appear as differences in time; within a round, batches are
+    random. Samples repeat if there are too few. Returns rows of the split,
+    int64[rounds, batches, size].
     """
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(stage))
@@ -193,18 +194,18 @@ def deal(
 
 
 def _warm_up(compared: Compared, first: Tensors, clock: Clock) -> float:
-    """Warm up at a batch size; gives about how many seconds all that is done to a batch takes."""
+    """Warm up at a batch size; return about how many seconds all work on a batch takes."""
     seconds = 0.0
     for runner in (compared.source, compared.nothing_exits):
         runner.warm_up(first)
         started = clock()
         collections.deque(runner.run(first), maxlen=0)
         seconds += clock() - started
-    return 1.5 * seconds  # the bundle takes less than the model does, but runs twice
+    return 1.5 * seconds  # the bundle takes less time than the model, but runs twice
 
 
 def _run(systems: Sequence[ComparedSystem], dataset: Dataset, batches: NDArray[np.int64]) -> None:
-    """Have all systems answer all batches, int64[rounds, batches, size]."""
+    """Run all batches, int64[rounds, batches, size], through all systems."""
     turns = itertools.count()
     for of_round in batches:
         for system in systems:
@@ -216,7 +217,7 @@ def _run(systems: Sequence[ComparedSystem], dataset: Dataset, batches: NDArray[n
 def _run_one_by_one(
     systems: Sequence[ComparedSystem], dataset: Dataset, batches: NDArray[np.int64]
 ) -> None:
-    """Have all systems answer all batches, each those of a round before the next begins."""
+    """Run all batches through all systems, one system after another in each round."""
     for of_round in batches:
         for system in systems:
             system.begin_round()
@@ -239,7 +240,7 @@ def _measured_size(systems: Sequence[ComparedSystem], size: int) -> MeasuredSize
 
 
 def _busy(systems: Sequence[ComparedSystem]) -> Rounds:
-    """Average each system's time of a batch, by round."""
+    """Return each system's mean time of a batch, by round."""
     times_ms = [[float(np.mean(batches)) for batches in s.busy_ms] for s in systems]
     return Rounds(times_ms=np.array(times_ms).T)
 
@@ -247,7 +248,7 @@ def _busy(systems: Sequence[ComparedSystem]) -> Rounds:
 def _latency(
     systems: Sequence[ComparedSystem], statistic: Callable[[NDArray[np.float64]], Any]
 ) -> Rounds:
-    """Take a statistic of each system's latencies, by round."""
+    """Return a statistic of each system's latencies, by round."""
     times_ms = [[float(statistic(np.concatenate(b))) for b in s.latency_ms] for s in systems]
     return Rounds(times_ms=np.array(times_ms).T)
 

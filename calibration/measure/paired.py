@@ -1,6 +1,6 @@
-"""Systems that answer the same batches in turn, so that what else a machine does hits all alike.
+"""Systems that answer the same batches in alternation, so that other load affects all of them.
 
-A sample's latency runs from the start of its batch to the moment its own answer is there.
+A sample's latency is the time from the start of its batch until its answer is ready.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BatchRunner(Protocol):
     """A system that answers batches."""
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Give the answered rows, as they leave."""
+        """Yield the answered rows, as they leave."""
 
     def warm_up(self, tensors: Tensors) -> None:
         """Allocate memory for a batch size."""
@@ -39,11 +39,11 @@ class StagedModel:
     """The stages of a plan, run as the server runs them."""
 
     def __init__(self, pipeline: Pipeline, slot: Slot, *, warm_up_runs: int = 1) -> None:
-        """Run in a slot; ``warm_up_runs`` is how many a backend takes until it is steady."""
+        """Run in a slot; a backend needs ``warm_up_runs`` runs until its times are steady."""
         self._pipeline, self._slot, self._warm_up_runs = pipeline, slot, warm_up_runs
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Give the answered rows, as they leave."""
+        """Yield the answered rows, as they leave."""
         return self._pipeline.run(self._slot, tensors)
 
     def warm_up(self, tensors: Tensors) -> None:
@@ -53,9 +53,9 @@ class StagedModel:
 
 
 def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
-    """Load a model, or the file of one, as ONNX Runtime does by default on the CPU.
+    """Load a model, or the file of one, with ONNX Runtime's defaults on the CPU.
 
-    What is compared with the source model is loaded by the same lines as the source model.
+    Systems that are compared with the source model are loaded by the same function.
     """
     options = session_options()
     options.intra_op_num_threads = threads
@@ -64,7 +64,7 @@ def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
 
 
 class PlainModel:
-    """The source model in a session as ONNX Runtime makes it by default."""
+    """The source model in a session with ONNX Runtime's defaults."""
 
     def __init__(self, model: bytes, output: str, threads: int) -> None:
         """Load the model; ``output`` is the name of its answer."""
@@ -72,7 +72,7 @@ class PlainModel:
         self._outputs = [output]
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Give all rows at once."""
+        """Yield all rows together."""
         (answer,) = self._session.run(self._outputs, tensors)
         yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
 
@@ -82,14 +82,14 @@ class PlainModel:
 
 
 class LoadedRunner:
-    """A system that answers batches, loaded when it is asked for."""
+    """A system that answers batches, loaded when it is first used."""
 
     def __init__(self, loaded: Loaded[BatchRunner], index: int) -> None:
         """Take one of several systems."""
         self._loaded, self._index = loaded, index
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Give the answered rows, as they leave."""
+        """Yield the answered rows, as they leave."""
         return self._loaded[self._index].run(tensors)
 
     def warm_up(self, tensors: Tensors) -> None:
@@ -99,23 +99,23 @@ class LoadedRunner:
 
 @dataclass(slots=True)
 class ComparedSystem:
-    """One of the systems that are compared, and what was measured of it at a batch size."""
+    """One of the systems that are compared, and its measurements at a batch size."""
 
     name: str
     runner: BatchRunner
     agreement: Agreement
     clock: Callable[[], float] = time.perf_counter
-    """Seconds."""
+    """Clock that returns seconds."""
     latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
-    """[rounds][batches]."""
+    """[rounds][batches]: latency of each sample."""
     busy_ms: list[list[float]] = field(default_factory=list)
-    """[rounds][batches]: from a batch's start until its last answer."""
+    """[rounds][batches]: time from a batch's start until its last answer."""
     said: list[NDArray[Any]] = field(default_factory=list)
-    """[batches]: answers, reduced to what they are compared by."""
+    """[batches]: reduced answers, for comparison."""
     masks: list[NDArray[Any]] = field(default_factory=list)
-    """[batches]: where the task has one."""
+    """[batches]: masks, where the task has one."""
     stage: list[NDArray[np.int64]] = field(default_factory=list)
-    """[batches]: where each row left."""
+    """[batches]: stage where each row left."""
 
     def begin_round(self) -> None:
         """Open the lists of a new round."""
@@ -142,11 +142,11 @@ class ComparedSystem:
 
     @property
     def samples(self) -> int:
-        """Samples that were answered, each as often as it was."""
+        """Number of answers, repeated samples included."""
         return sum(map(len, self.said))
 
     def codes(self, source: ComparedSystem) -> Codes:
-        """[samples]: codes of the answers, which equal those of ``source`` where they agree."""
+        """Return codes of the answers, [samples]; equal to those of ``source`` if they agree."""
         ends = np.concatenate(source.said)
         if source is self:
             return self.agreement.codes(ends)
@@ -157,12 +157,12 @@ class ComparedSystem:
 def measure_in_turn(
     systems: Sequence[ComparedSystem], tensors: Tensors, size: int, turn: int
 ) -> None:
-    """Have all systems answer a batch; ``turn`` says which of them is first."""
+    """Run a batch through all systems; ``turn`` determines which of them is first."""
     for offset in range(len(systems)):
         systems[(turn + offset) % len(systems)].measure(tensors, size)
 
 
 def never_exiting(plan: Plan) -> Plan:
-    """Give the same plan with thresholds that nobody reaches."""
+    """Return the same plan with thresholds that no sample reaches."""
     stages = tuple(s if s.final else replace(s, threshold=NEVER) for s in plan.stages)
     return replace(plan, stages=stages)

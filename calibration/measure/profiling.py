@@ -1,9 +1,9 @@
-"""Measure latencies on this machine: the inference times that every prediction starts from.
+"""Measures latencies on this machine: the times of parts that all predictions use.
 
-Rounds are run by :mod:`~offramp.engine.common.timing`, and estimates made of them by
-:mod:`.estimates`. Everywhere here ``samples`` gives model inputs of a batch size, ``threads`` are
-those of ONNX Runtime, ``batch_sizes`` rise, and ``progress`` is called with 1 after every sweep
-that is run at least (``effort.least``), or after every candidate where heads are timed.
+:mod:`~offramp.engine.common.timing` runs the rounds, and :mod:`.estimates` computes estimates from
+them. In all functions here, ``samples`` returns model inputs of a batch size, ``threads`` are those
+of ONNX Runtime, ``batch_sizes`` rise, and ``progress`` is called with 1 after every sweep of the
+minimum number (``effort.least``), or after every candidate where heads are timed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from offramp.engine.stages.plan import Mode, Plan, StageSpec
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 HEAD_EFFORT = Effort(least=16, most=16)
-"""Heads are short: this many sweeps take a fraction of a second."""
+"""Effort for heads, which are short: this many sweeps take a fraction of a second."""
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -60,12 +60,12 @@ class TimedGraph:
         self._outputs = [tensor.name for tensor in self.session.get_outputs()]
 
     def run(self, tensors: Tensors) -> dict[str, NDArray[Any]]:
-        """Run once; gives all outputs by name."""
+        """Run once; return all outputs by name."""
         values = self.session.run(self._outputs, {name: tensors[name] for name in self._inputs})
         return dict(zip(self._outputs, values, strict=True))
 
     def time_ms(self, tensors: Tensors) -> float:
-        """Run once; gives the milliseconds."""
+        """Run once; return the milliseconds."""
         feed = {name: tensors[name] for name in self._inputs}
         started = self._clock()
         self.session.run(self._outputs, feed)
@@ -85,10 +85,10 @@ def profile_backbone(
 ) -> BackboneTimes:
     """Time the source model and its segments.
 
-    The segments' own times are scaled to add up to the source model's: what a border costs is
-    paid at active exits only, so it belongs to no segment (:func:`profile_stages`). In a cascade
-    ``quantised`` is the quantised model as one graph, which its segments are scaled to; the last
-    segment is the source model.
+    The segments' times are scaled to sum to the source model's: borders only cost time at active
+    exits, so their costs are separate (:func:`profile_stages`). In a cascade ``quantised`` is the
+    quantised model as one graph, whose time its segments are scaled to; the last segment is the
+    source model.
     """
     is_cascade = quantised is not None
     wholes = [source] if quantised is None else [source, quantised]
@@ -122,14 +122,14 @@ def profile_stages(
     effort: Effort | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> StageCosts:
-    """Time what the borders between stages cost, exit by exit.
+    """Measure the costs of the borders between stages, exit by exit.
 
-    Several sets of exits run as they will be served, with thresholds that nobody reaches. What
-    a set takes beyond the source model in the same round and the heads is the cost of its borders:
-    layout changes, lost fusion, calls, exit checks, and caches that went cold.
-    ``plan`` gives the stages with some exits active at ``NEVER``; ``exits_ms`` [exits][batch sizes]
-    are the heads' own times, and ``until_ms`` of the same form, in a cascade, the quantised model's
-    until each exit.
+    Several sets of exits run as they will be served, with thresholds that no sample reaches. The
+    time of a set, minus the source model in the same round and the heads, is the cost of its
+    borders: layout changes, lost fusion, calls, exit checks, and cold caches. ``plan`` returns the
+    stages with some exits active at ``NEVER``; ``exits_ms`` [exits][batch sizes] are the times of
+    the heads. In a cascade ``until_ms``, of the same form, is the time of the quantised model until
+    each exit.
     """
     sets = sets_of_exits(len(exits_ms))
     if not sets:
@@ -181,7 +181,7 @@ def _time(
     effort: Effort | None,
     progress: Callable[[int], None],
 ) -> Timed:
-    """Time systems at some batch sizes; one that was loaded again is run once before it counts."""
+    """Time systems at some batch sizes; a system that was loaded again first runs once untimed."""
     warm: set[tuple[int, int]] = set()
 
     def timed(place: int, size: int) -> float:
@@ -205,14 +205,14 @@ def _time(
 def _staged_ms(
     pipeline: Pipeline, slot: Slot, tensors: Tensors, clock: Callable[[], float]
 ) -> float:
-    """Run a batch through all stages once; gives the milliseconds."""
+    """Run a batch through all stages once; return the milliseconds."""
     started = clock()
     collections.deque(pipeline.run(slot, tensors), maxlen=0)
     return (clock() - started) * 1e3
 
 
 def _crossing_bytes(pipeline: Pipeline, slot: Slot, inputs: Tensors) -> NDArray[np.float64]:
-    """Count the bytes of a sample's tensors that cross each border: float64[exits]."""
+    """Return the bytes of a sample's tensors that cross each border: float64[exits]."""
     batch, found = slot.upload(inputs), []
     for index in range(len(pipeline.plan.stages) - 1):
         carry = pipeline.step(slot, index, batch).result.carry
@@ -235,9 +235,9 @@ def profile_heads(
 ) -> list[list[list[float]]]:
     """Time the heads of every candidate on the cut tensors that they read.
 
-    The time of the candidate's ``empty`` graph, which reads the same tensor and does next to
-    nothing, is taken off in the same round. Segments that end at the candidates come first. Given
-    are milliseconds [candidates][heads][batch sizes], rising with the batch size, at least 0.
+    The time of the candidate's ``empty`` graph, which reads the same tensor and does almost
+    nothing, is subtracted in the same round. Segments that end at the candidates come first.
+    Returns milliseconds [candidates][heads][batch sizes], rising with the batch size, at least 0.
     """
     if not heads:
         return []
@@ -258,12 +258,12 @@ def profile_heads(
 
 
 def _first(tensors: Tensors, rows: int) -> dict[str, NDArray[Any]]:
-    """Give a smaller batch: the first rows of every tensor, not copied."""
+    """Return a smaller batch: the first rows of every tensor, not copied."""
     return {name: array[:rows] for name, array in tensors.items()}
 
 
 def _all_tensors(graphs: Iterable[TimedGraph], inputs: Tensors) -> dict[str, NDArray[Any]]:
-    """Give the model's inputs and every cut tensor, by running the segments once."""
+    """Return the model's inputs and every cut tensor, by running the segments once."""
     tensors = dict(inputs)
     for graph in graphs:
         tensors |= graph.run(tensors)

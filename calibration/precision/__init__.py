@@ -1,4 +1,4 @@
-"""Int8 on CPUs: kinds of it, what they need, and which is worth it on this machine.
+"""Int8 on CPUs: kinds of it, their requirements, and the choice of one for this machine.
 
-:func:`.choice.choose_kind` reads like the table of contents.
+:func:`.choice.choose_kind` shows all steps.
 """

@@ -1,4 +1,4 @@
-"""Which kind of int8 is worth it on this machine: each is made, timed beside float32, judged."""
+"""Chooses the kind of int8 for this machine: each is built, timed with float32, and evaluated."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ from offramp.engine.common.timing import (
 )
 
 MOST_RATIO = 0.95
-"""Of the time at the largest batch size, over float32's: what saves less is not worth a second
-model's rounding."""
+"""Largest allowed ratio to float32's time at the largest batch size: smaller savings do not justify
+the rounding of a second model."""
 EFFORT = Effort(least=8, most=40, seconds=4.0, half_width=0.01)
-"""For a kind; a model of seconds takes the least."""
+"""Effort for a kind; a model that takes seconds is timed in the fewest rounds."""
 _BATCH_MATES = 16
-"""Samples that independence is checked on."""
+"""Samples that are used to check that rows are independent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindMeasured:
-    """What was measured of one kind."""
+    """Measurements of one kind."""
 
     kind: CpuPrecision
     ratios: Mapping[int, Estimate]
-    """By batch size: time over float32's in the same round, with its interval."""
+    """Time relative to float32's in the same round, with its interval, by batch size."""
     agreement: float
     """Share of the samples with float32's largest class."""
     samples: int
-    """Samples that were judged."""
+    """Number of samples that agreement was measured on."""
     dependence: BatchDependence
     size_bytes: int
-    """Of the graph."""
+    """Size of the graph."""
 
     @property
     def mean_ratio(self) -> float:
-        """The geometric mean over batch sizes."""
+        """Geometric mean of the ratios over batch sizes."""
         return float(prod(r.value for r in self.ratios.values()) ** (1 / len(self.ratios)))
 
     def objection(self, least_agreement: float) -> str | None:
-        """Say why this kind is not to be used; ``None`` if nothing speaks against it."""
+        """Return the reason not to use this kind; ``None`` if there is none."""
         reference = max(self.ratios)
         if self.dependence.depends:
             return (
@@ -79,7 +79,7 @@ class KindMeasured:
         return None
 
     def describe(self) -> str:
-        """Say it in a line."""
+        """Return a line that describes the measurements."""
         ratios = ", ".join(f"{_figure(r)} at batch {size}" for size, r in self.ratios.items())
         return (
             f"{self.kind.value}: {ratios} of float32's time, agreement {self.agreement:.2%} on "
@@ -89,25 +89,25 @@ class KindMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionChoice:
-    """The kind that is worth it, and what was measured of all."""
+    """The chosen kind, and the measurements of all."""
 
     kind: CpuPrecision | None
-    """``None`` is float32."""
+    """Chosen kind; ``None`` is float32."""
     reason: str
-    """Why that kind, or why none; for reports."""
+    """Reason for the choice, for reports."""
     measured: tuple[KindMeasured, ...]
     not_applicable: Mapping[CpuPrecision, str]
-    """Kinds that have nothing to do in this model, or do not run here, and why."""
+    """Reasons, by kind, why a kind does not apply to this model or does not run here."""
     disturbed: tuple[str, ...]
-    """In what ways the machine was disturbed meanwhile."""
+    """Disturbances of the machine during the measurement."""
     graphs: Mapping[CpuPrecision, bytes] = field(default_factory=dict, repr=False)
-    """The model in each kind that may be worth it: the fastest first, then those that are slower
-    and agree more often than all before them."""
+    """Model in each kind that may be worth using: the fastest first, then slower ones, each of
+    which agrees more often than all before it."""
     ranges: Mapping[str, Range] = field(default_factory=dict, repr=False)
-    """Of the tensors that were measured for static kinds."""
+    """Ranges of the tensors that were measured for static kinds."""
     saturating: bool = False
-    """Whether weights are of 7 bits, as :func:`~offramp.calibration.precision.kinds.quantise`
-    makes them for a CPU whose int8 saturates."""
+    """True if weights have 7 bits, as :func:`~offramp.calibration.precision.kinds.quantise` makes
+    them for a CPU whose int8 saturates."""
 
 
 def choose_kind(
@@ -124,28 +124,28 @@ def choose_kind(
     effort: Effort = EFFORT,
     progress: Callable[[int], None] = lambda _: None,
 ) -> PrecisionChoice:
-    """Make each kind, and choose the fastest that agrees and whose rows do not depend on others.
+    """Build each kind, and choose the fastest that agrees and whose rows are independent.
 
-    One kind at a time is loaded beside float32, both as they are served. The fastest is the one of
-    the least geometric mean over the batch sizes.
+    One kind at a time is loaded next to float32, both as they are served. The fastest is the one
+    with the least geometric mean over the batch sizes.
 
     Args:
         graph: The float32 source model.
         answer: Its output [rows, classes].
-        calibration: What scales are measured on.
-        judged: What agreement is judged on (the tune split); at least the largest batch.
-        threads: Of ONNX Runtime.
-        least_agreement: Share of ``judged`` that a kind has to agree on with float32.
-        saturating: Whether the CPU's int8 saturates, so that weights are to be of 7 bits.
+        calibration: Samples that scales are measured on.
+        judged: Samples that agreement is measured on (the tune split); at least the largest batch.
+        threads: Threads of ONNX Runtime.
+        least_agreement: Share of ``judged`` on which a kind has to agree with float32.
+        saturating: Whether the CPU's int8 saturates, so that weights must have 7 bits.
         batch_sizes: Rising; the last is the reference.
-        kinds: What to try.
-        effort: How long to time each kind.
+        kinds: Kinds to try.
+        effort: Time to spend on each kind.
         progress: Called with 1 after every kind.
     """
     if len(judged) < max(*batch_sizes, 2):
         raise ValueError(
             f"{len(judged)} samples to judge on, expected as many as the largest batch has "
-            f"({max(*batch_sizes, 2)}); give more"
+            f"({max(*batch_sizes, 2)}); pass more"
         )
     source = TimedGraph(graph, threads)
     wanted = _classes(graph, answer, judged, threads)
@@ -202,7 +202,7 @@ def choose_kind(
 
 
 def _undominated(fine: Sequence[tuple[KindMeasured, bytes]]) -> list[tuple[KindMeasured, bytes]]:
-    """Sort kinds by speed, and leave out whom a faster one agrees as often as."""
+    """Sort kinds by speed; leave out those that do not agree more often than a faster one."""
     worth: list[tuple[KindMeasured, bytes]] = []
     for result, made in sorted(fine, key=lambda pair: pair[0].mean_ratio):
         if not worth or result.agreement > worth[-1][0].agreement:
@@ -232,7 +232,7 @@ def _time(
     effort: Effort,
     kind: CpuPrecision,
 ) -> tuple[dict[int, Estimate], tuple[str, ...]]:
-    """Give the second's ratios to the first by batch size, and how the machine was disturbed."""
+    """Return the second's ratios to the first by batch size, and disturbances of the machine."""
     batches = [samples.take(slice(0, size)) for size in batch_sizes]
     found = time_rounds(
         [[partial(g.time_ms, batch) for g in graphs] for batch in batches],
@@ -250,7 +250,7 @@ def _widest(rounds: Sequence[Rounds]) -> float:
 
 
 def _classes(graph: bytes, answer: str, dataset: Dataset, threads: int) -> NDArray[np.int64]:
-    """Give the largest class of every sample, int64[samples]."""
+    """Return the largest class of every sample, int64[samples]."""
     batches = run_over(graph, [answer], dataset, threads=threads)
     return np.concatenate([values[0].argmax(axis=1) for _, values in batches])
 
@@ -260,7 +260,7 @@ def _why_none(
     inapplicable: Mapping[CpuPrecision, str],
     least_agreement: float,
 ) -> str:
-    """Say why float32 is kept: what speaks against each kind, the fastest one first."""
+    """Return why float32 is kept: the objection to each kind, the fastest one first."""
     if not measured:
         return "float32 stays: " + ("; ".join(inapplicable.values()) or "no kind was tried")
     by_speed = sorted(measured, key=lambda result: result.mean_ratio)

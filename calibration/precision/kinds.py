@@ -1,7 +1,7 @@
 """The kinds of int8 that a CPU may be faster with: a graph of each, and mixes with float32.
 
-:func:`quantise` makes a model's graph in one kind. :func:`best_mix` chooses the segments to
-quantise where only some of them gain by it, by the predicted savings.
+:func:`quantise` makes a model's graph in one kind. If only some segments benefit,
+:func:`best_mix` chooses those to quantise, by predicted savings.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from offramp.engine.control.costs import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionFacts:
-    """A way of computing with fewer bits."""
+    """Description of a kind."""
 
     what: str
-    """In words, for reports."""
+    """Description in words, for reports."""
     operators: tuple[str, ...]
-    """What is quantised, where its weights are constant; all else stays float32."""
+    """Operators that are quantised if their weights are constant; all others stay float32."""
 
 
 class CpuPrecision(Enum):
-    """The kinds that are offered: with all of them a row's answer depends on no other row.
+    """The kinds that are offered; in all of them a row's answer is independent of other rows.
 
-    Not offered is ONNX Runtime's ``quantize_dynamic``, whose activations have one scale for all
+    ONNX Runtime's ``quantize_dynamic`` is not offered, as its activations have one scale for all
     rows of a batch.
     """
 
@@ -53,7 +53,7 @@ class CpuPrecision(Enum):
 
     @property
     def facts(self) -> PrecisionFacts:
-        """What it is, and for what."""
+        """Description of the kind, and the operators that it applies to."""
         return _FACTS[self]
 
 
@@ -68,7 +68,7 @@ _FACTS = {
         operators=("Conv", *_PRODUCTS),
     ),
     CpuPrecision.ROWS: PrecisionFacts(
-        what="activations with a scale per row of its own, int8 weights with a scale per channel",
+        what="activations with a scale per row, int8 weights with a scale per channel",
         operators=_PRODUCTS,
     ),
     CpuPrecision.MIXED: PrecisionFacts(
@@ -96,21 +96,22 @@ def quantise(
     kept: Collection[str] = (),
     ranges: dict[str, Range] | None = None,
 ) -> bytes:
-    """Give a float32 model with its convolutions and matrix products as a kind says.
+    """Return a float32 model with its convolutions and matrix products in a kind of int8.
 
-    Inputs, outputs and every tensor that was there keep their names and types, so that the result
-    can be cut where ``graph`` could; what is added begins with ``offramp_cpu/``. The same graph and
-    data give the same bytes, with one ``threads`` at least (ranges are measured by running it).
+    Inputs, outputs and every tensor of ``graph`` keep their names and types, so that the result can
+    be cut at the same places; names that are added begin with ``offramp_cpu/``. The same graph and
+    data produce the same bytes, at least if ``threads`` is 1 (ranges are measured by running the
+    graph).
 
     ``saturating`` is for CPUs that add products of uint8 and int8 in int16
-    (:attr:`offramp.bundle.CpuFeatures.saturates`): weights that meet uint8 are of 7 bits then, so
-    that no sum is clipped, and all CPUs give the same answers.
+    (:attr:`offramp.bundle.CpuFeatures.saturates`): weights that are multiplied by uint8 then have 7
+    bits, so that no sum is clipped, and all CPUs compute the same answers.
 
     ``kept`` are outputs of operators that stay float32. ``ranges`` are of tensors that were
-    measured on the same graph and data before; those that are measured are added.
+    measured before on the same graph and data; new measurements are added.
 
-    Scales are measured on all of ``dataset``, where the kind has any; some hundreds of samples do.
-    A ``DataError`` if that fails; a ``PrecisionError`` if there is nothing for the kind to do.
+    If the kind has scales, they are measured on all of ``dataset``; some hundreds of samples
+    suffice. A ``DataError`` if that fails; a ``PrecisionError`` if the kind applies to no operator.
     """
     levels = LEVELS_OF_16_BITS if saturating else LEVELS
     editor = Editor(graph, kept=kept, weight_levels=levels)
@@ -146,25 +147,25 @@ def _rewrites(
 
 
 LEAST_GAIN = 0.01
-"""Share of the source model's time that a mix must be predicted to save beyond the copy that is
-quantised throughout: predictions add up times that were measured apart."""
+"""Share of the source model's time that a mix must be predicted to save beyond the fully quantised
+copy, since predictions add up times that were measured separately."""
 _TRIED = 3
-"""Mixes that exits are chosen anew for."""
+"""Number of mixes for which exits are chosen again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The segments that are quantised: from the first to before the end; the others are float32."""
+    """The range of segments that are quantised, ``first`` to ``end`` - 1; others are float32."""
 
     first: int
     end: int
 
     def __contains__(self, segment: int) -> bool:
-        """Whether a segment is quantised."""
+        """Return whether a segment is quantised."""
         return self.first <= segment < self.end
 
     def describe(self, segments: int) -> str:
-        """Say it in words, of a copy in so many segments."""
+        """Return a description for a copy with ``segments`` segments."""
         if (self.first, self.end) == (0, segments):
             return "int8 throughout"
         last = self.end - 1
@@ -173,11 +174,11 @@ class Mix:
 
 
 def mixed_cost(float32: CostModel, int8: CostModel, mix: Mix) -> CostModel:
-    """Put together the costs of a copy that is quantised in part.
+    """Combine the costs of a partly quantised copy.
 
-    ``float32`` is of the exits on the source model, ``int8`` of the same exits on a copy of as many
-    segments that is quantised throughout, whose own answer is its last exit. A border costs what it
-    does behind a segment of its precision.
+    ``float32`` are the costs of the exits on the source model, ``int8`` those of the same exits on
+    a fully quantised copy with as many segments, whose answer is its last exit. A border costs the
+    same as after a segment of its precision.
     """
     pace = int8.source_ms / float32.source_ms
     segments = [
@@ -207,10 +208,10 @@ def best_mix(
     *,
     max_overhead: float | None = None,
 ) -> Mix | None:
-    """Find the mix that is predicted to save most; ``None`` if all in int8 is as good.
+    """Return the mix with the largest predicted savings; ``None`` if full int8 is as good.
 
-    ``candidates`` are the exits of the copy that is quantised throughout, with their answers on the
-    tuning split, which stand for those of every mix; ``active`` those that it would use.
+    ``candidates`` are the exits of the fully quantised copy, whose answers on the tuning split are
+    also used for every mix; ``active`` are the exits that this copy would use.
     """
     whole = candidates.savings(active, int8)
     used = active or tuple(range(candidates.exits))

@@ -1,9 +1,9 @@
 """Tools of all ways of quantising a graph for the CPU, and the way that rounds weights in blocks.
 
-:class:`Editor` finds the matrix products that are worth it, and rewrites the graph.
+:class:`Editor` finds the matrix products that are worth quantising, and rewrites the graph.
 :func:`quantise_blocks` rounds the weights of products to 4 or 8 bits.
-:func:`depends_on_batch_mates` runs a quantised graph to see whether the answer to a row depends on
-the other rows of its batch.
+:func:`depends_on_batch_mates` runs a quantised graph to check whether the answer to a row depends
+on the other rows of its batch.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from offramp.engine.answers.differences import Scales, relative_difference
 from offramp.engine.backends.onnxruntime import make_session
 
 PREFIX = "offramp_cpu/"
-"""What all names that are added begin with; no tensor of the source is renamed."""
+"""Prefix of all names that are added; no tensor of the source is renamed."""
 CONTRIB = "com.microsoft"
-"""The domain of ONNX Runtime's own operators."""
+"""Domain of ONNX Runtime's operators."""
 LEAST_WEIGHTS = 4096
-"""Weights that a matrix has at least to be quantised: a smaller product takes no time, and
-quantising its input takes some. Most classifiers' last layers are left in float32 by it."""
+"""Fewest weights of a matrix that is quantised: smaller products take almost no time, and
+quantising their input takes some. The last layers of most classifiers stay in float32 by this."""
 LEVELS = 127
-"""Steps on each side of zero."""
+"""Number of steps on each side of zero."""
 LEVELS_OF_16_BITS = 64
 """Steps of weights for CPUs that add pairs of products in int16: 2 × 255 × 64 is below 2^15."""
 LEAST_OPSET = 13
-"""Per-channel scales, and axes of ``DequantizeLinear``, came with it."""
+"""Oldest opset with per-channel scales, and axes of ``DequantizeLinear``."""
 
 
 class PrecisionError(Exception):
-    """A graph cannot be quantised as asked; the message says why, and what can be done."""
+    """A graph cannot be quantised as requested; the message states the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Product:
-    """A matrix product with constant weights: a ``MatMul``, or a ``Gemm`` as one."""
+    """A matrix product with constant weights: a ``MatMul``, or an equivalent ``Gemm``."""
 
     node: onnx.NodeProto
     activation: str
-    """The input that is no constant; its last axis is multiplied."""
+    """Name of the input that is not constant; its last axis is multiplied."""
     weight: NDArray[np.float32]
-    """float32[inputs, outputs], transposed and scaled as a ``Gemm`` says."""
+    """float32[inputs, outputs], with the transposition and scale of a ``Gemm`` applied."""
     bias: NDArray[np.float32] | None
-    """float32[outputs] or what broadcasts to it; ``None`` without."""
+    """float32[outputs] or an array that broadcasts to it; ``None`` without a bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rewrite:
-    """What changes in a graph: operators in the place of others, and behind tensors."""
+    """Changes to a graph: operators that replace others, and operators after tensors."""
 
     replaced: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
-    """By the first output of what they replace."""
+    """New nodes by the first output of the node that they replace."""
     behind: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
-    """By tensor."""
+    """New nodes by the tensor that they follow."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """By tensor, what is read instead of it, but by what is ``behind``."""
+    """Tensor that is read instead of each tensor, except by nodes in ``behind``."""
 
 
 class Editor:
-    """A graph that is being rewritten: nodes are replaced or put behind others, constants added."""
+    """A graph that is being rewritten: nodes are replaced or inserted, constants added."""
 
     def __init__(
         self, graph: bytes, *, kept: Collection[str] = (), weight_levels: int = LEVELS
     ) -> None:
         """Take a serialised model; a ``PrecisionError`` if its opset is too old.
 
-        ``kept`` are the outputs of operators that stay as they are; int8 weights have
+        ``kept`` are the outputs of operators that stay unchanged; int8 weights have
         ``weight_levels`` on each side of zero.
         """
         self.kept = frozenset(kept)
@@ -94,7 +94,7 @@ class Editor:
         self._added: set[str] = set()
 
     def floats(self, name: str) -> NDArray[np.float32] | None:
-        """Give a float32 constant; ``None`` if there is none of that name."""
+        """Return a float32 constant; ``None`` if there is none of that name."""
         tensor = self.constants.get(name)
         if tensor is None or tensor.data_type != TensorProto.FLOAT:
             return None
@@ -102,7 +102,7 @@ class Editor:
         return array
 
     def constant(self, name: str, value: Any) -> str:
-        """Add a constant, once; gives its name with :data:`PREFIX`."""
+        """Add a constant, once; return its name with :data:`PREFIX`."""
         name = PREFIX + name
         if name not in self._added:
             self._added.add(name)
@@ -110,12 +110,12 @@ class Editor:
         return name
 
     def products(self) -> list[Product]:
-        """Find the matrix products that are large enough."""
+        """Return the matrix products that are large enough."""
         found = (self._product(node) for node in self.proto.graph.node if not self.keeps(node))
         return [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS]
 
     def keeps(self, node: onnx.NodeProto) -> bool:
-        """Whether an operator stays as it is."""
+        """Return whether an operator stays unchanged."""
         return not self.kept.isdisjoint(node.output)
 
     def _product(self, node: onnx.NodeProto) -> Product | None:
@@ -142,8 +142,8 @@ class Editor:
     ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """Round weights to symmetric int8, with a scale per channel of ``axis``.
 
-        ``least`` [channels] is what scales are not to be below; the scale of a channel of zeros is
-        1, as scales must be positive.
+        ``least`` [channels] are lower limits of the scales; the scale of a channel of zeros is 1,
+        as scales must be positive.
         """
         levels = self.weight_levels
         others = tuple(a for a in range(weight.ndim) if a != axis)
@@ -156,7 +156,7 @@ class Editor:
         return np.clip(steps, -levels, levels).astype(np.int8), scale
 
     def with_bias(self, product: Product) -> tuple[str, list[onnx.NodeProto]]:
-        """Give the name under which a product without its bias goes, and what adds the bias."""
+        """Return the name of a product's output before its bias, and the nodes that add it."""
         y = product.node.output[0]
         if product.bias is None:
             return y, []
@@ -164,9 +164,9 @@ class Editor:
         return without, [make("Add", [without, bias], [y])]
 
     def rewritten(self, *rewrites: Rewrite) -> bytes:
-        """Serialise the graph as rewritten; constants that nobody reads any more go.
+        """Serialise the rewritten graph, without constants that are no longer read.
 
-        The same graph and rewrites give the same bytes.
+        The same graph and rewrites produce the same bytes.
         """
         graph = self.proto.graph
         copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in self._nodes(rewrites)]
@@ -207,7 +207,7 @@ class Editor:
 def make(
     kind: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any
 ) -> onnx.NodeProto:
-    """Make a node that is named after its output."""
+    """Return a node that is named after its output."""
     return helper.make_node(
         kind, inputs, outputs, name=f"{kind}:{outputs[0]}", domain=domain, **attributes
     )
@@ -220,11 +220,10 @@ def multiply(
     weight: tuple[str, NDArray[np.int8], NDArray[np.float32]],
     result: str,
 ) -> onnx.NodeProto:
-    """Make an integer product that gives float32.
+    """Return an integer product with a float32 result.
 
-    ``scaled`` are the names of the size of a step and of the step that 0 is, of the activation;
-    ``weight`` is the stem of its constants' names, its steps [inputs, outputs] and their sizes
-    [outputs].
+    ``scaled`` are the names of the activation's step size and of its zero point; ``weight`` is the
+    stem of its constants' names, its steps [inputs, outputs] and their sizes [outputs].
     """
     step, zero = scaled
     stem, values, sizes = weight
@@ -240,7 +239,7 @@ def multiply(
 
 
 def _read_inside(node: onnx.NodeProto) -> Iterable[str]:
-    """Give what the branches and bodies of a node read, of the graph around them too."""
+    """Yield the tensors that branches and bodies of a node read, also from the outer graph."""
     for attribute in node.attribute:
         for graph in (attribute.g, *attribute.graphs):
             for inner in graph.node:
@@ -250,12 +249,12 @@ def _read_inside(node: onnx.NodeProto) -> Iterable[str]:
 
 
 BLOCK = 128
-"""Weights that share a scale; 32 took longer on what was measured."""
+"""Weights that share a scale; 32 was slower in measurements."""
 _INT8_ACTIVATIONS = 4
 
 
 def quantise_blocks(editor: Editor, *, bits: int) -> Rewrite:
-    """Replace the products that are large enough; ``bits`` of a weight are 4 or 8."""
+    """Replace the products that are large enough; weights have 4 or 8 ``bits``."""
     rewrite = Rewrite()
     for product in editor.products():
         y = product.node.output[0]
@@ -287,8 +286,8 @@ def _in_blocks(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Round weights [inputs, outputs] around the middle of uint4 or uint8.
 
-    Gives uint8[outputs, blocks, bytes], two uint4 a byte, low half first; and float32[outputs,
-    blocks].
+    Returns uint8[outputs, blocks, bytes], with two uint4 per byte, low half first; and
+    float32[outputs, blocks].
     """
     inputs, outputs = weight.shape
     blocks = -(-inputs // BLOCK)
@@ -304,39 +303,39 @@ def _in_blocks(
 
 
 TOLERANCE = 1e-3
-"""Of the scale of each number (:mod:`~offramp.engine.answers.differences`). Float32 kernels add up
-in an order that depends on the batch size, which moves the last bits (1e-7), and where what follows
-is rounded to 255 steps, now and then an activation by one step. Scales that are taken over a batch
-move them all."""
+"""Largest difference from rounding, relative to the scale of each number
+(:mod:`~offramp.engine.answers.differences`). Float32 kernels add in an order that depends on the
+batch size, which changes the last bits (1e-7) and, where later tensors are rounded to 255 steps,
+sometimes an activation by one step. Scales that are computed over a batch change all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDependence:
-    """How far answers of the same rows differ between batches."""
+    """Differences between answers to the same rows in different batches."""
 
     rows: int
     changed: int
-    """Rows whose largest class was another in some batch."""
+    """Rows whose largest class differed in some batch."""
     difference: float
-    """The largest difference of a number, relative to its scale; 0 is no difference."""
+    """Largest difference of a number, relative to its scale; 0 is no difference."""
 
     @property
     def depends(self) -> bool:
-        """Whether answers differ by more than rounding explains (:data:`TOLERANCE`)."""
+        """True if answers differ by more than rounding explains (:data:`TOLERANCE`)."""
         return not self.difference <= TOLERANCE
 
 
 def depends_on_batch_mates(
     graph: bytes, samples: Mapping[str, NDArray[Any]], *, answer: str, threads: int = 1
 ) -> BatchDependence:
-    """Run rows together, alone, with other mates and in another order, and compare each row.
+    """Run rows together, alone, with other batch mates and in another order, and compare them.
 
-    ``samples`` are inputs by name, of as many rows as the largest batch served, 2 at least
+    ``samples`` are inputs by name, with as many rows as the largest batch served, at least 2
     (``ValueError``); ``answer`` is the output [rows, classes] that is compared.
     """
     rows = len(next(iter(samples.values())))
     if rows < 2:
-        raise ValueError(f"{rows} samples have no batch mates; give 2 at least, 16 do well")
+        raise ValueError(f"{rows} samples have no batch mates; pass at least 2, better 16")
     session = make_session(graph, threads)
     together = _run(session, samples, np.arange(rows), answer)
     scales = Scales.of(together)
@@ -350,7 +349,7 @@ def depends_on_batch_mates(
 
 
 def _batches(rows: int) -> Iterator[NDArray[np.intp]]:
-    """Give every row alone; then batches that double in size, in another order each."""
+    """Yield every row alone; then batches of doubling sizes, each in another order."""
     order = np.arange(rows)
     yield from order[:, None]
     rng = np.random.default_rng(0)

@@ -1,17 +1,17 @@
-"""Int8: ranges of activations from data, and graphs that say with Q/DQ pairs what is int8.
+"""Int8 for TensorRT: ranges of activations from data, and graphs that mark int8 with Q/DQ pairs.
 
-TensorRT quantises what ``QuantizeLinear``/``DequantizeLinear`` pairs say and nothing else
+TensorRT quantises exactly the operators with ``QuantizeLinear``/``DequantizeLinear`` pairs
 (explicit quantisation: the only kind since TensorRT 11, and it works in 8.6). Its rules: symmetric
-int8 with zero points of 0, weights per output channel and as float32 behind a pair of their own,
-no quantised bias, a pair before each operator that shall run in int8.
+int8 with zero points of 0, weights per output channel and in float32 before their own pair, no
+quantised bias, a pair before each operator that runs in int8.
 
 Ranges are measured once, on the whole model. Tensors have the same names in every segment and
 stage, and whether one is quantised depends on the operator that reads it, so that a tensor has
 the same scale in every engine.
 
-Not built on ``onnxruntime.quantization``: its calibrators write an augmented model to disk, keep
-every activation of the data in memory for histograms, and name what they add at random, while
-these graphs must be the same each time (engines are keyed on their hash).
+``onnxruntime.quantization`` is not used: its calibrators write an augmented model to disk, keep
+every activation of the data in memory for histograms, and add random names, while these graphs
+must be the same each time (engines are keyed on their hash).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from offramp.calibration.data.activations import activations
 from offramp.calibration.data.dataset import DataError, Dataset
 
 PREFIX = "offramp_int8/"
-"""What all names that are added begin with."""
+"""Prefix of all names that are added."""
 
 RANGE_SAMPLES = 1000
-"""Samples that ranges are measured on: beyond some hundreds they no longer move (Wu et al.,
+"""Samples that ranges are measured on: beyond some hundreds they no longer change (Wu et al.,
 "Integer Quantization for Deep Learning Inference", 2020)."""
 
 _BINS = 2048
@@ -40,7 +40,7 @@ _LEVELS = 127
 
 
 Ranges: TypeAlias = Mapping[str, float]
-"""By tensor, the magnitude that int8's 127 is for: larger activations are clipped."""
+"""Magnitude that int8's 127 represents, by tensor: larger activations are clipped."""
 
 
 class _Edge(NamedTuple):
@@ -50,16 +50,16 @@ class _Edge(NamedTuple):
     place: int
     tensor: str
     axis: int | None
-    """Of the output channels, for weights; ``None`` for activations."""
+    """Axis of the output channels, for weights; ``None`` for activations."""
 
 
 def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
     """Measure the ranges of all activations that :func:`quantize` would quantise.
 
     The limit of a tensor is the one with the least squared error on its histogram: outliers are
-    clipped where that makes the steps of all others finer. ``graph`` is the source model. All
-    samples are run, twice; best not those that the result is judged on. A ``DataError`` where there
-    are none, or the model fails on one or computes no finite numbers.
+    clipped if the finer steps of all other values outweigh that. ``graph`` is the source model. All
+    samples are run, twice; preferably they are not those that the result is evaluated on. A
+    ``DataError`` if there are none, or the model fails on one or its results are not finite.
     """
     proto = onnx.ModelProto.FromString(graph)
     tensors = tuple(dict.fromkeys(e.tensor for e in _edges(proto.graph) if e.axis is None))
@@ -78,15 +78,15 @@ def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
 
 
 def quantize(graph: bytes, ranges: Ranges) -> bytes:
-    """Put Q/DQ pairs before the convolutions and matrix products of a graph.
+    """Insert Q/DQ pairs before the convolutions and matrix products of a graph.
 
-    Quantised are both inputs of ``Conv``, ``Gemm`` and ``MatMul`` whose weights are constant,
-    and at a residual ``Add`` the input that is not the convolution's own output, so that
+    Both inputs of ``Conv``, ``Gemm`` and ``MatMul`` with constant weights are quantised. At a
+    residual ``Add`` the input that is not the convolution's output is quantised, so that
     convolution, sum and activation become one int8 kernel. All else stays float32, and names and
     types of inputs and outputs stay.
 
-    ``graph`` is the source model, a segment, or several joined, ``ranges`` are the whole model's
-    (``ValueError`` if they lack a tensor). The same graph and ranges give the same bytes.
+    ``graph`` is the source model, a segment, or several joined; ``ranges`` are the whole model's
+    (``ValueError`` if they lack a tensor). The same graph and ranges produce the same bytes.
     """
     proto = onnx.ModelProto.FromString(graph)
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -101,7 +101,7 @@ def quantize(graph: bytes, ranges: Ranges) -> bytes:
             raise ValueError(
                 f"no range of {edge.tensor!r}; measure the ranges on this bundle's source model"
             )
-        # A pair of its own for every reader: TensorRT fuses pairs into the operator behind them.
+        # A separate pair for every reader: TensorRT fuses pairs into the operator after them.
         stem = f"{PREFIX}{node.output[0]}/{edge.place}"
         pairs.setdefault(edge.node, []).extend(_pair(stem, edge))
         zeros = np.zeros(scale.shape, np.int8)
@@ -128,7 +128,7 @@ def _pair(stem: str, edge: _Edge) -> tuple[onnx.NodeProto, onnx.NodeProto]:
 
 
 def _edges(graph: onnx.GraphProto) -> Iterator[_Edge]:
-    """Find what is quantised, in the order of the nodes."""
+    """Yield the inputs that are quantised, in the order of the nodes."""
     weights = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT}
     constants = {t.name for t in graph.initializer}
     readers = Counter(name for node in graph.node for name in node.input)
@@ -149,7 +149,7 @@ def _edges(graph: onnx.GraphProto) -> Iterator[_Edge]:
 
 
 def _channel_axis(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int | None:
-    """Find the axis of output channels in an operator's constant weights; ``None`` if none."""
+    """Return the axis of output channels in an operator's constant weights; ``None`` if none."""
     if len(node.input) < 2 or node.input[1] not in weights:
         return None
     flags = {a.name: a.i for a in node.attribute}
@@ -163,7 +163,7 @@ def _channel_axis(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _weight_scale(weight: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
-    """Give one scale per output channel; 1 for one of zeros, as scales must be positive."""
+    """Return one scale per output channel; 1 for one of zeros, as scales must be positive."""
     others = tuple(a for a in range(weight.ndim) if a != axis)
     scale = np.abs(weight).max(axis=others) / np.float32(_LEVELS)
     return np.where(scale > 0, scale, 1).astype(np.float32)
@@ -172,7 +172,7 @@ def _weight_scale(weight: NDArray[np.float32], axis: int) -> NDArray[np.float32]
 def _magnitudes(
     proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, threads: int
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Give the magnitudes of each tensor, batch by batch, flat."""
+    """Yield the magnitudes of each tensor, batch by batch, flat."""
     for name, values, where in activations(proto, tensors, dataset, threads=threads):
         magnitudes = np.abs(values).reshape(-1)
         largest = magnitudes.max(initial=0)  # NaN, if any is
@@ -185,10 +185,10 @@ def _magnitudes(
 
 
 def _least_error(counts: NDArray[np.int64], largest: float) -> float:
-    """Find the limit with the least squared error of rounding and clipping, on a histogram.
+    """Return the limit with the least squared error of rounding and clipping, on a histogram.
 
-    ``counts`` [bins] are of magnitudes from 0 to ``largest``, which is the most that the limit can
-    be; it is 1 where all values were 0.
+    ``counts`` [bins] are of magnitudes from 0 to ``largest``, which is the greatest possible limit;
+    the limit is 1 if all values were 0.
     """
     if not largest > 0:
         return 1.0

@@ -1,15 +1,15 @@
-"""Int8 on the CPU with two kinds of scales: measured beforehand, or computed of each row.
+"""Int8 on the CPU with two kinds of scales: measured beforehand, or computed for each row.
 
-:func:`quantise_static` puts Q/DQ pairs around convolutions and before matrix products. Their scales
-come from :func:`activation_ranges`, which measures tensors on data. :func:`quantise_rows` needs no
-data: it rewrites matrix products so that each row is rounded by its own range as the graph runs.
+:func:`quantise_static` inserts Q/DQ pairs around convolutions and before matrix products. Their
+scales come from :func:`activation_ranges`, which measures tensors on data. :func:`quantise_rows`
+needs no data: it rewrites matrix products so that each row is rounded by its range at run time.
 
-ONNX Runtime makes integer kernels of an operator between Q/DQ pairs. A convolution needs them on
-all sides and its bias in int32; a matrix product reads what is rounded, and its result is float32
-again. What follows a convolution and has an integer kernel (:data:`_FOLLOWING`) stays in
-integers with it. All else stays float32.
+ONNX Runtime replaces an operator between Q/DQ pairs by an integer kernel. A convolution needs pairs
+on all sides and its bias in int32; a matrix product reads a rounded input and returns float32.
+Operators after a convolution that have integer kernels (:data:`_FOLLOWING`) stay in integers with
+it. All else stays float32.
 
-A tensor's pair stands behind it, so that every tensor of the source is there under its name, in
+A tensor's pair is after it, so that every tensor of the source keeps its name and its type,
 float32, and a graph can be cut at it.
 """
 
@@ -36,11 +36,11 @@ from offramp.calibration.precision.quantised_graphs import (
 )
 
 _ABSORBED = frozenset({"Relu", "Clip"})
-"""What the rounding behind it does as well, where its output's range begins at 0."""
+"""Operators whose effect the rounding after them includes, if the output's range begins at 0."""
 _FOLLOWING = _ABSORBED | {"MaxPool", "Add", "Mul", "Concat", "GlobalAveragePool", "AveragePool"}
 _STEPS = 255
 _LARGEST_BIAS = 2.0**30
-"""In int32, with room for the sum of products."""
+"""Largest bias in int32 that leaves space for the sum of products."""
 
 
 def quantise_static(
@@ -53,16 +53,16 @@ def quantise_static(
     signed: bool = False,
     known: dict[str, Range],
 ) -> Rewrite:
-    """Put pairs around convolutions and what follows them, and before matrix products.
+    """Insert pairs around convolutions and the operators after them, and before matrix products.
 
-    Scales are measured on ``dataset``, but for tensors of ``known`` ranges, which are added to.
-    Activations are uint8, or int8 if ``signed``, of the same
-    steps; weights are int8, with a scale per output channel.
+    Scales are measured on ``dataset``, except for tensors with ``known`` ranges; new ranges are
+    added to these. Activations are uint8, or int8 if ``signed``, with the same steps; weights are
+    int8, with a scale per output channel.
     """
     convolved = _convolutions(editor) if convolutions else {}
     multiplied = {p.node.output[0]: p for p in editor.products()} if products else {}
     inside = _integer_tensors(editor, convolved)
-    pooled = {  # it moves integers: its output has the scale of its input
+    pooled = {  # pooling only moves integers: its output has the scale of its input
         n.output[0]: n.input[0]
         for n in editor.proto.graph.node
         if n.op_type == "MaxPool" and n.output[0] in inside
@@ -78,7 +78,7 @@ def quantise_static(
     for tensor, limits in ranges.items():
         pair = _pair(editor, tensor, limits, signed=signed)
         rewrite.behind[tensor] = pair if tensor in inside else pair[:1]  # products read the steps
-    # Whatever reads a convolution's output has to read it rounded, or the kernel is none of int8.
+    # Readers of a convolution's output must read it rounded, or the kernel would not be int8.
     rewrite.renamed.update((t, _dequantised(t)) for t in inside)
     for y, node in convolved.items():
         rewrite.replaced[y] = _convolution(editor, node, ranges, signed=signed)
@@ -88,9 +88,10 @@ def quantise_static(
 
 
 def _convolutions(editor: Editor) -> dict[str, onnx.NodeProto]:
-    """Find the convolutions with constant weights, by output.
+    """Return the convolutions with constant weights, by output.
 
-    None whose output is the model's: it has to be float32, and there is no integer kernel for that.
+    Convolutions whose output is the model's are left out: it has to be float32, and no integer
+    kernel has that.
     """
     return {
         node.output[0]: node
@@ -105,9 +106,10 @@ def _convolutions(editor: Editor) -> dict[str, onnx.NodeProto]:
 
 
 def _integer_tensors(editor: Editor, convolved: Mapping[str, onnx.NodeProto]) -> dict[str, None]:
-    """Find the tensors around convolutions, and what follows them, that are integers; in order.
+    """Return the integer tensors around convolutions and operators after them, in order.
 
-    What a :data:`_ABSORBED` operator alone reads is left out: it becomes part of the rounding.
+    Tensors that only a :data:`_ABSORBED` operator reads are left out: it becomes part of the
+    rounding.
     """
     found: dict[str, None] = {}
     for node in editor.proto.graph.node:
@@ -142,7 +144,7 @@ def _dequantised(tensor: str) -> str:
 
 
 def _scale(limits: Range, *, signed: bool) -> tuple[np.float32, np.int8 | np.uint8]:
-    """Give the size of a step, and the step that 0 is."""
+    """Return the size of a step, and the zero point."""
     step = (limits.high - limits.low) / _STEPS
     zero = int(np.clip(round(-limits.low / step), 0, _STEPS))
     return np.float32(step), np.int8(zero - LEVELS - 1) if signed else np.uint8(zero)
@@ -157,8 +159,8 @@ def _convolution(
     biased = len(node.input) > 2 and bool(node.input[2])
     bias = editor.floats(node.input[2]) if biased else None
     step, _ = _scale(ranges[x], signed=signed)
-    # A bias counts the same steps as the sum of products, in int32: where weights are next to
-    # nothing, their steps must not be.
+    # A bias counts the same steps as the sum of products, in int32: even if weights are nearly 0,
+    # their steps must not be.
     least = None if bias is None else np.abs(bias) / (float(step) * _LARGEST_BIAS)
     rounded, scale = editor.int8_weight(weight, axis=0, least=least)
     reads = [_dequantised(x)]
@@ -175,8 +177,8 @@ def _convolution(
 
 
 def _product(editor: Editor, product: Product) -> list[onnx.NodeProto]:
-    # Not a product between pairs: of [rows, inputs], ONNX Runtime fuses that with the bias behind
-    # it, to what has no integer kernel.
+    # Pairs do not work here: for [rows, inputs], ONNX Runtime would fuse the product with the bias
+    # after it, to an operator without an integer kernel.
     x, y = product.activation, product.node.output[0]
     weight, scale = editor.int8_weight(product.weight, axis=1)
     result, bias = editor.with_bias(product)
@@ -193,7 +195,7 @@ def _constant_pair(
     axis: int,
     reads: list[str],
 ) -> list[onnx.NodeProto]:
-    """Give what makes floats of an integer constant, whose name is added to ``reads``."""
+    """Return the node that converts an integer constant to floats; adds its name to ``reads``."""
     constants = [
         editor.constant(stem, values),
         editor.constant(f"{stem}/step", scale),
@@ -205,14 +207,14 @@ def _constant_pair(
 
 _BINS = 2048
 _VALUES = 2**16
-"""Most values of a tensor in a batch that are counted, at even distances: the rest would not move
-the limits, and counting all of them took longer than running the model."""
+"""Most values of a tensor in a batch that are counted, at even distances: more would not change the
+limits, and counting all of them took longer than running the model."""
 _SHARES = np.linspace(1 / 16, 1, 61)
 """Shares of the whole range that are tried as limits."""
 
 
 class Range(NamedTuple):
-    """The values that the lowest and the highest step stand for; 0 is between them."""
+    """The values that the lowest and the highest step represent; 0 is between them."""
 
     low: float
     high: float
@@ -221,11 +223,10 @@ class Range(NamedTuple):
 def activation_ranges(
     proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, *, threads: int
 ) -> Mapping[str, Range]:
-    """Find the ranges of some tensors: those with the least squared error on their histograms.
+    """Return the ranges of some tensors with the least squared error on their histograms.
 
-    All samples are run, twice, and a histogram of some values is all that is kept of a tensor. A
-    ``DataError`` where there are no samples, or the model fails on one or computes no finite
-    numbers.
+    All samples are run, twice, and only a histogram of some values is kept of a tensor. A
+    ``DataError`` if there are no samples, or the model fails on one or its results are not finite.
     """
     widest = dict.fromkeys(tensors, Range(0.0, 0.0))
     for name, values, where in activations(proto, tensors, dataset, threads=threads):
@@ -246,7 +247,7 @@ def activation_ranges(
 
 
 def _least_error(counts: NDArray[np.int64], widest: Range) -> Range:
-    """Find the range with the least squared error of rounding to 255 steps, and of clipping.
+    """Return the range with the least squared error of rounding to 255 steps, and of clipping.
 
     ``counts`` [bins] are between the limits of ``widest``.
     """
@@ -255,7 +256,7 @@ def _least_error(counts: NDArray[np.int64], widest: Range) -> Range:
         return Range(0.0, 1.0)
     centers = low + (np.arange(len(counts)) + 0.5) * (high - low) / len(counts)
     best = widest
-    for _ in range(2):  # one limit after the other: what the first can be depends on the second
+    for _ in range(2):  # one limit after the other: the best first one depends on the second
         best = min(
             (Range(low * a, best.high) for a in _SHARES), key=partial(_error, counts, centers)
         )
@@ -273,9 +274,9 @@ def _error(counts: NDArray[np.int64], centers: NDArray[np.float64], limits: Rang
 
 
 _AXES_AS_INPUT = 18
-"""The opset in which reductions take their axes as an input."""
+"""Oldest opset in which reductions take their axes as an input."""
 _LEAST_LIMIT = 1e-12
-"""Stands in for the largest magnitude of a row of zeros, which is divided by."""
+"""Replaces the largest magnitude of a row of zeros, which is a divisor."""
 
 
 def quantise_rows(editor: Editor) -> Rewrite:
@@ -296,7 +297,7 @@ def quantise_rows(editor: Editor) -> Rewrite:
 
 
 def _scaled_rows(editor: Editor, x: str) -> list[onnx.NodeProto]:
-    """Give the nodes for a tensor's uint8 ``steps``, and the ``step`` that each row's are of."""
+    """Return the nodes for a tensor's uint8 ``steps``, and each row's step size ``step``."""
 
     def inner(name: str) -> str:
         return f"{PREFIX}{x}/{name}"

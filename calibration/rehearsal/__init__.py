@@ -1,6 +1,7 @@
-"""PAME's rehearsal: which exits serve a load best, tried on recorded answers (section 6).
+"""PAME's rehearsal: the best exits for a load, found on recorded answers (section 6).
 
-May import :mod:`offramp.certify`, bundles, the rest of calibration and the engine's cost models.
+The package may import :mod:`offramp.certify`, bundles, the rest of calibration and the engine's
+cost models.
 """
 
 from offramp.calibration.rehearsal.adaptation import Move, adapt, raising_path

@@ -1,16 +1,16 @@
-"""Adaptation of a policy to a load that has changed (PAME 7.6).
+"""Adaptation of a policy to a changed load (PAME 7.6).
 
     while an exit makes too many batches late:
         move it to the next later candidate
     raise thresholds until precision is kept
 
-In this order of preference, since letting more samples leave to save time "brings great risk of
-degrading the task precision". Thresholds never fall, and exits never move towards the start: for a
-load that has become easier, rehearse anew.
+Exits move first, since letting more samples leave to save time "brings great risk of degrading the
+task precision". Thresholds never fall, and exits never move towards the start: for a load that has
+become easier, rehearse again.
 
 The inference time matrix stays, as the hardware did not change; the batching pattern matrix is
-that of the new load. Raised thresholds let more samples go on, so the latencies are looked at
-with thresholds that are raised already, and both take turns until neither has anything to say.
+that of the new load. Raised thresholds let more samples go on, so latencies are evaluated with the
+raised thresholds, and both steps repeat until neither changes anything.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class Move:
 
     exit: int
     to: int | None
-    """The later candidate that took its place; ``None`` if none could, or the next exit in use
-    did."""
+    """Later candidate that replaced it; ``None`` if none could, or the next exit in use did."""
     violations: float
-    """Share of late batches that it was moved for."""
+    """Share of late batches that caused the move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,19 +55,19 @@ class Late:
     violations: float
     """Share of late batches."""
     at: Position
-    """Where its first stage begins; not even one row may come where ``rows`` is below 1."""
+    """Position where its first stage begins; if ``rows`` is below 1, no row may arrive there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
-    """A policy that was adapted to a load, and how."""
+    """A policy that was adapted to a load, with all changes."""
 
     least: tuple[ActiveExit, ...]
-    """Exits after all moves; thresholds from before they were raised, below which none may go."""
+    """Exits after all moves, with their thresholds before raising, which are lower limits."""
     moves: tuple[Move, ...]
-    """In order."""
+    """Moves in order."""
     rehearsal: Rehearsal
-    """With the thresholds as raised; its steps are those of the exits in use."""
+    """Result with the raised thresholds; its steps are those of the exits in use."""
 
 
 def adapt(
@@ -81,7 +80,7 @@ def adapt(
 ) -> Adaptation:
     """Adapt a policy, in depth order, to a new load of all exits of the bundle.
 
-    ``min_gain`` of the settings plays no part. At most ``allowed_errors`` samples are answered
+    ``min_gain`` of the settings is not used. At most ``allowed_errors`` samples are answered
     unlike the source model; default: as many as ``max_disagreement`` allows of the load.
     """
     rehearsal.check_load(load, times, settings)
@@ -112,10 +111,10 @@ def adapt(
 
 
 def raising_path(load: RehearsalLoad, least: Sequence[ActiveExit]) -> FloatArray:
-    """Thresholds from no exits down to given ones: float64[levels, exits].
+    """Return thresholds from no exits down to ``least``: float64[levels, exits].
 
-    On its way down the common path of the load's agreement curves, each exit stops at its own
-    threshold: raised are the exits whose confidence means less than it did.
+    On the way down the common path of the load's agreement curves, each exit stops at its threshold
+    in ``least``. So the thresholds that rise are of exits whose confidence is less reliable now.
     """
     rows = [a.exit for a in least]
     floor = np.array([a.threshold for a in least])
@@ -126,10 +125,10 @@ def raising_path(load: RehearsalLoad, least: Sequence[ActiveExit]) -> FloatArray
 def raise_thresholds(
     load: RehearsalLoad, least: Mapping[int, float], allowed_errors: int
 ) -> tuple[ActiveExit, ...]:
-    """Raise thresholds no further than precision asks for: the exits that still answer.
+    """Raise thresholds no further than precision requires; return the exits that still answer.
 
     At most ``allowed_errors`` samples of the load are answered unlike the source model, and no
-    exit, in depth order, goes below its threshold as it is, ``least``.
+    exit, in depth order, gets a threshold below its previous one, ``least``.
     """
     if not least:
         return ()
@@ -148,10 +147,10 @@ def look_at(
     *,
     allowed_errors: int,
 ) -> tuple[tuple[RehearsalStep, ...], Late | None]:
-    """Both matrices at each exit in use, until one makes too many batches late.
+    """Compute both matrices at each exit in use, until one makes too many batches late.
 
-    A step for each exit that does not, and the first one that does. Other candidates are configured
-    as in a rehearsal.
+    Returns a step for each exit before that one, and that exit, or ``None``. Other candidates are
+    configured as in a rehearsal.
     """
     at, steps = Position.start(load), list[RehearsalStep]()
     for used in active:
@@ -174,7 +173,7 @@ def look_at(
 def _move(
     load: RehearsalLoad, late: Late, least: Mapping[int, float], *, exits: int, allowed_errors: int
 ) -> tuple[dict[int, float], Move]:
-    """Put the next later candidate in the place of an exit, before the next one in use."""
+    """Replace an exit by the next later candidate before the next exit in use."""
     kept = {e: threshold for e, threshold in least.items() if e != late.exit}
     behind = min([e for e in kept if e > late.exit], default=exits)
     if late.at.rows >= 1:

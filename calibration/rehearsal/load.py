@@ -1,6 +1,6 @@
-"""A load of recorded samples, the forecast for it, and the facts of a rehearsal.
+"""A load of recorded samples, forecasts for it, and the settings and results of a rehearsal.
 
-Settings and findings become JSON by :func:`offramp.bundle.schema.serde.to_plain`.
+:func:`offramp.bundle.schema.serde.to_plain` converts settings and results to JSON values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offramp.certify.records import check_confidence
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RehearsalLoad:
-    """Recorded samples as they may come in (the paper's D), and batches of them."""
+    """Recorded samples of a load (the paper's D), and batches of them."""
 
     confidence: Float32Array
     """float32[K, samples] in [0, 1], of all exits of the bundle."""
@@ -40,7 +40,7 @@ class RehearsalLoad:
         batches: int,
         rng: np.random.Generator,
     ) -> RehearsalLoad:
-        """Draw batches: the samples in one random order after the other, cut into batches."""
+        """Draw batches: random orders of all samples, one after the other, cut into batches."""
         confidence, agrees = check_confidence(confidence, agrees)
         samples = confidence.shape[1]
         wanted = batches * batch_size
@@ -57,52 +57,52 @@ class RehearsalLoad:
         return int(self.confidence.shape[1])
 
     def rows(self, going_on: BoolArray) -> IntArray:
-        """int64[k]: rows of each batch that are among the samples bool[samples]."""
+        """Return the rows of each batch that are among the samples bool[samples]: int64[k]."""
         return np.asarray(going_on[self.batches].sum(axis=1), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A forecast of latency and agreement: counted rows, profiled times, nothing measured."""
+    """A forecast of latency and agreement: from counted rows and profiled times, not measured."""
 
     average_ms: float
-    """Mean over samples until the answer is there."""
+    """Mean over samples of the time until the answer."""
     tail_ms: float
-    """Mean over batches until the last answer is there (the paper's figure 9)."""
+    """Mean over batches of the time until the last answer (the paper's figure 9)."""
     source_ms: float
-    """A batch of the unmodified model, for both."""
+    """Time of a batch of the unmodified model, to compare both with."""
     violations: float
-    """Share of batches whose last answer comes later than that."""
+    """Share of batches whose last answer is later than ``source_ms``."""
     disagreement: float
     """Share of the load answered unlike the source model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Position:
-    """Where the search stands: behind an exit, with what has come so far."""
+    """A position of the search: after an exit, with the results so far."""
 
     active: tuple[ActiveExit, ...]
-    """Found so far."""
+    """Exits found so far."""
     rows: int
     """Most rows that may arrive."""
     waiting: BoolArray
-    """bool[samples]: not answered yet."""
+    """bool[samples]: true if not answered yet."""
     errors: int
     """Samples answered unlike the source model."""
 
     @classmethod
     def start(cls, load: RehearsalLoad) -> Position:
-        """The model's start."""
+        """Return the position at the model's start."""
         everything = np.ones(load.samples, dtype=np.bool_)
         return cls(active=(), rows=load.batches.shape[1], waiting=everything, errors=0)
 
     @property
     def after_exit(self) -> int | None:
-        """The last exit found."""
+        """Last exit found, or ``None``."""
         return self.active[-1].exit if self.active else None
 
     def behind(self, load: RehearsalLoad, exit_: int, threshold: float, rows: int) -> Position:
-        """The position behind one more exit, which lets ``rows`` rows on at most."""
+        """Return the position after one more exit, where at most ``rows`` rows may go on."""
         leaving = self.waiting & leaves(load.confidence[exit_], np.float32(threshold))
         return Position(
             active=(*self.active, ActiveExit(exit=exit_, threshold=threshold)),
@@ -113,7 +113,7 @@ class Position:
 
 
 def forecast(load: RehearsalLoad, times: StageTimes, active: Sequence[ActiveExit]) -> Forecast:
-    """Follow every batch through all stages of a policy."""
+    """Predict the outcome of a policy by following every batch through all stages."""
     used = [a for a in active if a.threshold < NEVER]
     stages_ms = times.stages_ms([a.exit for a in used], load.batches.shape[1])
     at = Position.start(load)
@@ -138,32 +138,32 @@ def forecast(load: RehearsalLoad, times: StageTimes, active: Sequence[ActiveExit
 
 
 REHEARSAL: Final = "rehearsal.json"
-"""File of a bundle that holds a :class:`Rehearsed`; only in those that were rehearsed."""
+"""File of a bundle with a :class:`Rehearsed`; only rehearsed bundles have it."""
 
 Verdict: TypeAlias = Literal["chosen", "possible", "precision", "latency", "gain"]
-"""Why a candidate was chosen, or was not: others were better, or what it violates."""
+"""Reason why a candidate was chosen or not: others were better, or the limit it violates."""
 Ending: TypeAlias = Literal["precision", "latency", "gain", "all left", "last exit", "kept"]
-"""Why the search ended: what every remaining candidate violates, or that there was none. ``kept``
-is no search: the exits of a policy were looked at."""
+"""Reason why the search ended: the limit that every remaining candidate violates, or that there was
+none. ``kept`` is not a search: the exits of a policy were evaluated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalSettings:
-    """The settings of a rehearsal; both bounds default to those of the paper's evaluation."""
+    """Settings of a rehearsal; both bounds default to those of the paper's evaluation."""
 
     batch_size: int = 32
-    """n: rows of a batch when it starts."""
+    """Rows of a batch at its start, n."""
     interval: int = 1
-    """v: rows from one column of the matrices to the next."""
+    """Rows between two columns of the matrices, v."""
     batches: int = 1000
-    """k: batches drawn from the load."""
+    """Number of batches drawn from the load, k."""
     max_disagreement: float = 0.01
-    """1 − η: largest share of the load answered unlike the source model."""
+    """Largest share of the load answered unlike the source model, 1 − η."""
     max_violations: float = 0.02
-    """τ_l: largest share of batches that an exit may make late."""
+    """Largest share of batches that an exit may make late, τ_l."""
     min_gain: float = 0.01
-    """Least share of the source model's time that each exit takes off the mean latency; 0 is as
-    published."""
+    """Least share of the source model's time by which each exit reduces the mean latency; 0 is the
+    published rule."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "interval", "batches"):
@@ -176,97 +176,97 @@ class RehearsalSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An exit as it would be if it were attached next: a row of both matrices."""
+    """An exit evaluated as the next one: a row of both matrices."""
 
     exit: int
     threshold: float
-    """Of its candidate configuration; ``NEVER`` if none keeps the precision."""
+    """Threshold of its candidate configuration; ``NEVER`` if none keeps the precision."""
     moving_on: float
-    """Share of the load that goes on behind it."""
+    """Share of the load that goes on after it."""
     disagreement: float
-    """Share of the load answered unlike the source model, earlier exits included."""
+    """Share of the load answered unlike the source model, including earlier exits."""
     violations: float
     """Share of the batches that are late with it."""
     allowed_rows: int
-    """n_i: most rows that may go on behind it; -1 if not even none may."""
+    """Most rows that may go on after it, n_i; −1 if not even 0 may."""
     average_ms: float
     """Average two-stage latency of a row (equation 2)."""
     tail_ms: float
-    """Two-stage latency that all but the tolerated share of batches stay within (6.4)."""
+    """Two-stage latency that all but the tolerated share of batches keep (6.4)."""
     mean_ms: float
-    """Predicted mean latency of the load from the model's start, all exits so far included."""
+    """Predicted mean latency of the load from the model's start, including all exits so far."""
     verdict: Verdict
     times_ms: tuple[float, ...]
     """Row of the inference time matrix."""
     pattern: tuple[int, ...]
-    """Row of the batching pattern matrix: batches by rows that go on."""
+    """Row of the batching pattern matrix: number of batches by rows that go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalStep:
-    """One round of the search: both matrices, and what was chosen by them."""
+    """One round of the search: both matrices, and the choice."""
 
     after_exit: int | None
-    """The exit chosen before; ``None`` at the model's start."""
+    """Exit chosen before; ``None`` at the model's start."""
     rows: int
-    """Of the first stage: n, then the most that the exit before may let go on."""
+    """Rows of the first stage: n, or the most that may go on after the previous exit."""
     columns: tuple[int, ...]
-    """Rows of the second stage."""
+    """Rows of the second stage, by column."""
     limit_ms: float
-    """Boundary: time of the first stage's rows with no further exit."""
+    """Limit: time of the first stage's rows without a further exit."""
     mean_ms: float
     """Predicted mean latency of the load with the exits found before."""
     candidates: tuple[Candidate, ...]
     chosen: int | None
-    """The exit; ``None`` ends the search."""
+    """Chosen exit; ``None`` ends the search."""
 
     def candidate(self, exit_: int) -> Candidate:
-        """One of the candidates, by its exit."""
+        """Return the candidate for an exit."""
         return next(candidate for candidate in self.candidates if candidate.exit == exit_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The steps of a rehearsal and what it found; JSON by :func:`.schema.serde.to_plain`."""
+    """The steps of a rehearsal and its result; :func:`.schema.serde.to_plain` makes JSON of it."""
 
     settings: RehearsalSettings
     samples: int
-    """Of the load."""
+    """Number of samples of the load."""
     allowed_errors: int
-    """Most samples of the load that were allowed to be answered unlike the source model."""
+    """Most samples of the load that may be answered unlike the source model."""
     steps: tuple[RehearsalStep, ...]
     ended: Ending
     active: tuple[ActiveExit, ...]
-    """Exits found, in depth order, with the thresholds that they were rehearsed with."""
+    """Exits found, in depth order, with their rehearsed thresholds."""
     forecast: Forecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """The content of :data:`REHEARSAL`: how a bundle's exits were chosen, and what that brings."""
+    """The content of :data:`REHEARSAL`: the choice of a bundle's exits, and its forecast."""
 
     rehearsal: Rehearsal
-    """On the tuning split."""
+    """Rehearsal on the tuning split."""
     shipped: Forecast
-    """The certified policy, on the certify split."""
+    """Forecast of the certified policy on the certify split."""
     data_sha256: str
-    """Of the file that both splits are from."""
+    """SHA-256 of the file that both splits are from."""
 
     @property
     def too_late(self) -> str:
-        """The sentence on too many batches that the certified policy makes late; empty if few."""
+        """Sentence on too many batches that the certified policy makes late; empty if few."""
         late, tolerated = self.shipped.violations, self.rehearsal.settings.max_violations
         if late <= tolerated:
             return ""
         return (
             f"{late:.1%} of the batches are predicted to be later than without exits, more than "
             f"the {tolerated:.3g} of --max-violations: thresholds that could be certified let more "
-            "samples go on than those rehearsed; give more calibration data, or a larger "
+            "samples go on than those rehearsed; pass more calibration data, or a larger "
             "--max-disagreement"
         )
 
     def dump(self) -> bytes:
-        """Give the content of the file."""
+        """Return the content of the file."""
         return (json.dumps(to_plain(self), allow_nan=False) + "\n").encode()
 
     @classmethod

@@ -1,29 +1,29 @@
-"""PAME's rehearsal: which exits serve a load best without making its batches slower (section 6).
+"""PAME's rehearsal: the best exits for a load that do not make its batches slower (section 6).
 
     exits are found one by one, from the model's start to its end:
         configure every later candidate: the threshold that lets most leave, precision kept   (6.2)
         characterise: inference time matrix, and batching pattern matrix of the load          (6.3)
         determine: none that makes too many batches late; of the others the one with the
-            shortest average latency, and behind the first exit the shortest tail latency     (6.4)
+            shortest average latency, and after the first exit the shortest tail latency      (6.4)
     until precision or latency allow no further exit, or no sample is left to go on
 
-The time matrix belongs to the hardware, the pattern matrix to the load: whichever changes, the
-other one stays (:mod:`offramp.calibration.rehearsal.two_stage`, :mod:`.adaptation`).
+The time matrix belongs to the hardware, the pattern matrix to the load: if one of them changes, the
+other matrix stays valid (:mod:`offramp.calibration.rehearsal.two_stage`, :mod:`.adaptation`).
 
 Precision is agreement with the source model: the original model's is 1, so the paper's η is one
 minus the largest tolerated disagreement. An exit has one threshold, on confidence.
 
-Chosen here, where the paper leaves it open or its rules do not suffice:
+Decisions made here, where the paper leaves them open or its rules do not suffice:
 
-* Batches are drawn at random from the load, as many as one likes; the order in which samples came
+* Batches are drawn at random from the load, any number of them; the order in which samples arrived
   is not kept.
-* In later steps a batch that brings more rows than the step before allows is late already,
-  whatever leaves now; it stands in the last column.
-* "Tail latency" is what all batches but the tolerated share of late ones stay within.
-* A further exit must shorten the predicted mean latency by a share (``min_gain``). The tail alone
-  asks for every exit at which anybody leaves: where time is proportional to rows, as on a CPU,
-  the published rules, which are ``min_gain`` 0, keep ten of the example's twelve exits instead of
-  two, for gains that no measurement shows.
+* In later steps a batch with more rows than the step before allows is late already, however many
+  rows leave now; it is counted in the last column.
+* "Tail latency" is the one that all batches but the tolerated share of late ones keep.
+* A further exit must reduce the predicted mean latency by a share (``min_gain``). The tail alone
+  favours every exit at which any sample leaves: if time is proportional to rows, as on a CPU, the
+  published rules, which are ``min_gain`` 0, keep ten of the example's twelve exits instead of two,
+  for gains too small to be measured.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rehearse(
     """Search the exits for a load of all exits of the bundle, in batches of the settings.
 
     At most ``allowed_errors`` samples are answered unlike the source model; default: as many as
-    ``max_disagreement`` allows of the load. Fewer leave room for a certificate.
+    ``max_disagreement`` allows of the load. Fewer make it easier to certify the policy.
     """
     check_load(load, times, settings)
     if allowed_errors is None:
@@ -96,10 +96,10 @@ def rehearse(
 
 
 def configure(load: RehearsalLoad, at: Position, exit_: int, allowed_errors: int) -> float:
-    """Precision-aware candidate configuration (6.2): the threshold that lets most samples leave.
+    """Return the threshold that lets most samples leave: the candidate configuration of 6.2.
 
-    Those not answered anywhere else are answered by the source model, rightly (equation 1 with
-    the moving-on queries' precision at 1); so the constraint is a number of errors. The threshold
+    Samples that no exit answers get the source model's answer, which is right (equation 1, where
+    the moving-on queries' precision is 1). So the constraint is a number of errors. The threshold
     is the least confidence to leave with; ``NEVER`` if not even one sample may.
     """
     confidence = load.confidence[exit_][at.waiting]
@@ -118,9 +118,9 @@ def characterise(
     thresholds: Mapping[int, float],
     settings: RehearsalSettings,
 ) -> RehearsalStep:
-    """Both matrices for candidates behind a position, and what follows from them (6.3).
+    """Compute both matrices for candidates after a position, and the results from them (6.3).
 
-    ``thresholds`` are of the candidates, by exit, in depth order; in the step nothing is chosen.
+    ``thresholds`` are of the candidates, by exit, in depth order; the step has no chosen exit yet.
     """
     matrix = times.matrix(
         after=at.after_exit, candidates=list(thresholds), rows=at.rows, interval=settings.interval
@@ -161,11 +161,11 @@ def characterise(
 def batching_pattern(
     load: RehearsalLoad, at: Position, thresholds: Mapping[int, float], matrix: TimeMatrix
 ) -> tuple[IntArray, FloatArray, FloatArray]:
-    """The batching pattern matrix (6.3.2), int64[candidates, columns], and what follows from it.
+    """Return the batching pattern matrix (6.3.2), int64[candidates, columns], and two shares.
 
-    It holds batches by rows that go on behind each candidate; every row adds up to all batches.
-    Then, float64[candidates] each: share of the load answered unlike the source model so far, and
-    share that goes on.
+    The matrix counts batches by rows that go on after each candidate; every row sums to all
+    batches. The shares, float64[candidates], are of the load answered unlike the source model so
+    far, and of the load that goes on.
     """
     late = load.rows(at.waiting) > at.rows
     last = len(matrix.columns) - 1
@@ -182,7 +182,7 @@ def batching_pattern(
 
 
 def expected_average_ms(matrix: TimeMatrix, pattern: IntArray) -> FloatArray:
-    """Average two-stage latency of a row by both matrices: float64[candidates] (equation 2)."""
+    """Return the average two-stage latency of a row: float64[candidates] (equation 2)."""
     rows, going_on = int(matrix.columns[-1]), matrix.columns.astype(np.float64)
     batch_ms = (rows - going_on) * matrix.ms[:, :1] + going_on * matrix.ms
     return np.asarray((batch_ms * pattern).sum(axis=1) / (rows * pattern.sum(axis=1)))
@@ -193,8 +193,8 @@ def determine(
 ) -> RehearsalStep:
     """Choose the next exit, or none (6.4).
 
-    To the first exit every batch comes whole, so that the average is known; behind it only the
-    most rows that may come are, and the tail is judged.
+    Every batch reaches the first exit whole, so that the average is known. After it only the
+    maximum number of rows is known, so the tail decides.
     """
     first = step.after_exit is None
     most_ms = step.mean_ms - settings.min_gain * source_ms
@@ -208,7 +208,7 @@ def determine(
 
 
 def judge(candidate: Candidate, most_ms: float, settings: RehearsalSettings) -> Candidate:
-    """What stands against a candidate, if anything."""
+    """Set the verdict of a candidate that violates a limit on latency or gain."""
     verdict: Verdict = candidate.verdict
     if verdict == "possible" and candidate.violations > settings.max_violations:
         verdict = "latency"
@@ -218,12 +218,12 @@ def judge(candidate: Candidate, most_ms: float, settings: RehearsalSettings) -> 
 
 
 def later_exits(times: StageTimes, at: Position) -> range:
-    """Candidates behind a position."""
+    """Return the candidates after a position."""
     return range(0 if at.after_exit is None else at.after_exit + 1, times.exits)
 
 
 def _ending(step: RehearsalStep) -> Ending:
-    """What the last candidates violate: the mildest of it."""
+    """Return the mildest limit that the last candidates violate."""
     verdicts = {candidate.verdict for candidate in step.candidates}
     if "gain" in verdicts:
         return "gain"
@@ -231,14 +231,14 @@ def _ending(step: RehearsalStep) -> Ending:
 
 
 def _tail_columns(pattern: IntArray, max_violations: float) -> IntArray:
-    """Per candidate, the first column that all but the tolerated share of batches are within."""
+    """Return, per candidate, the first column that all but the tolerated batches are within."""
     beyond = pattern.sum(axis=1, keepdims=True) - np.cumsum(pattern, axis=1)
     allowed = max_violations * pattern.sum(axis=1, keepdims=True)
     return np.asarray((beyond <= allowed).argmax(axis=1), dtype=np.int64)
 
 
 def check_load(load: RehearsalLoad, times: StageTimes, settings: RehearsalSettings) -> None:
-    """Refuse parts that do not belong together."""
+    """Raise ValueError if load, times and settings do not fit together."""
     if len(load.confidence) != times.exits:
         raise ValueError(f"the load has {len(load.confidence)} exits, the times {times.exits}")
     expected = (settings.batches, settings.batch_size)
@@ -279,5 +279,5 @@ def forecast_policy(
     *,
     seed: int,
 ) -> Forecast:
-    """Predict what a policy brings for batches of recorded samples."""
+    """Predict the outcome of a policy for batches of recorded samples."""
     return forecast(draw_load(records, settings, seed=seed), times, policy.active)

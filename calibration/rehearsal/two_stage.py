@@ -1,12 +1,12 @@
-"""The inference time matrix: how long a batch takes that goes on with fewer rows (PAME 6.3.1).
+"""The inference time matrix: times of a batch that goes on with fewer rows (PAME 6.3.1).
 
-Entry [i, j] is the time of the first stage, up to and with exit i, on all rows of a batch, and of
-the second stage, from there to the model's end, on ``columns[j]`` rows. Where it exceeds what the
-batch takes without exit i, the configuration is latency violated.
+Entry [i, j] is the time of the first stage, up to and with exit i, on all rows of a batch, plus
+that of the second stage, from there to the model's end, on ``columns[j]`` rows. If it exceeds the
+time of the batch without exit i, the configuration violates latency.
 
-PAME runs both stages for every entry. Here the entries are put together from a profile, as
-scheduling predicts its stages: the parts were measured, the two stages were not. The exit check,
-moving rows and starting the second graph are in the profile's price of a border.
+PAME runs both stages for every entry. Here the entries are computed from a profile, as scheduling
+predicts its stages: the parts were measured, the two stages were not. The profile's cost of a
+border includes the exit check, moving rows and starting the second graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offramp.engine.scheduling.latency import stage_seconds
 
 
 def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
-    """Whether times exceed a limit; sums of the same parts in another order do not."""
+    """Return whether times exceed a limit by more than rounding of sums in another order."""
     return np.asarray(ms > limit_ms * (1 + 1e-9))
 
 
@@ -35,7 +35,7 @@ class TimeMatrix:
     ms: FloatArray
     """float64[exits, h + 1]; column 0 is the first stage alone."""
     limit_ms: float
-    """The same batch without another exit: what no entry may exceed."""
+    """Time of the same batch without another exit, which no entry may exceed."""
 
     @property
     def violated(self) -> BoolArray:
@@ -44,27 +44,27 @@ class TimeMatrix:
 
     @property
     def allowed_rows(self) -> IntArray:
-        """int64[exits]: most rows that may go on (the paper's n_i); -1 if not even none may."""
+        """int64[exits]: most rows that may go on (the paper's n_i); −1 if not even 0 may."""
         return np.asarray(np.where(self.violated, -1, self.columns).max(axis=1))
 
     def column_of(self, rows: IntArray) -> IntArray:
-        """Column that holds so many rows: the next larger one, so that no time is too short.
+        """Return the column for numbers of rows: the next larger one, so that no time is too short.
 
-        The paper does not say to which of two columns a count between them belongs. More rows
-        than the batch was to bring go to the last column.
+        The paper does not define the column of a count between two columns. More rows than the
+        batch should have belong to the last column.
         """
         return np.minimum(np.searchsorted(self.columns, rows), len(self.columns) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Predicted times of all stages that a bundle's exits can make."""
+    """Predicted times of all stages that are possible with a bundle's exits."""
 
     profile: Profile
     after_segment: tuple[int, ...]
-    """Per exit."""
+    """Index of the segment before each exit."""
     source_begins: int = 0
-    """The segment that the source model begins with; above 0 in a cascade."""
+    """Index of the segment that the source model begins with; above 0 in a cascade."""
 
     def __post_init__(self) -> None:
         if (known := len(self.profile.exits_ms)) != self.exits:
@@ -72,7 +72,7 @@ class StageTimes:
 
     @classmethod
     def of(cls, manifest: Manifest, profile: Profile) -> StageTimes:
-        """All exits of a bundle."""
+        """Return the times for all exits of a bundle."""
         return cls(
             profile=profile,
             after_segment=tuple(e.after_segment for e in manifest.exits),
@@ -85,16 +85,16 @@ class StageTimes:
         return len(self.after_segment)
 
     def stages_ms(self, exits: Sequence[int], rows: int) -> FloatArray:
-        """float64[exits + 1, rows + 1]: each stage of a plan with these exits, by rows; 0 of 0."""
+        """Return each stage's time of a plan by rows, 0 at 0: float64[exits + 1, rows + 1]."""
         return self._spans_ms([None, *exits], [*exits, MODEL_END], rows)
 
     def matrix(
         self, *, after: int | None, candidates: Sequence[int], rows: int, interval: int = 1
     ) -> TimeMatrix:
-        """Times of a batch that begins behind an exit, with one more exit attached.
+        """Return times of a batch that begins after an exit, with one more exit attached.
 
-        The first stage begins behind exit ``after``, or at the model's start, with ``rows`` rows;
-        ``candidates`` are behind it, and attached one at a time. Columns are ``interval`` rows (the
+        The first stage begins after exit ``after``, or at the model's start, with ``rows`` rows;
+        ``candidates`` are after it, and attached one at a time. Columns are ``interval`` rows (the
         paper's v) apart.
         """
         if rows < 1 or interval < 1:
@@ -108,11 +108,11 @@ class StageTimes:
         return TimeMatrix(columns=columns, ms=ms, limit_ms=float(without[rows]))
 
     def source_ms(self, rows: int) -> float:
-        """The unmodified model."""
+        """Return the time of the unmodified model."""
         return float(self.stages_ms([], rows)[0, rows])
 
     def _spans_ms(self, after: Sequence[int | None], exits: Sequence[int], rows: int) -> FloatArray:
-        """Stages from behind some exits (None: from the model's start) to others, by rows."""
+        """Return times of stages from after some exits (None: the start) to others, by rows."""
         last = len(self.profile.segments_ms) - 1
         spans = []
         for before, exit_ in zip(after, exits, strict=True):

@@ -1,10 +1,10 @@
-"""Train the bridges of all exits on the frozen model, each for itself (PAME 5.1, 5.2).
+"""Trains the bridges of all exits on the frozen model, independently (PAME 5.1, 5.2).
 
-Each batch runs through the source model, which gives the cut tensors that bridges read and the
-answer that they learn (self-distillation): nothing is recorded, since what dense answers are made
-of is large. Weights begin as the model's own. Bridges are dealt to threads, one core each, as heads
-are (:mod:`.heads.head_training`): threads that share one product wait for each other beside
-a busy neighbour.
+Each batch runs through the source model, which computes the cut tensors that bridges read and the
+answer that they learn (self-distillation). Nothing is recorded, since tensors of dense answers are
+large. Weights start as the model's. Bridges are distributed to threads, one core each, as heads are
+(:mod:`.heads.head_training`): threads that share one product would wait for each other if another
+process uses a core.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.answers.principal_values import principal_values
 
 _LEAST = 1e-12
-"""Of a probability whose logarithm is taken."""
+"""Lower limit of a probability whose logarithm is taken."""
 BATCH = 16
-"""Samples of a step."""
+"""Samples in a training step."""
 _JUDGED = 64
-"""Samples that are answered at once."""
+"""Samples that are answered together."""
 
 
 class BridgeToTrain(Protocol):
@@ -46,20 +46,20 @@ class BridgeToTrain(Protocol):
 
     @property
     def proto(self) -> onnx.ModelProto:
-        """The graph, with its weights."""
+        """The graph, including its weights."""
 
     @property
     def scores(self) -> str:
-        """Its scores: the graph's output."""
+        """Name of the graph's output, the scores."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Tensors of the model that it reads."""
+        """Names of the model's tensors that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedBridge:
-    """A bridge with what it learned, and how it answers the tuning split."""
+    """A trained bridge, and its answers to the tuning split."""
 
     proto: onnx.ModelProto
     principal: NDArray[np.float32]
@@ -67,11 +67,11 @@ class TrainedBridge:
     agrees: NDArray[np.bool_]
     """[tune samples]: whether its answer agrees with the model's."""
     losses: Sequence[float]
-    """By epoch, on the tuning split; the first is before training."""
+    """Loss on the tuning split by epoch; the first is before training."""
 
 
 class BridgeObjective:
-    """What bridges learn of the model's scores, place by place."""
+    """The training objective of bridges: the model's scores, place by place."""
 
     def __init__(self, answer: Answer) -> None:
         """Take the description of the scores."""
@@ -80,7 +80,7 @@ class BridgeObjective:
         self._axis = 2 if answer.task.kind == "token-classification" else 1
 
     def loss(self, scores: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
-        """Give the mean loss of a place; ``taught`` are the model's own scores [b, …]."""
+        """Return the mean loss of a place; ``taught`` are the model's scores [b, …]."""
         answer, axis = self._answer, self._axis
         if answer.form == "values":
             scale = taught.std().clamp_min(1e-6)
@@ -91,7 +91,7 @@ class BridgeObjective:
         if answer.form == "probabilities":
             logarithms = scores.clamp_min(_LEAST).log()
         else:
-            # A class that is masked by −∞ has the chance 0 and the logarithm −∞.
+            # A class that is masked by −∞ has probability 0 and logarithm −∞.
             logarithms = scores.log_softmax(axis).clamp_min(torch.finfo(scores.dtype).min)
         each = -(chances * logarithms).sum(axis)
         if mask is None:
@@ -107,7 +107,7 @@ class BridgeObjective:
     def read(
         self, found: Mapping[str, Tensor], bridge: BridgeToTrain, ends: NDArray[Any], mask: Any
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Give principal values [b, n] of a bridge's scores, and whether they agree."""
+        """Return principal values [b, n] of a bridge's scores, and whether they agree."""
         scores = found[bridge.scores].numpy()
         principal = principal_values(scores, self._answer.form, self._answer.task)
         said = self._agreement.reduce(scores)
@@ -125,11 +125,11 @@ def train_bridges(
     made: Method | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedBridge]:
-    """Train all bridges side by side; the same in every run, however many threads there are.
+    """Train all bridges in parallel; results do not depend on the number of threads.
 
-    ``source`` gives the scores ``answer``, and whatever bridges read that is no graph input. With
-    ``made``, half of the samples of each epoch are made of others, anew each time. ``progress`` is
-    called with the samples of each batch, of :func:`count_samples`.
+    ``source`` outputs the scores ``answer``, and all tensors that bridges read except graph inputs.
+    With ``made``, half of the samples of each epoch are made from others, again each time.
+    ``progress`` is called with the samples of each batch, of :func:`count_samples`.
 
     Raises:
         UntrainableError: A bridge has an operator that cannot be trained.
@@ -180,7 +180,7 @@ def train_bridges(
 
 
 def _sizes_of_epoch(samples: int, made: Method | None) -> tuple[int, int]:
-    """Count the real samples of an epoch, and those made of others."""
+    """Return the numbers of real and of made samples of an epoch."""
     joined = 0 if made is None else samples // 2
     return samples - joined, joined
 
@@ -188,7 +188,7 @@ def _sizes_of_epoch(samples: int, made: Method | None) -> tuple[int, int]:
 def _of_epoch(
     train: Dataset, made: Method | None, shuffler: np.random.Generator
 ) -> list[Dataset | MadeSamples]:
-    """Deal the samples of an epoch: all real ones, or half of them and as many made ones."""
+    """Return the samples of an epoch: all real ones, or half of them and as many made ones."""
     order = shuffler.permutation(len(train))
     if made is None:
         return [train.subset(order)]
@@ -198,13 +198,13 @@ def _of_epoch(
 
 
 def _interleaved(parts: Iterable[Iterator[_TaughtBatch]]) -> Iterator[_TaughtBatch]:
-    """Take turns, until all are used up."""
+    """Yield from all parts in turn, until all are used up."""
     for turn in zip_longest(*parts):
         yield from (batch for batch in turn if batch is not None)
 
 
 def count_samples(train: int, options: TrainingOptions) -> int:
-    """Count what :func:`train_bridges` reports as progress."""
+    """Return the number of samples that :func:`train_bridges` reports as progress."""
     return options.epochs * train
 
 
@@ -213,21 +213,21 @@ def _weights(module: TorchGraph) -> dict[str, Tensor]:
 
 
 _Side: TypeAlias = tuple[BridgeToTrain, TorchGraph]
-"""A bridge, and what trains it."""
+"""A bridge, and the module that trains it."""
 
 
 class _TaughtBatch(NamedTuple):
-    """What bridges read and learn of b samples."""
+    """Inputs and targets of bridges for b samples."""
 
     feeds: dict[str, Tensor]
-    """What bridges read, by name."""
+    """Tensors that bridges read, by name."""
     taught: Tensor
     """[b, …]: the model's scores."""
     mask: Tensor | None
 
 
 class _Run:
-    """The source model, and what bridges need of it."""
+    """The source model, with the names that bridges read from it."""
 
     def __init__(self, source: Graphs, bridges: Sequence[BridgeToTrain], answer: Answer) -> None:
         self._source, self._answer = source, answer
@@ -256,7 +256,7 @@ class _Run:
 
     @torch.no_grad()
     def read(self, batch: _TaughtBatch, side: _Side) -> _ReadBatch:
-        """Answer a batch by a bridge."""
+        """Answer a batch with a bridge."""
         bridge, module = side
         found = module(batch.feeds)
         counts = None if batch.mask is None else batch.mask.numpy()
@@ -265,7 +265,7 @@ class _Run:
         return _ReadBatch(values, same, loss * len(batch.taught))
 
     def judge(self, sides: Sequence[_Side], tune: Dataset, pool: Executor) -> list[TrainedBridge]:
-        """Answer the tuning split by all bridges."""
+        """Answer the tuning split with all bridges."""
         read: list[list[_ReadBatch]] = [[] for _ in sides]
         for batch in self.batches(tune, _JUDGED):
             for of, found in zip(read, pool.map(partial(self.read, batch), sides), strict=True):
@@ -282,12 +282,12 @@ class _Run:
 
 
 class _ReadBatch(NamedTuple):
-    """What a bridge answered to a batch."""
+    """A bridge's answers to a batch."""
 
     principal: NDArray[np.float32]
     agrees: NDArray[np.bool_]
     loss: float
-    """Summed over the samples."""
+    """Loss, summed over the samples."""
 
 
 def tensor_of(values: NDArray[Any]) -> Tensor:

@@ -1,17 +1,16 @@
-"""Train a model together with its exits: backbone, bridges and heads at once (PAME 5.2).
+"""Trains a model together with its exits: backbone, bridges and heads (PAME 5.2).
 
-One graph holds all of them, and :mod:`.torch_graph` computes it, so that gradients of every exit
-reach the blocks before it. Weights begin as they are: the model's own, and those of exits that were
-trained on it while it was frozen. The loss is the mean of all answers' losses, with equal weights,
-since no exit is preferred. Batch normalisation is folded or fixed, which only small learning rates
-bear.
+One graph contains all of them, and :mod:`.torch_graph` computes it, so that gradients of every exit
+reach the blocks before it. Weights start as the model's, and as those of exits that were trained on
+the frozen model. The loss is the mean of all answers' losses, with equal weights, since no exit is
+preferred. Batch normalisation is folded or fixed, which only works with small learning rates.
 
-Every batch is dealt out in shards, one core each, whose gradients are added in one order: that
-keeps its pace beside a busy neighbour, where threads that share one product wait for each other,
-and gives the same weights on any number of cores.
+Every batch is divided into shards, one core each, whose gradients are added in a fixed order. This
+stays fast if another process uses a core, whereas threads that share one product would wait for
+each other, and it produces the same weights with any number of cores.
 
-The state of the training is kept in a file after every epoch (:class:`JointState`), so that an
-interrupted run goes on as if it had not been interrupted.
+The state of the training is written to a file after every epoch (:class:`JointState`), so that an
+interrupted run continues with the same result.
 """
 
 from __future__ import annotations
@@ -44,32 +43,32 @@ from offramp.engine.answers.agreement import agreement_of
 _log = logging.getLogger(__name__)
 
 BATCH = 32
-"""Samples of a step."""
+"""Samples in a training step."""
 _SHARD = 8
-"""Samples of a step that one core takes at once."""
+"""Samples of a step that one core computes together."""
 _JUDGED = 64
 """Samples of the tuning split that are answered together."""
 _HELD_BYTES = 2**28
-"""Of the teacher's answers, which are kept in memory; larger ones are computed in every epoch."""
+"""Most bytes of the teacher's answers that are kept in memory; more are computed in every epoch."""
 _LEAST = 1e-12
-"""Of a probability whose logarithm is taken."""
+"""Lower limit of a probability whose logarithm is taken."""
 _LARGEST_STEP = 1.0
-"""Norm that gradients are brought to."""
+"""Norm that larger gradients are scaled to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointOptions:
-    """How a model is trained with its exits."""
+    """Settings of joint training."""
 
     teacher: Teacher = "model"
     epochs: int = 8
-    """At most."""
+    """Most epochs."""
     learning_rate: float = 1e-4
-    """At its peak; it rises over the first tenth of the steps, then falls along a cosine."""
+    """Peak learning rate; it rises over the first tenth of the steps, then falls as a cosine."""
     patience: int = 3
     """Epochs without a smaller loss on the tuning split, after which training ends."""
     threads: int = 1
-    """Cores that share a step."""
+    """Number of cores that share a step."""
     seed: int = 0
 
 
@@ -78,14 +77,14 @@ class JointModel:
     """A model and its exits, as one graph."""
 
     proto: onnx.ModelProto
-    """With its weights; gives, or has inside, the ``scores``."""
+    """Graph with its weights; it contains the tensors ``scores``."""
     scores: tuple[str, ...]
-    """What each exit answers, in depth order, and last the model: the scores of its classes."""
+    """Names of the class scores of each exit, in depth order, and last of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointlyTrained:
-    """The graph with what it learned, and how it came to that."""
+    """The trained graph, and the record of its training."""
 
     proto: onnx.ModelProto
     training: JointTraining
@@ -102,19 +101,19 @@ def train_jointly(
     state: JointState | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> JointlyTrained:
-    """Train all weights; the same in every run, interrupted or not, with any number of threads.
+    """Train all weights; results depend neither on interruptions nor on the number of threads.
 
-    ``source`` is the unmodified model, which teaches and is agreed with. The weights of the epoch
-    with the smallest mean loss on ``tune`` are kept; those before training are among them.
+    ``source`` is the unmodified model, the teacher and reference of agreement. The weights of the
+    epoch with the smallest mean loss on ``tune`` are kept; those before training count too.
     ``progress`` is called with the samples of each batch, ``epochs`` × train in all.
 
     Raises:
         UntrainableError: The graph has an operator that cannot be trained.
         DataError: The model fails on a sample.
-        ValueError: Labels are to teach, and the data has none.
+        ValueError: The teacher is labels, and the data has none.
     """
     if options.teacher == "labels" and (train.labels is None or tune.labels is None):
-        raise ValueError("labels are to teach, and the data has none; expected an array 'labels'")
+        raise ValueError("the teacher is labels, and the data has none; expected an array 'labels'")
     torch.set_num_threads(1)
     lesson = _Lesson(answer, source, joined.scores, options.teacher)
     module = TorchGraph(joined.proto, outputs=list(dict.fromkeys(joined.scores)))
@@ -147,7 +146,7 @@ def train_jointly(
 
 
 class _Taught(NamedTuple):
-    """What b samples are answered, and what is to be learned of them."""
+    """Inputs of b samples, with the model's answers and the targets."""
 
     feeds: dict[str, Tensor]
     taught: Tensor
@@ -157,7 +156,7 @@ class _Taught(NamedTuple):
     mask: NDArray[Any] | None
 
     def shards(self) -> list[_Taught]:
-        """Deal the samples out."""
+        """Divide the samples into shards."""
         starts = range(0, len(self.ends), _SHARD)
         return [self._rows(slice(start, start + _SHARD)) for start in starts]
 
@@ -171,7 +170,7 @@ class _Taught(NamedTuple):
 
 
 class _Lesson:
-    """What is learned, and how answers are judged."""
+    """Losses and agreement of answers, by the teacher and the unmodified model."""
 
     def __init__(
         self, answer: Answer, source: Graphs, scores: Sequence[str], teacher: Teacher
@@ -182,7 +181,7 @@ class _Lesson:
         self._agreement = agreement_of(answer)
 
     def answers(self, dataset: Dataset) -> NDArray[Any] | None:
-        """Let the unmodified model answer all samples, [n, …]; ``None`` if that is too large."""
+        """Return the unmodified model's answers, [n, …]; ``None`` if they are too large."""
         found: list[NDArray[Any]] = []
         for _, ends in self._answered(dataset, _JUDGED):
             if ends.nbytes / len(ends) * len(dataset) > _HELD_BYTES:
@@ -196,7 +195,7 @@ class _Lesson:
             yield rows, ends
 
     def batches(self, dataset: Dataset, size: int, known: NDArray[Any] | None) -> Iterator[_Taught]:
-        """Give all samples, with the unmodified model's answers: ``known`` ones, or computed."""
+        """Yield all samples, with the unmodified model's answers: ``known`` ones, or computed."""
         mask_name = self._answer.task.mask
         given = self._answered(dataset, size) if known is None else _in_batches(known, size)
         for rows, ends in given:
@@ -209,7 +208,7 @@ class _Lesson:
             yield _Taught(feeds, taught, ends, mask)
 
     def losses(self, found: Mapping[str, Tensor], batch: _Taught) -> Tensor:
-        """Give the mean loss of every answer, [answers]."""
+        """Return the mean loss of every answer, [answers]."""
         return torch.stack([self._loss(found[name], batch) for name in self.scores])
 
     def _loss(self, scores: Tensor, batch: _Taught) -> Tensor:
@@ -221,7 +220,7 @@ class _Lesson:
         return self._objective.loss(scores, batch.taught, mask)
 
     def agrees(self, found: Mapping[str, Tensor], batch: _Taught) -> NDArray[np.bool_]:
-        """Give which answers agree with the unmodified model's, [answers, b]."""
+        """Return which answers agree with the unmodified model's, [answers, b]."""
         reduce, ends = self._agreement.reduce, self._agreement.reduce(batch.ends)
         said = (reduce(found[name].numpy()) for name in self.scores)
         return np.stack([self._agreement.agree(ours, ends, batch.mask) for ours in said])
@@ -229,7 +228,7 @@ class _Lesson:
 
 @dataclass(kw_only=True)
 class _Course:
-    """A training under way."""
+    """A running training."""
 
     module: TorchGraph
     lesson: _Lesson
@@ -239,7 +238,7 @@ class _Course:
     optimiser: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
     epoch: int = 0
-    """Epochs that are over."""
+    """Number of finished epochs."""
     diverged: bool = False
     kept: int = 0
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -272,12 +271,12 @@ class _Course:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all epochs are over, or some have brought nothing."""
+        """True after all epochs, after epochs without improvement, or after divergence."""
         late = self.epoch - self.kept >= self.options.patience
         return self.epoch >= self.options.epochs or late or self.diverged
 
     def learn(self, batch: _Taught) -> None:
-        """Take a step."""
+        """Run one training step."""
         shards = batch.shards()
         for parameter in self.learned:
             parameter.grad = None
@@ -297,13 +296,13 @@ class _Course:
 
     @torch.no_grad()
     def _judged(self, shard: _Taught) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Give the summed losses [answers], and which answers agree [answers, b]."""
+        """Return the summed losses [answers], and which answers agree [answers, b]."""
         found = self.module(shard.feeds)
         losses = self.lesson.losses(found, shard).double().numpy() * len(shard.ends)
         return losses, self.lesson.agrees(found, shard)
 
     def judge(self, batches: Iterable[_Taught]) -> None:
-        """End an epoch, or begin the first: answer the tuning split, and keep the best weights."""
+        """Evaluate the tuning split after an epoch, or before the first; keep the best weights."""
         read = [found for batch in batches for found in self.pool.map(self._judged, batch.shards())]
         agrees = np.concatenate([agrees for _, agrees in read], axis=1)
         mean = np.sum([losses for losses, _ in read], axis=0) / agrees.shape[1]
@@ -311,11 +310,11 @@ class _Course:
         if not np.isfinite(mean).all():
             if not self.told:
                 raise UntrainableError(
-                    "the model cannot be trained: its loss on the tuning split is no finite number "
+                    "the model cannot be trained: its loss on the tuning split is not finite "
                     "before training; leave out --train joint"
                 )
             rate = self.options.learning_rate
-            _log.warning("Joint training left finite numbers at a learning rate of %g.", rate)
+            _log.warning("Joint training diverged at a learning rate of %g.", rate)
             self.diverged = True
             return
         self.epoch = len(self.told)
@@ -326,7 +325,7 @@ class _Course:
             self.best = {k: v.detach().clone() for k, v in self.module.state_dict().items()}
 
     def resume_from(self, state: JointState | None) -> bool:
-        """Go on from what a file keeps; gives whether there is any."""
+        """Continue from a saved state; return whether there is one."""
         kept = None if state is None else state.read()
         if kept is None:
             return False
@@ -338,11 +337,11 @@ class _Course:
             JointEpoch(losses=tuple(losses), agreement=tuple(agreement))
             for losses, agreement in kept["told"]
         ]
-        _log.info("Joint training goes on after epoch %d.", self.epoch)
+        _log.info("Joint training continues after epoch %d.", self.epoch)
         return True
 
     def state(self) -> dict[str, Any]:
-        """Give all that the rest depends on."""
+        """Return everything that the rest of the training depends on."""
         return {
             "now": self.module.state_dict(),
             "optimiser": self.optimiser.state_dict(),
@@ -362,19 +361,19 @@ def _in_batches(values: NDArray[Any], size: int) -> Iterator[tuple[slice, NDArra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointState:
-    """The file in which a training is kept after every epoch."""
+    """The file to which a training is saved after every epoch."""
 
     path: Path
     digest: str
-    """Of all that it depends on: a file of another one is not read."""
+    """Hash of everything that the training depends on: a file with another one is not read."""
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replace what is kept; a warning if that fails, and training goes on."""
+        """Replace the saved state; if that fails, log a warning, and training continues."""
         beside = self.path.with_name(self.path.name + ".new")
         try:
             torch.save({"digest": self.digest, "state": dict(state)}, beside)
             beside.replace(self.path)
-        except (OSError, RuntimeError) as error:  # torch has no other for a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
             reason = str(error).splitlines()[0]
             _log.warning(
                 "%s cannot be written (%s): an interrupted run loses this.", beside, reason
@@ -382,18 +381,22 @@ class JointState:
             beside.unlink(missing_ok=True)
 
     def read(self) -> dict[str, Any] | None:
-        """Give what is kept; ``None`` if nothing is, or it is of another training or broken."""
+        """Return the saved state; ``None`` if it is missing, broken, or of another training."""
         if not self.path.exists():
             return None
-        try:  # tensors, numbers and names alone: it runs no code
+        try:  # only tensors, numbers and names: loading runs no code
             kept = torch.load(self.path, weights_only=True)
             digest, state = kept["digest"], kept["state"]
         except Exception as error:  # pickle, zip and torch have errors of many classes
             reason = str(error).splitlines()[0]
-            _log.warning("%s cannot be read (%s): training begins anew.", self.path, reason)
+            _log.warning(
+                "%s cannot be read (%s): training starts from the beginning.", self.path, reason
+            )
             return None
         if digest != self.digest:
-            _log.warning("%s is of another training: this one begins anew.", self.path)
+            _log.warning(
+                "%s is of another training: this one starts from the beginning.", self.path
+            )
             return None
         found: dict[str, Any] = state
         return found

@@ -1,8 +1,8 @@
 """An ONNX graph as a trainable torch module: base of training backbone, bridges and heads together.
 
-PAME 5.2 trains all parameters of a model with its exits. The ONNX file stays the truth: its
-operators are run one by one on torch tensors, and trained weights go back by the names of their
-initialisers. The operators are in :mod:`.calibration.torch_operators`.
+PAME 5.2 trains all parameters of a model with its exits. The ONNX file stays the reference: its
+operators are run one by one on torch tensors, and trained weights are written back by the names of
+their initialisers. The operators are in :mod:`.calibration.torch_operators`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ OPERATORS: Mapping[str, TorchOperator] = {
     **RESIZING,
     **RECURRENT,
 }
-"""The ONNX operators that can be trained through, by kind."""
+"""ONNX operators that support training, by kind."""
 _LEAST_OPSET = 13
-"""Older models are converted to it before they are cut."""
+"""Opset that older models are converted to before they are cut."""
 REMEDY = "leave out --heads bridges and --train joint, or export it without them"
 
 
@@ -52,20 +52,20 @@ class _Step:
     node: GraphNode
     operator: TorchOperator
     releases: tuple[str, ...]
-    """Tensors that nobody reads after it."""
+    """Tensors that no later node reads."""
 
 
 class TorchGraph(nn.Module):
     """An ONNX graph that torch computes and trains.
 
-    Every floating-point initialiser that is read is a parameter, one however often it is read.
-    Gradients are asked for all but numbers: scalars (rank 0), bounds, exponents, and the statistics
-    of batch normalisation, which exporters write as initialisers too; ``requires_grad_`` of a
+    Every floating-point initialiser that is read is one parameter, even if several nodes read it.
+    All have gradients except numbers: scalars (rank 0), bounds, exponents, and the statistics of
+    batch normalisation, which exporters also write as initialisers; ``requires_grad_`` of a
     parameter changes that. Sizes, axes and factors are computed in host memory, exactly. Constants
-    that a graph holds as ``Constant`` nodes are not trained.
+    in ``Constant`` nodes are not trained.
 
-    A graph is run as it answers: dropout drops nothing, batch normalisation takes the statistics
-    that the graph has.
+    A graph is run in inference mode: dropout drops nothing, batch normalisation uses the statistics
+    in the graph.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class TorchGraph(nn.Module):
         *,
         outputs: Sequence[str] | None = None,
     ) -> None:
-        """Take a model whose weights are in memory, external ones too.
+        """Take a model whose weights are all in memory.
 
         Args:
             model: The model; it is not changed.
-            outputs: Tensors to compute, of the graph's outputs and of those inside; all outputs
+            outputs: Tensors to compute, from the graph's outputs and its inner tensors; all outputs
                 of the graph by default.
 
         Raises:
-            UntrainableError: The graph has operators that are lacking here.
+            UntrainableError: The graph has operators that are not supported.
         """
         super().__init__()
         graph = _inlined(model)
@@ -94,13 +94,13 @@ class TorchGraph(nn.Module):
         nodes = [node for node in nodes if node.kind != "Constant"]
         read = {name for node in nodes for name in node.inputs} | set(self.outputs)
         self.inputs = tuple(name for name in given if name in read)
-        """Graph inputs that are needed."""
+        """Graph inputs that are read."""
         known = {*given, *constants, *(y for n in nodes for y in n.outputs), ""}
         uses = _uses(nodes)
         self._keys: dict[str, str] = {}
-        """By tensor, its name among torch's parameters or buffers."""
+        """Name of each tensor among torch's parameters or buffers."""
         self._host: dict[str, Tensor] = {}
-        """Constants that are no parameters: integers, and numbers that are only settings."""
+        """Constants that are not parameters: integers, and numbers that are only settings."""
         for name in sorted(read - known):
             self._add_initialiser(name, initialisers.get(name), uses.get(name, frozenset()))
         for name, node in constants.items():
@@ -111,7 +111,7 @@ class TorchGraph(nn.Module):
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
-        """The parameters, by the names of their initialisers."""
+        """Parameters by the names of their initialisers."""
         return {
             name: self.get_parameter(key)
             for name, key in self._keys.items()
@@ -148,9 +148,9 @@ class TorchGraph(nn.Module):
             self.register_parameter(self._key(name), weights[name])
 
     def write_back(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Give a copy of a model that has these weights in the places of its initialisers.
+        """Return a copy of a model with these weights in place of its initialisers.
 
-        The types of the initialisers stay what they are.
+        The types of the initialisers stay unchanged.
         """
         return with_weights(model, self.weights)
 
@@ -171,7 +171,7 @@ class TorchGraph(nn.Module):
             self._host[name] = value
 
     def _key(self, name: str) -> str:
-        """Give a name that torch takes, which has no dots and no attribute of modules."""
+        """Return a name that torch accepts: without dots, and no attribute of modules."""
         self._keys[name] = "onnx:" + name.replace("%", "%25").replace(".", "%2E")
         return self._keys[name]
 
@@ -194,9 +194,9 @@ def with_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor]) -> onnx.
 
 
 def check_trainable(model: onnx.ModelProto, remedy: str = REMEDY) -> None:
-    """Refuse what :class:`TorchGraph` would, by an UntrainableError; its weights are not read.
+    """Raise UntrainableError for a model that :class:`TorchGraph` would refuse.
 
-    So a model will do that names its weights in a file.
+    Weights are not read, so the model may name them in a file.
     """
     graph = _inlined(model)
     nodes = _trainable_nodes(graph, _opset(model), [o.name for o in graph.output], remedy)
@@ -218,7 +218,7 @@ def _opset(model: onnx.ModelProto) -> int:
 def _trainable_nodes(
     graph: onnx.GraphProto, opset: int, outputs: Sequence[str], remedy: str
 ) -> list[GraphNode]:
-    """Give the nodes that outputs need; UntrainableError if any is lacking here."""
+    """Return the nodes that outputs need; UntrainableError if any is not supported."""
     nodes = _needed([_read(node) for node in graph.node], outputs)
     _check_operators(nodes, opset, remedy)
     return nodes
@@ -251,7 +251,7 @@ def _described(node: GraphNode) -> str:
 
 
 def _needed(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> list[GraphNode]:
-    """Give the nodes that outputs need, of a graph in topological order."""
+    """Return the nodes that outputs need, from a graph in topological order."""
     wanted, needed = set(outputs), []
     for node in reversed(nodes):
         if not wanted.isdisjoint(node.outputs):
@@ -261,7 +261,7 @@ def _needed(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> list[GraphNod
 
 
 def _check_operators(nodes: Iterable[GraphNode], opset: int, remedy: str) -> None:
-    """Refuse a graph with operators that are lacking, before anything is computed."""
+    """Raise UntrainableError for unsupported operators, before anything is computed."""
     if opset < _LEAST_OPSET:
         raise UntrainableError(
             f"the model cannot be trained as a whole: it has opset {opset}, and operators of opset "
@@ -282,13 +282,13 @@ def _check_operators(nodes: Iterable[GraphNode], opset: int, remedy: str) -> Non
 
 
 def _uses(nodes: Sequence[GraphNode]) -> dict[str, frozenset[str]]:
-    """Say by tensor what operators take it for: ``setting``, ``untrained`` or ``weight``."""
+    """Return the uses of each tensor by operators: ``setting``, ``untrained`` or ``weight``."""
     found: dict[str, set[str]] = {}
     for node in reversed(nodes):
         operator = OPERATORS[node.kind]
         for index, name in enumerate(node.inputs):
             uses = found.setdefault(name, set())
-            if node.kind == "Identity":  # exporters write it behind weights that are alike
+            if node.kind == "Identity":  # exporters add it after equal weights
                 uses |= found.get(node.outputs[0], {"weight"})
             elif index in operator.settings:
                 uses.add("setting")
@@ -298,7 +298,7 @@ def _uses(nodes: Sequence[GraphNode]) -> dict[str, frozenset[str]]:
 
 
 def _steps(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> tuple[_Step, ...]:
-    """Find after which node each tensor is read no more."""
+    """Return the nodes as steps, with the tensors that are not read after each."""
     last: dict[str, int] = {}
     for index, node in enumerate(nodes):
         for name in (*node.inputs, *node.outputs):

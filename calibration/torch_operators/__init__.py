@@ -1,4 +1,4 @@
 """ONNX operators as functions on torch tensors, which keep gradients; a table a file.
 
-An operator is found by its name, in quotes, in the table at the end of the file of its kind.
+To find an operator, search for its name, in quotes, in the tables at the end of these files.
 """

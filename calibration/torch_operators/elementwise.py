@@ -33,7 +33,7 @@ def _power(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> TorchOperator:
-    """List a function of two tensors for an operator that takes any number of them."""
+    """Return an operator for any number of tensors from a function of two."""
     return operator(lambda _node, *inputs: reduce(function, inputs))
 
 
@@ -104,7 +104,7 @@ def _cast_like(_node: GraphNode, x: Tensor, like: Tensor) -> Tensor:
 
 
 def _dropout(_node: GraphNode, x: Tensor, *_settings: Tensor | None) -> list[Tensor]:
-    """Drop nothing, whether or not the graph was exported for training."""
+    """Drop nothing, even if the graph was exported for training."""
     return [x, torch.ones_like(x, dtype=torch.bool)]
 
 
@@ -181,11 +181,11 @@ ELEMENTWISE: Mapping[str, TorchOperator] = {
 
 
 _Reduction = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""Reduces some axes, perhaps none, which stay with size 1."""
+"""Function that reduces some axes, perhaps none; they stay with size 1."""
 
 
 def _reduced(function: _Reduction) -> TorchOperator:
-    """List a reduction of all axes, or of those that an attribute or, later, an input names."""
+    """Return a reduction of all axes, or of those in an attribute or, in newer opsets, an input."""
 
     def run(node: GraphNode, x: Tensor, axes: Tensor | None = None) -> Tensor:
         found = node.get("axes", ()) if axes is None else numbers(axes)
@@ -230,7 +230,7 @@ def _least(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _of_nothing(x: Tensor, axes: tuple[int, ...], *, largest: bool) -> Tensor:
-    """Give the least (or greatest) value there is for a maximum (or minimum) of no elements."""
+    """Return the least (greatest) value of the type, as maximum (minimum) of no elements."""
     sizes = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
     if x.is_floating_point():
         return x.new_full(sizes, -math.inf if largest else math.inf)
@@ -261,7 +261,7 @@ def _cumulated(node: GraphNode, x: Tensor, axis: Tensor) -> Tensor:
 
 
 def _softened(function: Callable[[Tensor, int], Tensor]) -> TorchOperator:
-    """List a function along an axis."""
+    """Return an operator for a function along an axis."""
     return operator(lambda node, x: function(x, node.get("axis", -1)))
 
 

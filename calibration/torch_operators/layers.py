@@ -39,7 +39,7 @@ def _attention(
             x.reshape(*x.shape[:2], count, -1).transpose(1, 2)
             for x, count in zip((query, key, value), heads, strict=True)
         )
-    shared = query.shape[1] // key.shape[1]  # heads of queries that share one of keys
+    shared = query.shape[1] // key.shape[1]  # number of query heads per key head
     key, value = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (key, value))
     scale = node.get("scale", 1 / math.sqrt(query.shape[-1]))
     scores = (query * math.sqrt(scale)) @ (key * math.sqrt(scale)).transpose(-1, -2)
@@ -53,7 +53,7 @@ def _attention(
     if node.get("is_causal", 0):
         tokens = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         scores = scores.masked_fill(~tokens.tril(), -math.inf)
-    # a token that may see none gets zeros, and neither it nor its gradient is NaN
+    # a token that may attend to none gets zeros, and neither it nor its gradient is NaN
     blind = torch.isneginf(scores).all(-1, keepdim=True)
     weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
     attended = weights.to(value.dtype) @ value
@@ -78,7 +78,7 @@ def _attention_lacks(node: GraphNode) -> str | None:
 def _rotary_embedding(
     node: GraphNode, x: Tensor, cosines: Tensor, sines: Tensor, places: Tensor | None = None
 ) -> Tensor:
-    """Turn pairs of coordinates by angles of their place; [b, heads, tokens, width] or as above."""
+    """Rotate pairs of coordinates by angles of their position; shapes as in ``_attention``."""
     flat = x.ndim == 3
     if flat:
         x = x.reshape(*x.shape[:2], node.get("num_heads", 1), -1).transpose(1, 2)
@@ -110,19 +110,19 @@ PRODUCTS: Mapping[str, TorchOperator] = {
 def _batch_norm(
     node: GraphNode, x: Tensor, scale: Tensor, bias: Tensor, *statistics: Tensor
 ) -> Tensor:
-    """Normalise by the statistics that the graph has, whatever the batch's own are."""
+    """Normalise by the statistics in the graph, not by those of the batch."""
     mean, variance = statistics
     eps = node.get("epsilon", 1e-5)
     if not (mean.requires_grad or variance.requires_grad):
         return functional.batch_norm(x, mean, variance, scale, bias, eps=eps)
-    # torch has no gradients of statistics
+    # torch does not support gradients of statistics
     shape = (-1, *([1] * (x.ndim - 2)))
     factor = scale * torch.rsqrt(variance + eps)
     return x * factor.reshape(shape) + (bias - mean * factor).reshape(shape)
 
 
 def _batch_norm_lacks(node: GraphNode) -> str | None:
-    """Statistics of the batch make a sample's answer hang on its neighbours."""
+    """Refuse training mode, in which a sample's answer would depend on its batch."""
     if node.get("training_mode", 0):
         return "in training mode; export the model with model.eval()"
     return None
@@ -160,7 +160,7 @@ def _rms_norm(node: GraphNode, x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _group_norm(node: GraphNode, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """Normalise groups of channels; scales were one a group before opset 21."""
+    """Normalise groups of channels; before opset 21 there was one scale per group."""
     groups = node.get("num_groups", 1)
     if len(scale) != x.shape[1]:
         scale, bias = (each.repeat_interleave(x.shape[1] // groups) for each in (scale, bias))
@@ -173,7 +173,7 @@ def _local_response(node: GraphNode, x: Tensor) -> Tensor:
     front, behind = (size - 1) // 2, size - 1 - (size - 1) // 2
     flat = x.square().reshape(len(x), 1, x.shape[1], -1)
     summed = functional.avg_pool2d(functional.pad(flat, (0, 0, front, behind)), (size, 1), 1)
-    # the mean of the window is its sum by the size, as ONNX divides alpha
+    # the mean of a window is its sum divided by the size, as ONNX divides alpha
     base = node.get("bias", 1.0) + node.get("alpha", 1e-4) * summed.reshape(x.shape)
     return x / base ** node.get("beta", 0.75)
 
@@ -189,9 +189,9 @@ NORMALISATION: Mapping[str, TorchOperator] = {
 
 
 _GATES: Mapping[str, tuple[int, ...]] = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 2, 3, 1)}
-"""The gates as torch orders them, by their places in ONNX."""
+"""Gates in torch's order, by their places in ONNX."""
 _ACTIVATIONS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
-"""Those that torch's layers have."""
+"""Activations of torch's layers."""
 
 
 def _recurrent(
@@ -199,7 +199,7 @@ def _recurrent(
 ) -> list[Tensor]:
     """Run a layer over [tokens, b, width], in one direction or both.
 
-    Gives all hidden states [tokens, directions, b, hidden] and the last ones of each kind.
+    Returns all hidden states [tokens, directions, b, hidden] and the last ones of each kind.
     """
     ways, gates = len(weight), _GATES[node.kind]
     bias, _, *states = padded(rest, 4)
@@ -223,7 +223,7 @@ def _recurrent(
 
 
 def _recurrent_lacks(node: GraphNode) -> str | None:
-    """Only what exporters of torch and Keras write is known."""
+    """Refuse all but the forms that exporters of torch and Keras write."""
     usual = _ACTIVATIONS[node.kind]
     names = node.get("activations", tuple(usual))
     other = [name for place, name in enumerate(names) if name != usual[place % len(usual)]]

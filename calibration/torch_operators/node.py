@@ -1,4 +1,4 @@
-"""What a node of an ONNX graph is to its torch function, and tensors of ONNX as those of torch."""
+"""Nodes of ONNX graphs with their torch functions; conversion of tensors to and from torch."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class GraphNode:
     """A node of a graph: an operator of some kind, with its attributes."""
 
     kind: str
-    """ONNX operator type, for instance ``Conv``; with its domain in front where it is no
-    standard one."""
+    """ONNX operator type, for instance ``Conv``; with its domain in front if it is not a standard
+    one."""
     name: str
-    """May be empty."""
+    """Name of the node, which may be empty."""
     inputs: tuple[str, ...]
-    """Tensors that it reads; empty names stand for optional ones that are left out."""
+    """Tensors that it reads; an empty name is an optional input that is left out."""
     outputs: tuple[str, ...]
-    """Tensors that it writes; empty names for those that nobody wants."""
+    """Tensors that it writes; an empty name is an output that is not used."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers, texts, tuples of them, and constants as tensors."""
+    """Attributes: numbers, texts, tuples of them, and constants as tensors."""
 
     def get(self, name: str, default: _T) -> _T:
-        """Give an attribute, or what holds where the node has none of that name."""
+        """Return an attribute, or ``default`` if the node has none of that name."""
         return cast("_T", self.attributes.get(name, default))
 
     def reads(self, index: int) -> bool:
-        """Whether an optional input is there."""
+        """Return whether an optional input is present."""
         return index < len(self.inputs) and bool(self.inputs[index])
 
     def writes(self, index: int) -> bool:
-        """Whether an optional output is wanted."""
+        """Return whether an optional output is used."""
         return index < len(self.outputs) and bool(self.outputs[index])
 
 
@@ -56,13 +56,13 @@ class TorchOperator:
     """An ONNX operator as a function on torch tensors, which keeps gradients."""
 
     run: Callable[..., Tensor | Sequence[Tensor]]
-    """Takes the node and its inputs, ``None`` where one is left out; gives the outputs."""
+    """Function of the node and its inputs, ``None`` for those left out; returns the outputs."""
     settings: frozenset[int] = frozenset()
     """Inputs that are read as numbers, such as sizes and axes: they stay in host memory."""
     untrained: frozenset[int] = frozenset()
-    """Inputs that are computed with and yet are no weights: statistics, bounds, exponents."""
+    """Inputs that are not weights though used in computation: statistics, bounds, exponents."""
     lacks: Lacks = _lacks_nothing
-    """Says what of a node, for instance a mode, there is no function for."""
+    """Function that returns which feature of a node, such as a mode, is not supported."""
 
 
 def operator(
@@ -72,7 +72,7 @@ def operator(
     untrained: Sequence[int] = (),
     lacks: Lacks = _lacks_nothing,
 ) -> TorchOperator:
-    """List a function that takes the node and the inputs."""
+    """Return an operator whose function takes the node and the inputs."""
     return TorchOperator(
         run=run, settings=frozenset(settings), untrained=frozenset(untrained), lacks=lacks
     )
@@ -81,7 +81,7 @@ def operator(
 def plain(
     function: Callable[..., Tensor], *, settings: Sequence[int] = (), untrained: Sequence[int] = ()
 ) -> TorchOperator:
-    """List a function that takes the inputs alone: the operator has no attributes."""
+    """Return an operator whose function takes the inputs alone: it has no attributes."""
     return operator(
         lambda _node, *inputs: function(*inputs), settings=settings, untrained=untrained
     )
@@ -93,7 +93,7 @@ def numbers(tensor: Tensor) -> list[int]:
 
 
 def padded(inputs: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
-    """Give so many optional inputs: those behind the last one may not be there at all."""
+    """Return ``count`` optional inputs, adding ``None`` for those missing at the end."""
     return (*inputs, *[None] * count)[:count]
 
 
@@ -109,12 +109,12 @@ DTYPES: Mapping[int, torch.dtype] = {
     TensorProto.INT64: torch.int64,
     TensorProto.UINT8: torch.uint8,
 }
-"""By ONNX's data type, those that torch computes with: of unsigned integers bytes alone."""
+"""torch's types by ONNX's data type; of unsigned integers torch only computes with bytes."""
 
 
 def to_torch(proto: onnx.TensorProto) -> Tensor:
     """Copy a tensor of a type in :data:`DTYPES` into torch's memory."""
-    if proto.data_type == TensorProto.BFLOAT16:  # numpy has none, so its bytes are taken
+    if proto.data_type == TensorProto.BFLOAT16:  # numpy does not have this type: use its bytes
         if proto.HasField("raw_data"):
             words = np.frombuffer(proto.raw_data, "<u2").astype(np.uint16)
         else:
@@ -122,7 +122,7 @@ def to_torch(proto: onnx.TensorProto) -> Tensor:
         return (
             torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).reshape(tuple(proto.dims))
         )
-    # copied also where it is a view already: torch wants memory that may be written
+    # copied even if it is a view already: torch requires writable memory
     return torch.from_numpy(np.array(numpy_helper.to_array(proto)))
 
 

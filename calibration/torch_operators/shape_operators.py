@@ -95,7 +95,7 @@ def _slice(
             at = [slice(None)] * x.ndim
             at[axis] = slice(taken.start, max(taken.stop, taken.start), step)
             x = x[tuple(at)]
-        else:  # torch takes no negative steps
+        else:  # torch does not support negative steps
             x = x.index_select(axis, torch.tensor(taken, dtype=torch.int64, device=x.device))
     return x
 
@@ -128,7 +128,7 @@ def _pad(
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
-    """Give the places that those outside of [0, size) mirror; the edge is not repeated."""
+    """Return the places that mirror those outside [0, size); the edge is not repeated."""
     period = max(2 * (size - 1), 1)
     places = places.remainder(period)
     return torch.where(places < size, places, period - places)
@@ -216,11 +216,11 @@ SHAPES: Mapping[str, TorchOperator] = {
 
 
 _REDUCED: Final = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
-"""What torch calls the ways in which scattered values are joined with those that are there."""
+"""torch's names of the ways to combine scattered values with existing ones."""
 
 
 def _counted_from_zero(indices: Tensor, size: int) -> Tensor:
-    """Give indices that may be negative, counted from the end, as torch wants them."""
+    """Convert indices that may be negative, counted from the end, to non-negative ones."""
     indices = indices.long()
     return torch.where(indices < 0, indices + size, indices)
 
@@ -293,7 +293,7 @@ def _arg_most(node: GraphNode, x: Tensor, *, largest: bool) -> Tensor:
 
 
 def _top_k(node: GraphNode, x: Tensor, k: Tensor) -> list[Tensor]:
-    """Sort, and keep the first: of equal elements those with the lower index, as ONNX wants."""
+    """Sort, and keep the first; of equal elements those with the lower index, as in ONNX."""
     axis = node.get("axis", -1)
     (count,) = numbers(k)
     descending = bool(node.get("largest", 1))

@@ -30,9 +30,9 @@ class Windows:
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
     begins: tuple[int, ...]
-    """Padding in front."""
+    """Padding at the beginning."""
     ends: tuple[int, ...]
-    """Padding behind."""
+    """Padding at the end."""
 
     @classmethod
     def of(cls, node: GraphNode, sizes: Sequence[int], kernel: Sequence[int]) -> Windows:
@@ -56,9 +56,9 @@ class Windows:
         )
 
     def overhang(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Count the places that the last windows lack behind the padding, rounding up.
+        """Return how many places the last windows need after the padding, rounding up.
 
-        A window that would begin in the padding behind the input is none.
+        A window that would begin in the padding after the input does not count.
         """
         found = []
         for axis, size in enumerate(sizes):
@@ -72,7 +72,7 @@ class Windows:
         return tuple(found)
 
     def pad(self, x: Tensor, value: float, extra: Sequence[int] | None = None) -> Tensor:
-        """Pad the spatial axes of a tensor, behind by so many ``extra`` places."""
+        """Pad the spatial axes of a tensor, with ``extra`` places at the end."""
         more = extra or (0,) * len(self.ends)
         amounts = [
             amount
@@ -85,7 +85,7 @@ class Windows:
 def halved(
     totals: Sequence[int], *, more_in_front: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Share padding between both ends; an odd one is put in front or behind."""
+    """Divide padding between both ends; an odd place is at the beginning or at the end."""
     smaller = tuple(total // 2 for total in totals)
     larger = tuple(total - half for total, half in zip(totals, smaller, strict=True))
     return (larger, smaller) if more_in_front else (smaller, larger)
@@ -104,7 +104,7 @@ _AVERAGE_POOL = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_po
 def _conv(node: GraphNode, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     windows = Windows.of(node, x.shape[2:], weight.shape[2:])
     padding = windows.begins
-    if windows.begins != windows.ends or min(padding) < 0:  # torch pads both ends alike
+    if windows.begins != windows.ends or min(padding) < 0:  # torch pads both ends equally
         x, padding = windows.pad(x, 0.0), (0,) * len(padding)
     return _CONVOLVE[x.ndim - 3](
         x, weight, bias, windows.strides, padding, windows.dilations, node.get("group", 1)
@@ -114,7 +114,7 @@ def _conv(node: GraphNode, x: Tensor, weight: Tensor, bias: Tensor | None = None
 def _conv_transpose(
     node: GraphNode, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Convolve without any padding, then cut off what is padded."""
+    """Convolve without any padding, then cut off the padding."""
     axes = x.ndim - 2
     strides = tuple(node.get("strides", (1,) * axes))
     dilations = tuple(node.get("dilations", (1,) * axes))
@@ -129,7 +129,7 @@ def _conv_transpose(
     y = _TRANSPOSED[axes - 1](
         x, weight, None, strides, 0, 0, groups=node.get("group", 1), dilation=dilations
     )
-    # what output_padding adds behind is zeros before the bias
+    # output_padding adds zeros at the end, before the bias
     amounts = [
         amount
         for begin, end, more in reversed(list(zip(begins, ends, extra, strict=True)))
@@ -142,7 +142,7 @@ def _conv_transpose(
 def _cut_off(
     node: GraphNode, sizes: Sequence[int], strides: Sequence[int], whole: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Give what is cut off in front and behind, by ``pads``, ``output_shape`` or ``auto_pad``."""
+    """Return the places cut off at both ends, by ``pads``, ``output_shape`` or ``auto_pad``."""
     axes, how = len(strides), node.get("auto_pad", "NOTSET")
     wanted = node.get("output_shape", None)
     if wanted is None and how in {"NOTSET", "VALID"}:
@@ -160,7 +160,7 @@ def _max_pool(node: GraphNode, x: Tensor) -> Tensor:
     if x.is_floating_point():
         x = windows.pad(x, -math.inf, extra)
         return _MAX_POOL[x.ndim - 3](x, windows.kernel, windows.strides, 0, windows.dilations)
-    # torch pools no bytes; every value of a byte is one of float32 too
+    # torch does not pool bytes; float32 represents every value of a byte
     filled = windows.pad(x.float(), float(torch.iinfo(x.dtype).min), extra)
     pooled = _MAX_POOL[x.ndim - 3](filled, windows.kernel, windows.strides, 0, windows.dilations)
     return pooled.to(x.dtype)
@@ -180,14 +180,14 @@ def _average_pool(node: GraphNode, x: Tensor) -> Tensor:
     ones = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if not node.get("count_include_pad", 0):
         counted = windows.pad(ones, 0.0, extra)
-    else:  # what is beyond the padding never counts
+    else:  # places after the padding never count
         behind = [amount for added in reversed(extra or ()) for amount in (0, added)]
         counted = functional.pad(windows.pad(ones, 1.0), behind)
     return summed / _summed(windows, counted)
 
 
 def _summed(windows: Windows, x: Tensor) -> Tensor:
-    """Sum the windows of a tensor that is padded."""
+    """Sum the windows of a padded tensor."""
     if max(windows.dilations) > 1:
         for axis, (k, stride, dilation) in enumerate(
             zip(windows.kernel, windows.strides, windows.dilations, strict=True), 2
@@ -215,7 +215,7 @@ _Floats = NDArray[np.float32]
 
 
 class _Axis(NamedTuple):
-    """How one axis is resized."""
+    """Sizes and scale of one axis that is resized."""
 
     before: int
     after: int
@@ -245,7 +245,7 @@ def _resize_lacks(node: GraphNode) -> str | None:
 
 
 def _resized(node: GraphNode, x: Tensor, axes: Mapping[int, _Axis]) -> Tensor:
-    """Interpolate one axis after the other, which is the same as all at once."""
+    """Interpolate one axis after the other, which is equal to all together."""
     for axis, resized in axes.items():
         if resized.before == resized.after and resized.scale == 1:
             continue
@@ -262,7 +262,7 @@ def _resized(node: GraphNode, x: Tensor, axes: Mapping[int, _Axis]) -> Tensor:
 
 
 def _taps(node: GraphNode, axis: _Axis) -> tuple[list[NDArray[np.int64]], list[_Floats | None]]:
-    """Give the places of the input that each place of the output is made of, and their weights."""
+    """Return the input places from which each output place is computed, and their weights."""
     original = _original(node, axis)
     most = axis.before - 1
     mode = node.get("mode", "nearest")
@@ -288,9 +288,9 @@ def _taps(node: GraphNode, axis: _Axis) -> tuple[list[NDArray[np.int64]], list[_
 
 
 def _original(node: GraphNode, axis: _Axis) -> _Floats:
-    """Give the place in the input of each place of the output, as a number between places.
+    """Return the position in the input of each place of the output, between places.
 
-    In float32 as ONNX Runtime does: half-way places fall to the same side.
+    It is float32 as in ONNX Runtime, so that half-way positions are rounded to the same side.
     """
     x = np.arange(axis.after, dtype=np.float32)
     scale, before, after = np.float32(axis.scale), np.float32(axis.before), np.float32(axis.after)
@@ -308,7 +308,7 @@ def _original(node: GraphNode, axis: _Axis) -> _Floats:
         return np.asarray((x + half) / scale, np.float32)
     shift: np.floating[Any] = np.float32(0)
     if mode == "half_pixel_symmetric":
-        # a size that was rounded leaves the middle where it was
+        # rounding the size does not move the middle
         shift = before / 2 * (1 - after / (before * scale))
     return np.asarray(shift + (x + half) / scale - half, np.float32)
 
@@ -322,7 +322,7 @@ _NEAREST: Mapping[str, Any] = {
 
 
 def _cubic(part: _Floats, a: float) -> list[_Floats]:
-    """Give the weights of the four neighbours, by the distance from the second (Keys, 1981)."""
+    """Return the weights of the four neighbours, by the distance from the second (Keys, 1981)."""
 
     def near(d: _Floats) -> _Floats:
         return np.asarray((a + 2) * d**3 - (a + 3) * d**2 + 1, np.float32)

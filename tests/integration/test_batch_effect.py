@@ -68,7 +68,7 @@ def test_the_share_is_counted_and_taken_from_the_promise(compiled: tuple[Bundle,
     spent = upper_bound(effect.end_differs, effect.samples, 0.975)
     assert spent <= effect.spent(0.95) < spent + 1e-4
     assert said[1:] == [f"certify {0.05 - effect.spent(0.95)} {1 - (1 - 0.95) / 2}"]
-    told = f"answers {effect.end_differs:,} of {effect.samples:,} samples otherwise"
+    told = f"answers {effect.end_differs:,} of {effect.samples:,} samples differently"
     assert told in said[0]
     assert "3 operators round by the range of the whole batch" in said[0]
     assert "which is taken from the promise (5.00% at 95%)" in said[0]

@@ -255,7 +255,7 @@ def test_an_index_cannot_name_files_elsewhere(store: EngineStore, what: str, nam
     else:
         index[what]["path"] = name
     rewrite_index(store, **index)
-    refused = "is no name of a file beside the index|expected text without control characters"
+    refused = "is not the name of a file in the folder|expected text without control characters"
     with pytest.raises(BundleSchemaError, match=refused):
         EngineStore.open(store.bundle_path, TARGET)
     assert list_targets(store.bundle_path) == ()

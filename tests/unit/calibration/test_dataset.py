@@ -111,7 +111,7 @@ ANSWERS = {
 @pytest.mark.parametrize(
     ("kind", "labels", "told"),
     [
-        ("classification", [[0], [1], [2], [0]], ("[4, 1]", "expected classes", "leave them out")),
+        ("classification", [[0], [1], [2], [0]], ("[4, 1]", "expected classes", "omit them")),
         ("multi-label", [[0, 1, 2]] * 4, ("0 to 2", "0 or 1 each", "leave")),
         ("segmentation", [[[0, 1]]] * 3, ("length", "'label': 3")),
         ("segmentation", 1, ("one number", "each sample")),
@@ -199,7 +199,7 @@ def test_a_damaged_archive(tmp_path: Path) -> None:
 def test_a_zip_of_other_things(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "d.npz", "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(DataError, match=r"'readme.txt' in it is no array"):
+    with pytest.raises(DataError, match=r"'readme.txt' in it is not an array"):
         read_dataset(tmp_path / "d.npz", SPECS)
 
 

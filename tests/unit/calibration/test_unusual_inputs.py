@@ -50,7 +50,7 @@ def test_samples_that_an_imputer_takes_are_used(caplog: pytest.LogCaptureFixture
 def test_samples_that_nothing_takes_are_broken() -> None:
     told = (
         r"2 of 9 samples have NaN or infinite values in an input, first sample 2; the source model "
-        r"answers calibration sample 2 with NaN or infinity; mend the model or remove the sample"
+        r"answers calibration sample 2 with NaN or infinity; correct the model or remove the sample"
     )
     with pytest.raises(DataError, match=told):
         check_unusual(lambda: model(imputes=False), data(2, 5), answer(), threads=1)
