@@ -73,9 +73,9 @@ def _batch_behind(info: onnx.ValueInfoProto, axis: int) -> str:
     dims = info.type.tensor_type.shape.dim
     sizes = ", ".join(d.dim_param or (str(d.dim_value) if d.dim_value else "?") for d in dims)
     return (
+        f"input {info.name!r} is [{sizes}]: its batch is dimension {axis}, "
         f"{dims[axis].dim_param!r}, expected the first one, along which samples join a batch "
         "and leave it. Export the model with the batch in front (recurrent networks: "
-        "and leave them. Export the model with the batch in front (recurrent networks: "
         "batch_first=True; else transpose the input at the beginning of forward); a first state "
         "can be a constant of the model"
     )

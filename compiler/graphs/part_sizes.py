@@ -24,7 +24,7 @@ from offramp.engine.stages.plan import ModelStructure, carried_over
 def sized_segments(
     structure: ModelStructure, read: Callable[[str], bytes], row: Mapping[str, NDArray[Any]]
 ) -> tuple[Segment, ...]:
-    """Return the segments with their sizes for a manifest; arguments as of :func:`measure_sizes`."""
+    """Return the segments with their sizes, for a manifest; arguments as below."""
     sizes = measure_sizes(structure, read, row)
     crossing = (*sizes.row_bytes, 0)
     return tuple(

@@ -130,7 +130,7 @@ def compare_batches(
                 proto, {name: array[: min(size, _ROWS) + 1] for name, array in samples.items()}
             )
             raise ModelError(
-                f"answers to {size} samples in a batch of {larger} differ from those of them alone, "
+                f"{size} samples in a batch of {larger} have other answers than alone, "
                 f"by {difference.describe()}; allowed are {rounding.batches:.0e} "
                 f"({rounding.name}): let the model compute each sample separately"
             )

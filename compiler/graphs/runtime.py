@@ -214,7 +214,7 @@ class _Foreign(NamedTuple):
             load_session(model.SerializeToString(), session_options(given))
         except BackendError:
             return False
-        except Exception:  # it refuses the inputs, so it knows the operator
+        except Exception:  # noqa: S110 - it refuses the inputs, so it knows the operator
             pass
         return True
 

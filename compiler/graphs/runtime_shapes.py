@@ -143,7 +143,7 @@ def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[on
 def _shapes_of_libraries(
     inferred: onnx.ModelProto, empty: frozenset[str]
 ) -> list[onnx.ValueInfoProto]:
-    """Return shapes of library operators' outputs and of their readers, by running them if needed."""
+    """Return shapes of library operators' outputs and of their readers, by runs if needed."""
     if not libraries():
         return []
     graph = inferred.graph

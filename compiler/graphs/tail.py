@@ -285,7 +285,7 @@ def giving(graph: bytes, tensor: str) -> bytes:
 _CERTAIN: Final = 200.0
 """Logit of a class that is certain."""
 _DRAWN: Final = 2048
-"""Number of random scores that a tail is tried with, besides the corners."""
+"""Number of random scores that a tail is tried with, in addition to the corners."""
 _ROUNDING: Final = frozenset({"Cast", "Ceil", "Floor", "QuantizeLinear", "Round"})
 
 

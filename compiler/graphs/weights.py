@@ -310,8 +310,9 @@ class _DistinctContents:
         self.keys.append(key)
 
     def lay_out(self) -> dict[bytes, int]:
-        """Return offsets in order of first use; a weight that begins another has the other's
-        offset.
+        """Return offsets in order of first use.
+
+        A weight that is the beginning of another one has the other's offset.
         """
         begins = self._beginnings()
         offsets: dict[bytes, int] = {}
