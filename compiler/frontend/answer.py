@@ -200,8 +200,8 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
     if shape is not None and len(shape) == 3 and last is not None and last.kind in _PROJECTIONS:
         return (
             "a decoder [batch, tokens, vocabulary] answers with one of some tokens if "
-            "--answer-tokens names them; else pool the positions, or end the model at the logits of "
-            "one class a sample"
+            "--answer-tokens names them; else pool the positions, or end the model at the logits "
+            "of one class a sample"
         )
     if shape is not None and len(shape) > 2:
         return (
