@@ -297,7 +297,7 @@ class GraphAnalysis:
         )
 
     def _too_many(self, flow: Flow, born: Mapping[str, int], before: int, steps: int) -> str:
-        """Return a note with the least number of tensors at a cut in a wide stretch, if too many."""
+        """Return a note with the least number of tensors of a cut in a wide stretch."""
         after = flow.flops_after[before] if before >= 0 else self.fitness.total
         if after - flow.flops_after[before + steps] <= WIDE_STRETCH * self.fitness.total:
             return ""

@@ -199,7 +199,7 @@ class PrecisionCheck:
     samples: int
     """Number of samples of all measurements."""
     unseen: bool
-    """As in :class:`PrecisionData`."""
+    """True if nothing was fitted on these samples, see :class:`PrecisionData`."""
     source_differs: int
     """Samples for which the source model in this precision, without exits, has another answer."""
     policy_differs: int
@@ -429,7 +429,8 @@ class Recertified:
             return f"{text}: NONE CAN BE CERTIFIED, all samples will be answered at the end."
         return (
             f"{text}; certified again they are predicted to save "
-            f"{promise.predicted_savings:.1%} of the time (in fp32: {self.promise.predicted_savings:.1%})."
+            f"{promise.predicted_savings:.1%} of the time "
+            f"(in fp32: {self.promise.predicted_savings:.1%})."
         )
 
 
@@ -490,8 +491,8 @@ def share_promise(
     task = bundle.manifest.answer.task
     if task.is_relative:
         raise VerificationError(
-            f"{precision}: answers of {task.kind} are near to each other, or not, and the records do "
-            "not show the effect of the end in another precision on that; build with "
+            f"{precision}: answers of {task.kind} are near to each other, or not, and the records "
+            "do not show the effect of the end in another precision on that; build with "
             "--precision fp32, or add --accept-disagreement to serve it anyway"
         )
     promise, calibration = bundle.policy.promise, bundle.manifest.calibration

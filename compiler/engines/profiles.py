@@ -63,7 +63,7 @@ class SizedProfile(NamedTuple):
 
 
 def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
-    """Return the symbolic sizes besides the batch, with their default ranges.
+    """Return the symbolic sizes other than the batch, with their default ranges.
 
     A sequence may be shorter than in the calibration data; an image may not, as few sizes work with
     a network's strides.

@@ -156,8 +156,8 @@ def _warn(plan: FeaturePlan, all_: SampleCounts, limit_gib: float) -> None:
     needed = plan.size_bytes // plan.counts.total * all_.total
     _log.warning(
         "Heads train on %s of %s real samples and %s of %s generated ones: features of all would "
-        "take %s at a time in %d passes, more than the %g GiB of --scratch-limit; raise it to train "
-        "on all.",
+        "take %s at a time in %d passes, more than the %g GiB of --scratch-limit; raise it to "
+        "train on all.",
         f"{plan.counts.train:,}",
         f"{all_.train:,}",
         f"{plan.counts.made:,}",

@@ -121,7 +121,7 @@ class Property(Enum):
     MODERN = (_modern,)
     """The opset and the file format are new enough."""
     WEIGHTS_UNLISTED = (_weights_unlisted,)
-    """No initializer is listed as an input."""
+    """Initializers are not listed as inputs."""
     ONE_ANSWER = (_one_answer,)
     """The one output is the answer."""
     PRUNED = (_pruned,)
