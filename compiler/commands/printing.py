@@ -150,7 +150,7 @@ def _by_class(bundle: Bundle, promise: Promise) -> Iterator[str]:
         worst = losses[0]
         yield (
             f"By class of the model: class {worst.number} loses most, {worst.lost:,} of its "
-            f"{worst.samples:,} certify samples ({worst.share:.2%}) are answered otherwise."
+            f"{worst.samples:,} certify samples ({worst.share:.2%}) have another answer."
         )
     bound = promise.max_class_disagreement
     if bound is not None:

@@ -97,7 +97,7 @@ Selection: TypeAlias = Literal["savings", "pame"]
 AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
 """Values of ``eecompile --precision`` for bundles."""
 Training: TypeAlias = Literal["frozen", "joint"]
-"""What is trained: exits on the unchanged model, or also a copy of it together with them."""
+"""Training of exits on the unchanged model, or also of a copy of it together with them."""
 HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges", "both"]
 
 
@@ -397,11 +397,11 @@ def _is_on_host(values: Mapping[str, object]) -> bool:
 
 _READING: Final = tuple(
     Illegal(option=flag, without="--data",
-            why="it says how data are read; leave it out, or add --data")
+            why="it is an option for reading data; leave it out, or add --data")
     for flag in ("--preprocessing", *(option.flag for option in OPTIONS))
 )  # fmt: skip
-_ONE_MODEL = "it is for exits of the float32 model as it is; take probability, entropy or margin"
-_UNCERTIFIED = "nothing is certified on made inputs; leave it out, or give samples"
+_ONE_MODEL = "it is for exits of the unchanged float32 model; take probability, entropy or margin"
+_UNCERTIFIED = "nothing is certified on random inputs; leave it out, or use samples"
 NO_ENGINES: Final = (
     Illegal(option="--criterion", beside="--backend tensorrt", when=_is_on_host,
             why="the host computes this criterion, which is for CPUs; choose probability, "
@@ -455,11 +455,11 @@ COMPILE: Final[tuple[Illegal, ...]] = (
       for option in ("--max-disagreement", "--confidence", "--max-class-disagreement", "--group",
                      "--copies-within", "--teach labels")),
 )  # fmt: skip
-_AS_THERE = "the engines that are there say it; leave one of them out"
+_AS_THERE = "the existing engines determine it; leave one of them out"
 _KEPT = "auto keeps what is certified; leave one of them out"
 PROFILE: Final = (
     Illegal(option="--backend tensorrt|cuda", without="--json",
-            why="a bundle's own profile is of a CPU; give a file, for a cluster file to name"),
+            why="a bundle's own profile is of a CPU; name a file, to be used in a cluster file"),
     Illegal(option="--device", without="--backend tensorrt|cuda",
             why="the CPU is measured; leave it out, or choose one of these"),
     Illegal(option="--threads", beside="--backend tensorrt|cuda",
@@ -476,7 +476,7 @@ BUILD: Final = (
     Illegal(option="--precision auto", beside="--dry-run",
             why="what is built is known once engines have been timed; leave one of them out"),
     Illegal(option="--precision auto", beside="--beside-serving",
-            why="a server keeps the precision that it began with; give that precision"),
+            why="a server keeps the precision that it began with; name that precision"),
     Illegal(option="--precision auto", beside="--accept-disagreement", why=_KEPT),
     Illegal(option="--precision auto", beside="--units",
             why="engines of all stages are timed; leave one of them out"),
@@ -484,7 +484,7 @@ BUILD: Final = (
             when=lambda values: not {"source", "stages"} <= {*str(values["--parts"]).split(",")},
             why="engines of source and stages are timed; name both, or leave --parts out"),
     Illegal(option="--precision int8", without="--data",
-            why="the ranges of activations are measured on calibration data; give that which the "
+            why="the ranges of activations are measured on calibration data; use the data that the "
             "bundle was compiled with"),
 )  # fmt: skip
 EXPORT: Final = (

@@ -1,4 +1,4 @@
-"""The main flow through a model, the gates that all of it passes, and cheap operators.
+"""The main flow through a model, its gates, and cheap operators.
 
 Apparate (3.1) attaches ramps at cut vertices: no edge may start before a ramp and enter the model
 after it. By this definition a transformer has none, since its attention mask enters every layer. So

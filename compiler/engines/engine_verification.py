@@ -125,7 +125,7 @@ class Verifier:
             if np.isnan(value).any() or np.isposinf(value).any():
                 raise EngineBuildError(
                     f"output {name!r} of the graph itself is not finite on a CPU ({where}); build "
-                    "it with a finer --precision (tf32 or fp32) or give other --data"
+                    "it with a finer --precision (tf32 or fp32) or use other --data"
                 )
             difference = compare(actual, value)
             if not difference.share <= allowed[name]:

@@ -27,7 +27,7 @@ def like_there(
     whole = [entry for entry, found in model if found.keys() == symbols.keys()]
     if not whole:
         raise EngineOptionsError(
-            f"--beside-serving builds like the engines that are there, and {store.bundle_path} has "
+            f"--beside-serving builds like the existing engines, and {store.bundle_path} has "
             f"none for {store.index.target.describe()} that take the model's inputs; build it "
             "without --beside-serving first"
         )

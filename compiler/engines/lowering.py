@@ -161,7 +161,7 @@ def _axes_as_attribute(node: onnx.NodeProto, constants: _Constants) -> set[str]:
     axes = [int(axis) for axis in constants[name].reshape(-1)] if name else []
     flags = {a.name: a.i for a in node.attribute}
     if not axes and flags.get("noop_with_empty_axes", 0):
-        raise _refused(node, "cannot leave its input alone where no axes are given")
+        raise _refused(node, "cannot leave its input unchanged without axes")
     _remove_attribute(node, "noop_with_empty_axes")
     del node.input[1:]
     if axes:

@@ -184,8 +184,8 @@ def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
 def _of_trees(output: str, last: Operator) -> str:
     return (
         f"output {output!r} comes from {last.label}: all trees are one operator, so there is "
-        "nothing to cut, and no exit could save anything; serve the model as it is. Pipelines that "
-        "end with a neural network can be cut"
+        "nothing to cut, and no exit could save anything; serve the model unchanged. Pipelines "
+        "that end with a neural network can be cut"
     )
 
 
@@ -228,7 +228,7 @@ def _form(proto: onnx.ModelProto, flow: Dataflow, output: str, classes: int) -> 
     if (labels := _labels_of(proto, flow, output, (BATCH, classes))) is not None:
         raise ModelError(
             f"output {output!r} ends with {labels.label}: each of its {classes} columns is a yes "
-            "or no of its own (multi-label), expected one class of several. Leave --task out, or "
+            "or no (multi-label), expected one class of several. Leave --task out, or "
             "name it multi-label; if exactly one class is right for each sample, end the model "
             "before the Sigmoid, at its logits"
         )

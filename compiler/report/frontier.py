@@ -147,7 +147,7 @@ def _sentence(row: LevelRow) -> str:
     if combined < better:
         saved = numbers.percent(1 - combined / better, 0)
         return f"{told} Together they take {saved} less than the better one alone."
-    return f"{told} Together they bring nothing here beyond the better one alone."
+    return f"{told} Together they save nothing here beyond the better one alone."
 
 
 def _dominated(points: Sequence[TradeOff], front: Sequence[TradeOff]) -> list[TradeOff]:

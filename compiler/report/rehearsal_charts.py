@@ -53,7 +53,7 @@ def rehearsal_view(rehearsed: Rehearsed | None) -> RehearsalView | None:
             f"{numbers.plural(settings.batches, 'batch', 'batches')} of {settings.batch_size} "
             f"were drawn from {numbers.plural(rehearsal.samples, 'sample')} of the tuning split. "
             f"An exit may make {tolerated} of them later than without it; of the samples, "
-            f"{numbers.count(rehearsal.allowed_errors)} may be answered otherwise."
+            f"{numbers.count(rehearsal.allowed_errors)} may have other answers."
         ),
         outcome=(
             f"As shipped, for batches of the certify split: "

@@ -132,7 +132,7 @@ def warning(
     if found.manifest.calibration.random_inputs:
         return "Compiled on random inputs: nothing is certified.", (
             "This was a dry run, to see exits and times. Times are real; shares of answers, "
-            "agreement and what is saved say nothing about your data. Compile again on samples: "
+            "agreement and savings do not describe your data. Compile again on samples: "
             "eecompile MODEL --data DATA."
         )
     if judged is not None and (nothing := judged.warning):

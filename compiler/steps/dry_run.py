@@ -47,7 +47,7 @@ def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
 _log = logging.getLogger(__name__)
 WARNING = (
     "DRY RUN ON RANDOM INPUTS: nothing is certified. Times are real; shares of answers and "
-    "agreement say nothing about your data."
+    "agreement do not describe your data."
 )
 
 DRY_RUN_DISAGREEMENT = 0.5

@@ -74,7 +74,7 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
     bundle = open_runnable(options.bundle)
     if bundle.manifest.is_plain:
         raise CompileError(
-            f"{bundle.path} has no exits to rehearse: it is the model as it is; make one with "
+            f"{bundle.path} has no exits to rehearse: it is the unmodified model; make one with "
             f"exits: eecompile {bundle.manifest.source.original_name} --data DATA"
         )
     if bundle.manifest.calibration.random_inputs:
@@ -195,7 +195,7 @@ def _split(
         distinct = "distinct " if groups.joins else ""
         raise DataError(
             f"{len(groups)} {distinct}samples are too few: the promise alone needs {least}, and a "
-            f"batch of {settings.batch_size} others must be rehearsed; give at least "
+            f"batch of {settings.batch_size} others must be rehearsed; use at least "
             f"{needed} (2,000 serve well), or relax --max-disagreement or --confidence"
         )
     parts = part(dataset, groups, (0, tune), seed=choice.seed)

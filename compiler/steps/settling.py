@@ -125,7 +125,7 @@ def _check_size(model: SourceModel, options: CompileOptions) -> None:
     if needs_bridges(model.answer, options):
         raise ModelError(
             f"exits of {model.answer.task.kind} with --heads {options.building.heads} repeat "
-            f"layers of the model: {whole}; store it in half precision, or serve it as it is: "
+            f"layers of the model: {whole}; store it in half precision, or serve it unchanged: "
             "eeserve MODEL.onnx"
         )
 
